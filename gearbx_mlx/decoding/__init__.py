@@ -1,0 +1,1 @@
+"""From gears to tokens: one file for each way of driving."""

@@ -1,0 +1,121 @@
+"""The entry for programs: mlx-lm's stream_generate and generate, with a gearbox."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from ..errors import GearbxError
+from ..gears.discovery import is_quantized, vocabulary
+from ..gears.gearbox import Gearbox
+from ..gears.observer import Observer
+from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
+from ..routing.monitor import DEFAULT_WINDOW, Monitor
+from ..routing.prompt import first_gear
+from ..routing.thresholds import check_thresholds, default_thresholds
+from .response import GearResponse
+from .route import route
+
+ROUTE, TELEMETRY_ONLY = "route", "telemetry-only"
+AUTO = "auto"
+
+
+def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: str | None) -> str:
+    """Telemetry only for what cannot shift: a quantized checkpoint, or an Observer.
+
+    Raises:
+        GearbxError: a mode that does not exist, or one that the model or the gearbox cannot run.
+    """
+    watching = isinstance(gearbox, Observer) or (gearbox is None and is_quantized(model))
+    if mode is None:
+        return TELEMETRY_ONLY if watching else ROUTE
+    if mode not in (ROUTE, TELEMETRY_ONLY):
+        raise GearbxError(f"mode '{mode}' does not exist; choose from {ROUTE}, {TELEMETRY_ONLY}")
+    if mode == ROUTE and watching:
+        raise GearbxError("mode 'route' needs a gearbox, and this model is quantized already: use 'telemetry-only'")
+    if mode == TELEMETRY_ONLY and isinstance(gearbox, Gearbox):
+        raise GearbxError("mode 'telemetry-only' shifts no gears: give an Observer, or no gearbox")
+    return mode
+
+
+def prompt_text(tokenizer: Any, prompt: Any) -> str:
+    """The prompt as text, whether it came as text or as tokens."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt.tolist() if hasattr(prompt, "tolist") else list(prompt))
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int = 256,
+    *,
+    gearbox: Gearbox | Observer | None = None,
+    gate: Gate | None = None,
+    mode: str | None = None,
+    thresholds: Sequence[float] | None = None,
+    window: int = DEFAULT_WINDOW,
+    hysteresis: float = DEFAULT_HYSTERESIS,
+    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
+    initial_gear: str = AUTO,
+    **kwargs: Any,
+) -> Iterator[GearResponse]:
+    """Generate text while the gearbox changes the precision of the weights.
+
+    Args:
+        model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
+        gearbox: reuse one over calls, since it holds the gears that were made; without one, a Gearbox with the
+            default ladder, or for a quantized model an Observer.
+        gate: a Gate of your own; otherwise a ThresholdGate of the four arguments that follow.
+        mode: "route" or "telemetry-only"; by itself the first where gears can shift.
+        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
+        window: tokens in the rolling mean.
+        hysteresis: bits.
+        min_gear_duration: tokens.
+        initial_gear: name or bits of a gear, or "auto": from the prompt (GEARBX 11). The prompt is read in it.
+
+    Yields:
+        GearResponse for each token. A shift acts two tokens after the one that caused it, since mlx-lm runs ahead.
+
+    Raises:
+        GearbxError: arguments that do not fit together.
+    """
+    mode = choose_mode(model, gearbox, mode)
+    if gearbox is None:
+        gearbox = Gearbox(model) if mode == ROUTE else Observer(model)
+    elif gearbox.model is not model:
+        raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
+    gears, vocab_size = len(gearbox.ladder), vocabulary(model)
+    if gate is None:
+        chosen = default_thresholds(gears, vocab_size) if thresholds is None else tuple(thresholds)
+        check_thresholds(chosen, gears)
+        gate = ThresholdGate(chosen, hysteresis, min_gear_duration)
+    if initial_gear == AUTO:
+        first = gearbox.ladder[first_gear(prompt_text(tokenizer, prompt), gears)]
+    else:
+        first = gearbox.ladder.named(initial_gear)
+    gate.reset(first.index)
+    gearbox.shift(first)
+    return route(
+        model,
+        tokenizer,
+        prompt,
+        gearbox=gearbox,
+        gate=gate,
+        monitor=Monitor(vocab_size, window),
+        max_tokens=max_tokens,
+        **kwargs,
+    )
+
+
+def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
+    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it is made."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print()
+    return text

@@ -1,0 +1,57 @@
+"""What a format is to the rest of the house."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+
+class Format(Protocol):
+    """A way to store one weight matrix at several precisions."""
+
+    name: str
+
+    def modules(
+        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        """Make the gear of `wanted` bits of one layer, and whatever other gears come with it at no cost.
+
+        Args:
+            dense: a Linear or SwitchLinear, weight (O, I) or (E, O, I) in the checkpoint's own type.
+            wanted: bits of the gear that is needed now.
+            ladder: bits of all quantized gears, ascending.
+            group_size: inputs that share a scale; divides I.
+            dtype: what the scales are held in. Their values are rounded to the weight's own type first, so that a
+                gear is the same whatever type it is computed in.
+
+        Returns:
+            bits to module, with `wanted` among them. Nothing is evaluated.
+        """
+        ...
+
+    def bytes_read(self, weights: int, bits: int, ladder: Sequence[int], group_size: int, scale_size: int) -> int:
+        """Bytes that one use of `weights` weights in a gear reads, when a scale or bias takes `scale_size` bytes."""
+        ...
+
+
+def quantized_module(
+    dense: nn.Module, bits: int, group_size: int, weight: mx.array, scales: mx.array, biases: mx.array
+) -> nn.Module:
+    """The stock quantized module of a Linear or SwitchLinear, over given arrays; a bias is shared, not copied.
+
+    The constructors of these modules quantize a random weight. They are passed by, since a shift in the middle of a
+    text must not draw from the random numbers that its tokens are sampled with.
+    """
+    kind = nn.QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedSwitchLinear
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.group_size, module.bits, module.mode = group_size, bits, "affine"
+    module.weight, module.scales, module.biases = weight, scales, biases
+    if kind is QuantizedSwitchLinear:
+        module.global_scale = None
+    if "bias" in dense:
+        module.bias = dense.bias
+    module.freeze()
+    return module

@@ -1,0 +1,36 @@
+"""Codes to words and back, in the layout of `mx.quantize`: a little-endian stream of bits, 32 codes in `bits` words."""
+
+import mlx.core as mx
+
+CODES = 32
+
+
+def pack(codes: mx.array, bits: int) -> mx.array:
+    """(..., n) unsigned codes below 2^bits to (..., n * bits / 32) uint32; n is a multiple of 32."""
+    groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES)
+    words: list[mx.array | None] = [None] * bits
+
+    def put(index: int, value: mx.array) -> None:
+        word = words[index]
+        words[index] = value if word is None else word | value
+
+    for i in range(CODES):
+        index, shift = divmod(i * bits, 32)
+        put(index, groups[..., i] << shift)
+        if shift + bits > 32:  # the code lies across two words
+            put(index + 1, groups[..., i] >> (32 - shift))
+    return mx.stack([w for w in words if w is not None], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def unpack(words: mx.array, bits: int) -> mx.array:
+    """The inverse of pack: (..., n * bits / 32) uint32 to (..., n) uint32 codes."""
+    groups = words.reshape(*words.shape[:-1], -1, bits)
+    mask = (1 << bits) - 1
+    codes = []
+    for i in range(CODES):
+        index, shift = divmod(i * bits, 32)
+        code = groups[..., index] >> shift
+        if shift + bits > 32:
+            code = code | (groups[..., index + 1] << (32 - shift))
+        codes.append(code & mask)
+    return mx.stack(codes, axis=-1).reshape(*words.shape[:-1], -1)

@@ -1,0 +1,176 @@
+"""Nested bit planes: one matrix of codes, split so that every gear is a prefix of the next one.
+
+An affine code q of R bits stands for step * q + offset. Cut into planes, most significant first, its first w0 bits h
+are a coarser affine code with scale S = step * 2^(R - w0) and a bias B in the middle of what they leave open. A further
+plane of width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, its own bias, and a power of two. So every
+plane is an ordinary MLX weight, gears of 4 and 8 bits together take 8 bits and four half-precision numbers per group
+less one shared scale, and a shift copies nothing.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import GearbxError
+from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
+from .base import quantized_module
+from .packing import pack, unpack
+
+# The smallest scale: groups of equal weights have no range. In half precision it must stay a normal number.
+SCALE_FLOOR = {mx.float16: 2.0**-14, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
+
+
+@dataclass(frozen=True)
+class Planes:
+    """One weight matrix (..., O, I) as bit planes.
+
+    weights: per plane, (..., O, I * width / 32) uint32. scales: (..., O, I / group_size), of the first plane.
+    biases: per plane, the same shape. widths: bits of each plane, most significant first.
+    """
+
+    weights: list[mx.array]
+    scales: mx.array
+    biases: list[mx.array]
+    widths: tuple[int, ...]
+    group_size: int
+
+    def prefix(self, bits: int) -> int:
+        """How many planes make up a gear of so many bits."""
+        return list(itertools.accumulate(self.widths)).index(bits) + 1
+
+    def dequantize(self, bits: int) -> mx.array:
+        """The weights (..., O, I), in float32, that the gear of so many bits computes with."""
+        count = self.prefix(bits)
+        grouped = (*self.scales.shape, self.group_size)
+        total = mx.zeros(grouped)
+        for words, bias, width, shift in zip(
+            self.weights[:count], self.biases, self.widths, plane_shifts(self.widths[:count])
+        ):
+            codes = unpack(words, width).reshape(grouped).astype(mx.float32)
+            scale = self.scales.astype(mx.float32)[..., None]
+            total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
+        return total.reshape(*self.scales.shape[:-1], -1)
+
+
+def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
+    """Gears of 4, 5, 6 and 8 bits are planes of 4, 1, 1 and 2 bits."""
+    return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
+
+
+def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype | None = None) -> Planes:
+    """Quantize a matrix (..., O, I) into planes.
+
+    Scale and bias of the first plane are rounded to the weight's own type before the codes are fitted to them, so
+    that the low gear is as good as stock quantization and the full stack loses nothing to the rounding.
+
+    Args:
+        weight: floating; I is a multiple of group_size.
+        widths: bits of each plane, most significant first, 8 at most together.
+        group_size: 32, 64 or 128.
+        dtype: what scales and biases are held in; the weight's own type if not given.
+
+    Raises:
+        GearbxError: more than 8 bits together.
+    """
+    bits = sum(widths)
+    if bits > 8:
+        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
+    own = weight.dtype
+    w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
+    low, high = w.min(axis=-1), w.max(axis=-1)
+    rest = bits - widths[0]
+
+    def rounded(values: mx.array) -> mx.array:
+        return values.astype(own).astype(mx.float32)
+
+    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[own]))
+    step = scale * 2.0**-rest
+    biases = [rounded(low + step * (2**rest - 1) / 2)]
+    biases += [rounded(-scale * (2**width - 1) / 2) for width in widths[1:]]
+    offset = sum(bias * 2.0**-shift for bias, shift in zip(biases, plane_shifts(widths)))
+
+    q = mx.clip(mx.round((w - offset[..., None]) / step[..., None]), 0, 2**bits - 1)
+    q = q.astype(mx.uint32).reshape(weight.shape)
+    weights, unread = [], bits
+    for width in widths:
+        unread -= width
+        weights.append(pack((q >> unread) & (2**width - 1), width))
+    # Planes of one width have one bias: it is stored once.
+    shared = {width: bias.astype(dtype or own) for width, bias in zip(widths[1:], biases[1:])}
+    first = biases[0].astype(dtype or own)
+    held = [first, *(shared[width] for width in widths[1:])]
+    return Planes(weights, scale.astype(dtype or own), held, tuple(widths), group_size)
+
+
+class _PlanesModule(nn.Module):
+    """Arrays and widths that the two modules below have in common; parameters are frozen and shared between gears."""
+
+    def __init__(self, planes: Planes, bits: int, dense: nn.Module):
+        super().__init__()
+        count = planes.prefix(bits)
+        self.weights = planes.weights[:count]
+        self.scales = planes.scales
+        self.plane_biases = planes.biases[:count]
+        self.widths = planes.widths[:count]
+        self.group_size = planes.group_size
+        self.bits = bits
+        if "bias" in dense:
+            self.bias = dense.bias
+        self.freeze()
+
+    def _extra_repr(self) -> str:
+        shape = (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+        return f"shape={shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
+
+    def _stack(self) -> tuple:
+        return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
+
+
+class PlanesLinear(_PlanesModule):
+    """A linear layer (..., I) -> (..., O) that reads a prefix of bit planes."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = planes_matmul(x, *self._stack())
+        return y + self["bias"] if "bias" in self else y
+
+
+class PlanesSwitchLinear(_PlanesModule):
+    """mlx-lm's SwitchLinear (E experts of one shape, chosen by `indices`) over bit planes."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = planes_gather_matmul(x, *self._stack(), indices, sorted_indices)
+        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+
+    @property
+    def input_dims(self) -> int:
+        return self.scales.shape[-1] * self.group_size
+
+    @property
+    def output_dims(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.scales.shape[0]
+
+
+class NestedPlanes:
+    """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
+
+    name = "planes"
+
+    def modules(
+        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
+        first = planes.weights[0], planes.scales, planes.biases[0]
+        lowest = quantized_module(dense, ladder[0], group_size, *first)
+        kind = PlanesLinear if dense.weight.ndim == 2 else PlanesSwitchLinear
+        return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
+
+    def bytes_read(self, weights: int, bits: int, ladder: Sequence[int], group_size: int, scale_size: int) -> int:
+        planes = ladder.index(bits) + 1  # stock kernels read the shared scales again for every plane
+        return weights * bits // 8 + planes * 2 * weights // group_size * scale_size

@@ -1,0 +1,1 @@
+"""Gears, ladders and the gearbox that puts them into a model."""

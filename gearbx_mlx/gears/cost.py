@@ -1,0 +1,70 @@
+"""Bytes that one decoded token reads (GEARBX 9), counted from the arrays of the modules that run.
+
+Floating arrays are counted in the type that the checkpoint stores them in: a half-precision checkpoint is computed in
+float32 on a CPU (see activations.py), and counting four bytes there would flatter every gear below the top one.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+HEADS = {"lm_head", "embed_out", "output", "head"}
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k")
+
+
+def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
+    """Bytes of an array, its floating values taken as `storage`."""
+    return array.size * storage.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+
+
+def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
+    """Bytes of weights, scales and biases of a layer that is no gear; of experts, all of them."""
+    return sum(stored_bytes(array, storage) for _, array in tree_flatten(module.parameters()))
+
+
+def token_bytes(model: nn.Module, managed: Mapping[str, int], storage: Mapping[str, mx.Dtype]) -> int:
+    """Bytes of weights that decoding one token reads from the whole model.
+
+    Args:
+        model: an mlx-lm model.
+        managed: path to bytes, for the layers that change gear; the others are counted as they are.
+        storage: path to the type that a layer's floating values are stored in; "" for the rest of the model.
+
+    Returns:
+        bytes: every parameter once, but of a mixture of experts only those that a token uses, and of an embedding
+        one row, unless it is the output head as well.
+    """
+    modules = dict(model.named_modules())
+    containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
+    separate_head = any(path.split(".")[-1] in HEADS for path in modules)
+    total = 0.0
+    for path, module in modules.items():
+        kept_as = storage.get(path, storage[""])
+        if path in managed:
+            total += managed[path] * used_share(path, modules)
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+            rows = module.weight.shape[0]
+            total += layer_bytes(module, kept_as) / (rows if separate_head else 1)
+        elif path in containers:
+            own = (value for value in module.values() if isinstance(value, mx.array))
+            total += sum(stored_bytes(array, kept_as) for array in own)
+        else:
+            total += layer_bytes(module, kept_as) * used_share(path, modules)
+    return round(total)
+
+
+def used_share(path: str, modules: Mapping[str, nn.Module]) -> float:
+    """The share of a layer's weights that one token uses: all, or the chosen experts of a mixture."""
+    experts = getattr(modules[path], "num_experts", None)
+    if not experts:
+        return 1.0
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):  # the block that routes is an ancestor of the experts
+        block = modules.get(".".join(parts[:end]))
+        for name in EXPERTS_PER_TOKEN:
+            chosen = getattr(block, name, None)
+            if isinstance(chosen, int):
+                return min(1.0, chosen / experts)
+    return 1.0

@@ -1,0 +1,102 @@
+"""Which layers of a model change gear (GEARBX 6.1)."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..errors import GearbxError
+from ..formats.planes import PlanesLinear, PlanesSwitchLinear
+
+# As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
+Predicate = Callable[[str, nn.Module], bool | dict]
+
+ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
+DENSE = (nn.Linear, SwitchLinear)
+QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding, PlanesLinear, PlanesSwitchLinear)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A managed layer: where it is, its module as loaded, and the bits below which it does not go."""
+
+    path: str
+    module: nn.Module
+    lowest_bits: int = 0
+
+
+def is_attention(path: str, module: nn.Module) -> bool:
+    """Whether a component of the path names an attention block: the layers that GEARBX itself manages."""
+    return any(part.lower().replace("_", "") in ATTENTION for part in path.split("."))
+
+
+def is_mlp(path: str, module: nn.Module) -> bool:
+    """Whether the layer is inside a block and outside its attention."""
+    return any(part.isdigit() for part in path.split(".")) and not is_attention(path, module)
+
+
+MANAGE: dict[str, Predicate] = {"all": lambda path, module: True, "attention": is_attention, "mlp": is_mlp}
+
+
+def get_predicate(manage: str | Predicate) -> Predicate:
+    """Raises GearbxError for a name that does not exist."""
+    if callable(manage):
+        return manage
+    if manage not in MANAGE:
+        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(MANAGE)}, or give a predicate")
+    return MANAGE[manage]
+
+
+def natural_order(path: str) -> list[tuple[int, str]]:
+    """Sort key: layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", path)]
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any module of the model is already quantized."""
+    return any(isinstance(m, QUANTIZED) for m in model.modules())
+
+
+def vocabulary(model: nn.Module) -> int:
+    """V, the length of the logits: the rows of the largest embedding."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+    if not embeddings:
+        raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown")
+    return max(m.weight.shape[0] for m in embeddings)
+
+
+def discover(
+    model: nn.Module, manage: str | Predicate = "all", group_size: int = 64
+) -> tuple[list[Layer], dict[str, str]]:
+    """Sort all linear layers into those that are managed and those that are not.
+
+    A layer is managed if the predicate takes it, the model class does not object (`quant_predicate`, which may also
+    ask for more bits, as for the routers of some mixtures of experts), and its input width is a multiple of
+    group_size.
+
+    Returns:
+        managed layers in the order of the model, and path to reason for the linear layers that stay as they are.
+    """
+    wanted = get_predicate(manage)
+    own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+    managed, unmanaged = [], {}
+    for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
+        if not isinstance(module, DENSE):
+            continue
+        choice, objection = wanted(path, module), own(path, module)
+        width = module.weight.shape[-1]
+        if not choice:
+            unmanaged[path] = "not selected by manage"
+        elif objection is False:
+            unmanaged[path] = "kept dense by the model class"
+        elif width % group_size:
+            unmanaged[path] = f"input width {width} is not a multiple of the group size {group_size}"
+        elif not mx.issubdtype(module.weight.dtype, mx.floating):
+            unmanaged[path] = f"weights of type {module.weight.dtype}"
+        else:
+            floors = [answer.get("bits", 0) for answer in (choice, objection) if isinstance(answer, dict)]
+            managed.append(Layer(path, module, max(floors, default=0)))
+    return managed, unmanaged

@@ -1,0 +1,203 @@
+"""The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6)."""
+
+import copy
+import time
+import warnings
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from ..errors import GearbxError, GearbxWarning
+from ..formats import DEFAULT_FORMAT, get_format
+from .activations import compute_in, stored_dtype
+from .cost import token_bytes
+from .discovery import Layer, Predicate, discover, is_quantized
+from .double_quantization import looks_quantized
+from .ladder import DENSE, Gear, Ladder
+from .residency import make_residency
+
+DEFAULT_LADDER = "4,8,16"
+GROUP_SIZES = (32, 64, 128)
+
+
+class Gearbox:
+    """Puts one of several precisions into a model, and back.
+
+    The model is in the ladder's top gear after construction. Gears are made when they are first engaged, kept, and
+    swapped as a whole: a shift that fails leaves the model in the gear it had. A top gear of 16 bits is the original
+    arrays. A half-precision model is put into float32 on a CPU when the ladder has quantized gears (`dtype`).
+
+    Args:
+        model: an mlx-lm model that is not quantized.
+        ladder: a Ladder, or text such as "4,8,16".
+        format: how quantized gears are stored, "planes" or "affine".
+        manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
+        group_size: inputs that share a scale: 32, 64 or 128.
+        residency: of gears that are not engaged: "resident", "host" or "disk".
+        checkpoint: the model's directory, for "disk".
+        dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
+
+    Raises:
+        GearbxError: an argument that does not exist, a quantized model, no layer to manage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ladder: Ladder | str = DEFAULT_LADDER,
+        *,
+        format: str = DEFAULT_FORMAT,
+        manage: str | Predicate = "all",
+        group_size: int = 64,
+        residency: str = "resident",
+        checkpoint: str | Path | None = None,
+        dtype: str = "auto",
+    ):
+        self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
+        self.format = get_format(format)
+        if group_size not in GROUP_SIZES:
+            raise GearbxError(f"group size {group_size} is not supported; choose from 32, 64, 128")
+        if is_quantized(model):
+            raise GearbxError(
+                "the model is quantized already, by its checkpoint or by another gearbox: "
+                "run it with telemetry only, or load the original"
+            )
+        self.model = model
+        self.group_size = group_size
+        self.layers, self.unmanaged = discover(model, manage, group_size)
+        quantized = self.ladder.quantized_bits
+        if quantized and not self.layers:
+            reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
+            raise GearbxError(f"no layer can change gear: {reasons}")
+
+        self.compute_dtype = compute_in(model, dtype, bool(quantized))
+        # What the checkpoint holds decides what a gear is, whatever it is computed in.
+        self.storage = {path: stored_dtype(model, path and f"{path}.weight") for path in ("", *(e.path for e in self.layers))}
+        self.residency = make_residency(residency, model, checkpoint, dict.fromkeys(self.storage, self.compute_dtype))
+        if quantized and looks_quantized([layer.module.weight for layer in self.layers]):
+            warnings.warn(
+                "the weights have few different values, as if they had been quantized before: "
+                "quantizing them again adds to their error, most of all in the lowest gear",
+                GearbxWarning,
+                stacklevel=2,
+            )
+
+        self._weights = {layer.path: layer.module.weight.size for layer in self.layers}
+        self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
+        self._trees: dict[Gear, dict] = {}
+        self._token_bytes: dict[Gear, int] = {}
+        self._original = Gear(len(self.ladder), "original", DENSE)
+        self.gear = self.ladder.top if self.ladder.top.dense else self._original
+        self.shifts = 0
+        self.shift_seconds = 0.0
+        self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
+        if not self.ladder.top.dense:
+            self.shift(self.ladder.top)
+            self.shifts, self.shift_seconds = 0, 0.0
+
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
+        allowed = [g.bits for g in self.ladder if g.bits >= max(gear.bits, layer.lowest_bits)]
+        return allowed[0] if allowed else DENSE
+
+    def prepare(self, gear: Gear) -> None:
+        """Begin to make a gear that will soon be engaged, without waiting for it."""
+        if gear != self.gear and gear not in self._trees:
+            mx.async_eval([m.parameters() for m in self._modules(gear).values()])
+
+    def shift(self, gear: Gear | str) -> float:
+        """Engage a gear, and return the seconds that this took.
+
+        Raises:
+            GearbxError: no such gear; weights that cannot be quantized or read back. The gear stays what it was.
+        """
+        gear = self.ladder.named(gear) if isinstance(gear, str) else gear
+        if gear == self.gear:
+            return 0.0
+        start = time.perf_counter()
+        before, before_tree = self.gear, self._tree(self.gear)
+        tree = self._tree(gear)
+        try:
+            self.model.update_modules(tree)
+            self.gear = gear
+        except BaseException:  # an interrupt as well: never half of one gear and half of another
+            self.model.update_modules(before_tree)
+            self.gear = before
+            raise
+        self._give_up_idle()
+        seconds = time.perf_counter() - start
+        self.shifts += 1
+        self.shift_seconds += seconds
+        self.active_memory[gear.name] = mx.get_active_memory()
+        return seconds
+
+    def layer_bytes(self, layer: Layer, gear: Gear) -> int:
+        """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
+        bits, weights = self.bits_of(layer, gear), self._weights[layer.path]
+        size = self.storage[layer.path].size
+        if bits == DENSE:
+            read = weights * size
+        else:
+            read = self.format.bytes_read(weights, bits, self.ladder.quantized_bits, self.group_size, size)
+        return read + (layer.module.bias.size * size if "bias" in layer.module else 0)
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        weights = sum(self._weights.values())
+        if not weights:
+            return 8.0 * self.storage[""].size
+        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+
+    def weight_bytes_per_token(self, gear: Gear) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear."""
+        if gear not in self._token_bytes:
+            managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+            self._token_bytes[gear] = token_bytes(self.model, managed, self.storage)
+        return self._token_bytes[gear]
+
+    def describe(self) -> str:
+        """One line for each managed layer, and the reason for each that is not."""
+        lines = [f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}" for layer in self.layers]
+        return "\n".join([*lines, *(f"{path}: dense ({reason})" for path, reason in self.unmanaged.items())])
+
+    def _modules(self, gear: Gear) -> dict[str, nn.Module]:
+        """Path to module of a gear. What is missing is made, unevaluated, from originals that are there."""
+        bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
+        missing = [layer for layer in self.layers if bits[layer.path] not in self._made[layer.path]]
+        self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
+        for layer in missing:
+            self._made[layer.path] = self._make(layer, bits[layer.path]) | self._made[layer.path]
+        return {path: made[bits[path]] for path, made in self._made.items()}
+
+    def _make(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
+        dense = copy.copy(layer.module)
+        dense.weight = dense.weight.astype(self.storage[layer.path])
+        made = self.format.modules(dense, bits, self.ladder.quantized_bits, self.group_size, self.compute_dtype)
+        for module in made.values():
+            module.train(layer.module.training)
+        return made
+
+    def _tree(self, gear: Gear) -> dict:
+        """The modules of a gear, evaluated and complete, in the form that `update_modules` takes."""
+        modules = self._modules(gear)
+        self.residency.enter({(layer.path, self.bits_of(layer, gear)): modules[layer.path] for layer in self.layers})
+        if gear not in self._trees:
+            for path, module in modules.items():  # one by one: what a layer needs in passing is freed before the next
+                mx.eval(module.parameters())
+                scales = module.get("scales")
+                if scales is not None and not mx.isfinite(scales).all().item():
+                    raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+            self._trees[gear] = tree_unflatten(list(modules.items()))
+        return self._trees[gear]
+
+    def _give_up_idle(self) -> None:
+        engaged = {layer.path: self.bits_of(layer, self.gear) for layer in self.layers}
+        idle = {
+            (path, bits): module
+            for path, made in self._made.items()
+            for bits, module in made.items()
+            if bits != engaged[path]
+        }
+        self.residency.leave(idle, self.model)

@@ -1,0 +1,91 @@
+"""A gear is a precision; a ladder is the gears in order of precision."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import GearbxError
+
+QUANTIZED = (2, 3, 4, 5, 6, 8)  # what MLX's affine kernels read
+DENSE = 16  # the weights as they are, whatever type the checkpoint has
+
+
+@dataclass(frozen=True)
+class Gear:
+    """One precision of all managed layers; `bits` are those of a code, 16 is the weights as they are."""
+
+    index: int
+    name: str
+    bits: int
+
+    @property
+    def dense(self) -> bool:
+        return self.bits == DENSE
+
+
+class Ladder(Sequence[Gear]):
+    """Gears in ascending precision.
+
+    Args:
+        bits: ascending, each of 2, 3, 4, 5, 6, 8 or 16.
+
+    Raises:
+        GearbxError: empty, not ascending, or a width that no kernel reads.
+    """
+
+    def __init__(self, bits: Sequence[int]):
+        shown = ",".join(map(str, bits))
+        supported = ", ".join(map(str, (*QUANTIZED, DENSE)))
+        if not bits:
+            raise GearbxError(f"a ladder needs at least one gear; give bits in ascending order, each of {supported}")
+        for b in bits:
+            if b not in (*QUANTIZED, DENSE):
+                raise GearbxError(f"gear of {b} bits in '{shown}' is not supported; choose from {supported}")
+        if any(a >= b for a, b in zip(bits, bits[1:])):
+            raise GearbxError(f"gears must ascend, got '{shown}'; did you mean '{','.join(map(str, sorted(set(bits))))}'?")
+        self.gears = tuple(Gear(i, name, b) for i, (name, b) in enumerate(zip(self._names(len(bits)), bits)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Ladder":
+        """A ladder from text such as "4,8,16"."""
+        try:
+            return cls([int(part) for part in text.split(",")])
+        except GearbxError:
+            raise
+        except ValueError as error:
+            raise GearbxError(f"gears '{text}' are not whole numbers with commas between, such as 4,8,16") from error
+
+    @staticmethod
+    def _names(count: int) -> list[str]:
+        inner = ["mid"] if count == 3 else [f"mid{i}" for i in range(1, count - 1)]
+        return (["low"] if count > 1 else []) + inner + ["high"]
+
+    def __getitem__(self, index):
+        return self.gears[index]
+
+    def __len__(self) -> int:
+        return len(self.gears)
+
+    def __iter__(self) -> Iterator[Gear]:
+        return iter(self.gears)
+
+    def __str__(self) -> str:
+        return ",".join(str(g.bits) for g in self.gears)
+
+    @property
+    def top(self) -> Gear:
+        return self.gears[-1]
+
+    @property
+    def quantized_bits(self) -> tuple[int, ...]:
+        return tuple(g.bits for g in self.gears if not g.dense)
+
+    def named(self, name: str) -> Gear:
+        """The gear of this name, or of this many bits.
+
+        Raises:
+            GearbxError: the ladder has none such.
+        """
+        for gear in self.gears:
+            if name in (gear.name, str(gear.bits)):
+                return gear
+        raise GearbxError(f"no gear '{name}' in the ladder {self}; choose from {', '.join(g.name for g in self.gears)}")

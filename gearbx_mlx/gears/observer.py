@@ -1,0 +1,57 @@
+"""A gearbox that only watches: for a checkpoint that is quantized already, or when nothing is to be changed."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .activations import compute_in, stored_dtype
+from .cost import layer_bytes, token_bytes
+from .discovery import DENSE as DENSE_LAYERS
+from .discovery import QUANTIZED
+from .gearbox import DEFAULT_LADDER
+from .ladder import Gear, Ladder
+
+
+class Observer:
+    """Has the face of a Gearbox and touches no module: it names the gear that would be engaged.
+
+    Bytes and bits are those of the model as it is, whatever gear is named.
+    """
+
+    def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
+        self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
+        self.model = model
+        linear = {p: m for p, m in model.named_modules() if isinstance(m, (*DENSE_LAYERS, *QUANTIZED))}
+        linear = {path: m for path, m in linear.items() if not isinstance(m, nn.QuantizedEmbedding)}
+        quantized = any(isinstance(m, QUANTIZED) for m in model.modules())
+        self.compute_dtype = compute_in(model, dtype, quantized)
+        storage = stored_dtype(model)
+        self.storage = {"": storage}
+        self.layers: list[str] = []
+        self.unmanaged = dict.fromkeys(linear, "telemetry only")
+        read = sum(layer_bytes(module, storage) for module in linear.values())
+        weights = sum(weight_count(module) for module in linear.values())
+        self._bits = 8 * read / weights if weights else 8.0 * storage.size
+        self._token_bytes = token_bytes(model, {}, self.storage)
+        self.gear = self.ladder.top
+        self.shifts = 0
+        self.shift_seconds = 0.0
+        self.active_memory = {"as loaded": mx.get_active_memory()}
+
+    def prepare(self, gear: Gear) -> None:
+        pass
+
+    def shift(self, gear: Gear | str) -> float:
+        self.gear = self.ladder.named(gear) if isinstance(gear, str) else gear
+        return 0.0
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        return self._bits
+
+    def weight_bytes_per_token(self, gear: Gear) -> int:
+        return self._token_bytes
+
+
+def weight_count(module: nn.Module) -> int:
+    """How many weights a linear layer has, packed or not."""
+    bits = getattr(module, "bits", None)
+    return module.weight.size * 32 // bits if bits else module.weight.size

@@ -1,0 +1,198 @@
+"""What becomes of the gears that are not engaged (GEARBX 6.2, 6.3)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..errors import GearbxError
+from .ladder import DENSE
+
+Key = tuple[str, int]  # path of a layer, bits of one of its gears
+NAMES = ("resident", "host", "disk")
+
+
+class Residency(Protocol):
+    """Arrays of idle gears may be given up; they are back before their gear is engaged."""
+
+    name: str
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        """Give up the arrays of idle modules, but for those that the model is using."""
+        ...
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        """Bring back what `leave` took from these modules, all of it or, if that fails, nothing."""
+        ...
+
+
+class Resident:
+    """Every gear that was made stays in memory."""
+
+    name = "resident"
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        pass
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Slot:
+    """One array, inside MLX or outside it. Gears that share an array share its slot, and share it again on return."""
+
+    dtype: mx.Dtype
+    array: mx.array | None
+    values: np.ndarray | None = None
+
+    def park(self) -> None:
+        if self.array is not None:
+            self.values, self.array = to_numpy(self.array), None
+
+    def fetch(self) -> mx.array:
+        if self.array is None:
+            assert self.values is not None
+            self.array, self.values = from_numpy(self.values, self.dtype), None
+        return self.array
+
+
+class Host:
+    """Idle gears move out of MLX's allocator into numpy arrays.
+
+    On unified memory this is a change of ownership, not of place (GEARBX 14): it frees MLX's pool, not the machine.
+    """
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._parked: dict[Key, dict[str, Slot]] = {}
+        self._inside: dict[int, Slot] = {}  # by id() of the array that a slot holds at present
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        in_use = arrays_in_use(model)
+        for key, module in idle.items():
+            taken = idle_parameters(module, in_use)
+            for name, array in taken.items():
+                slot = self._inside.setdefault(id(array), Slot(array.dtype, array))
+                self._parked.setdefault(key, {})[name] = slot
+            put(module, dict.fromkeys(taken, EMPTY))
+        for identity, slot in list(self._inside.items()):
+            if identity not in in_use:
+                slot.park()
+                del self._inside[identity]
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        back = {key: {n: s.fetch() for n, s in self._parked.get(key, {}).items()} for key in needed}
+        for key, arrays in back.items():
+            put(needed[key], arrays)
+            for slot in self._parked.pop(key, {}).values():
+                self._inside[id(slot.array)] = slot
+
+
+class Disk:
+    """The dense originals are dropped, and read back from the checkpoint when the top gear is entered.
+
+    Args:
+        model: for its `sanitize`, which maps the names in the files to the names of the model.
+        checkpoint: the directory that the model was loaded from.
+        dtypes: path to the type that each layer's weights are held in.
+
+    Raises:
+        GearbxError: no directory, or one without safetensors.
+    """
+
+    name = "disk"
+
+    def __init__(self, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]):
+        if checkpoint is None:
+            raise GearbxError("residency 'disk' reads weights back from the checkpoint; give checkpoint=its directory")
+        self.directory = Path(checkpoint)
+        self._files()
+        self._model = model
+        self._dtypes = dtypes
+        self._dropped: dict[Key, list[str]] = {}
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        in_use = arrays_in_use(model)
+        for key, module in idle.items():
+            names = list(idle_parameters(module, in_use)) if key[1] == DENSE else []
+            if names:
+                self._dropped.setdefault(key, []).extend(names)
+                put(module, dict.fromkeys(names, EMPTY))
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        missing = {key: self._dropped[key] for key in needed if key in self._dropped}
+        if not missing:
+            return
+        stored = self._read(f"{path}.{name}" for (path, _), names in missing.items() for name in names)
+        for (path, bits), names in missing.items():
+            arrays = {name: stored[f"{path}.{name}"].astype(self._dtypes[path]) for name in names}
+            put(needed[path, bits], arrays)
+            del self._dropped[path, bits]
+
+    def _files(self) -> list[Path]:
+        files = sorted(self.directory.glob("model*.safetensors"))
+        if not files:
+            raise GearbxError(f"{self.directory}: no model*.safetensors to read weights back from; restore the checkpoint")
+        return files
+
+    def _read(self, names: Iterable[str]) -> dict[str, mx.array]:
+        wanted = list(names)
+        try:
+            weights: dict[str, mx.array] = {}
+            for file in self._files():
+                weights.update(mx.load(str(file)))  # lazy: only what is evaluated is read
+            if hasattr(self._model, "sanitize"):
+                weights = self._model.sanitize(weights)
+            found = {name: weights[name] for name in wanted}
+            mx.eval(found)
+        except KeyError as error:
+            raise GearbxError(f"{self.directory}: weight {error} is not in the checkpoint; use residency 'host'") from error
+        except (RuntimeError, ValueError) as error:
+            raise GearbxError(f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint") from error
+        return found
+
+
+EMPTY = mx.zeros((0,))  # stands where an array was given up
+
+
+def arrays_in_use(model: nn.Module) -> set[int]:
+    """id() of every array of the model as it stands."""
+    return {id(array) for _, array in tree_flatten(model.parameters())}
+
+
+def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
+    """Flat names and arrays of a module that are there and that the model does not use."""
+    return {name: a for name, a in tree_flatten(module.parameters()) if a.size and id(a) not in in_use}
+
+
+def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
+    """Set parameters by their flat names."""
+    module.update(tree_unflatten(list(arrays.items())))
+
+
+def to_numpy(array: mx.array) -> np.ndarray:
+    """A copy outside MLX; numpy has no bfloat16, whose bits travel as integers."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=True)
+
+
+def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    array = mx.array(values)
+    return array.view(dtype) if array.dtype != dtype else array
+
+
+def make_residency(
+    name: str, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
+) -> Residency:
+    """Raises GearbxError for a name that does not exist."""
+    if name == "disk":
+        return Disk(model, checkpoint, dtypes)
+    if name in ("resident", "host"):
+        return Resident() if name == "resident" else Host()
+    raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(NAMES)}")

@@ -1,0 +1,1 @@
+"""Kernels over packed arrays. Knows arrays only, no modules."""

@@ -1,0 +1,84 @@
+"""Matrix products over bit planes with MLX's stock kernels.
+
+A plane is an ordinary MLX affine weight, so that a stack of r planes costs r stock calls. One kernel that reads all
+of them in one pass is the job of a native kernel; this is the reference it has to agree with.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+
+def plane_shifts(widths: Sequence[int]) -> list[int]:
+    """How far below the first plane each plane stands: plane i counts 2^-shift of the first plane's scale."""
+    shifts, below = [], 0
+    for width in widths[1:]:
+        below += width
+        shifts.append(below)
+    return [0, *shifts]
+
+
+def sum_planes(product: Callable[[int, int], mx.array], widths: Sequence[int]) -> mx.array:
+    """Add up product(plane index, width), each shifted to its place. Powers of two: nothing is rounded."""
+    total = product(0, widths[0])
+    for i, shift in enumerate(plane_shifts(widths)):
+        if shift:
+            total = total + product(i, widths[i]) * 2.0**-shift
+    return total
+
+
+def planes_matmul(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+) -> mx.array:
+    """x @ W^T for a prefix of bit planes.
+
+    Args:
+        x: (..., I).
+        weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
+        scales: (O, I / group_size), of the first plane; the others are powers of two below it.
+        biases: per plane, (O, I / group_size).
+        widths: bits of each plane.
+
+    Returns:
+        (..., O).
+    """
+
+    def product(i: int, width: int) -> mx.array:
+        return mx.quantized_matmul(
+            x, weights[i], scales, biases[i], transpose=True, group_size=group_size, bits=width
+        )
+
+    return sum_planes(product, widths)
+
+
+def planes_gather_matmul(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+    indices: mx.array,
+    sorted_indices: bool = False,
+) -> mx.array:
+    """As planes_matmul, for stacked experts (E, O, ...), of which `indices` names the ones to use."""
+
+    def product(i: int, width: int) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            weights[i],
+            scales,
+            biases[i],
+            rhs_indices=indices,
+            transpose=True,
+            group_size=group_size,
+            bits=width,
+            sorted_indices=sorted_indices,
+        )
+
+    return sum_planes(product, widths)

@@ -1,0 +1,115 @@
+"""From a directory or a Hub repository to a model and its tokenizer."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+
+import mlx_lm
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+from mlx_lm.utils import _download
+from safetensors import SafetensorError, safe_open
+
+from .errors import GearbxError
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+def load(
+    path_or_hf_repo: str | Path | None = None, *, return_config: bool = False, revision: str | None = None, **kwargs: Any
+) -> tuple:
+    """`mlx_lm.load` with the demo model as default and errors that a user can act on.
+
+    Args:
+        path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
+        return_config: whether to return the model's configuration as well.
+        kwargs: further keywords of `mlx_lm.load`.
+
+    Returns:
+        model and tokenizer, and the configuration if asked for.
+
+    Raises:
+        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit.
+    """
+    directory = find(path_or_hf_repo or DEMO_MODEL, revision)
+    check_weights(directory)
+    read_config(directory)
+    try:
+        model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
+        raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a model, downloaded if it is a Hub repository that is not here yet."""
+    path = Path(path_or_hf_repo).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hf_repo)
+    if path.exists():
+        raise GearbxError(f"{name}: is a file; give the model's directory")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
+        raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
+    try:
+        return _download(name, revision=revision)
+    except RepositoryNotFoundError as error:
+        raise GearbxError(f"{name}: neither a directory here nor a repository on the Hub; check the name") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError, RuntimeError) as error:
+        raise GearbxError(
+            f"{name}: not a directory here, and the Hub cannot be reached to download it ({type(error).__name__}); "
+            "connect to the network or give a local directory"
+        ) from error
+
+
+def check_weights(directory: Path) -> None:
+    """Raises GearbxError where there are no safetensors, or damaged or truncated ones."""
+    files = sorted(directory.glob("model*.safetensors"))
+    if not files:
+        raise GearbxError(f"{directory}: no model*.safetensors there; give the directory of a complete model")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); download it again") from error
+
+
+def read_config(directory: Path) -> dict:
+    """config.json of a model.
+
+    Raises:
+        GearbxError: it is missing, or not JSON.
+    """
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise GearbxError(f"{file}: missing; give the directory of a complete model") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise GearbxError(f"{file}: not readable as JSON ({one_line(error)})") from error
+    if not isinstance(config, dict):
+        raise GearbxError(f"{file}: not a JSON object")
+    return config
+
+
+def context_length(config: dict) -> int | None:
+    """Tokens that the model was made for, if its configuration says so."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+            if isinstance(part.get(key), int):
+                return part[key]
+    return None
+
+
+def model_name(path_or_hf_repo: str | None) -> str:
+    """What to call the model in a report."""
+    return str(path_or_hf_repo) if path_or_hf_repo else "demo"
+
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, and its kind where there is none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

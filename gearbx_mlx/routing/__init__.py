@@ -1,0 +1,1 @@
+"""From a signal per token to a gear: entropy, monitor, gate, thresholds. Knows numbers, no models."""

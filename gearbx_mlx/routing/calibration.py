@@ -1,0 +1,122 @@
+"""Thresholds from recorded entropies: the three methods of GEARBX section 4, and shares.
+
+Every function takes entropies in bits and returns one ascending threshold fewer than there are gears. The paper
+knows three gears; for other ladders its two thresholds are the ends between which the others are spread.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import GearbxError
+from .gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate, replay
+from .monitor import DEFAULT_WINDOW, Monitor
+from .thresholds import between
+
+LOW_PERCENTILE, HIGH_PERCENTILE = 0.30, 0.60
+LOW_CAP, HIGH_CAP = 0.06, 0.12  # of log2 V
+PERCENTILE_BAND, MEDIAN_BAND = 0.2, 0.3  # bits
+FLOOR = 0.01  # bits
+MEDIAN_FACTOR = 2.5
+TRIVIAL_PERCENTILE, HARD_PERCENTILE = 0.80, 0.20
+FEWEST_SAMPLES = 5
+
+
+def positive(entropies: Sequence[float]) -> list[float]:
+    """Sorted samples above 0 bits.
+
+    Raises:
+        GearbxError: fewer than five of them (GEARBX 4.1).
+    """
+    samples = sorted(e for e in entropies if e > 0)
+    if len(samples) < FEWEST_SAMPLES:
+        raise GearbxError(
+            f"calibration has {len(samples)} tokens with entropy above 0, and needs {FEWEST_SAMPLES}; "
+            "give more or longer prompts"
+        )
+    return samples
+
+
+def widen(low: float, high: float, band: float) -> tuple[float, float]:
+    """Expand a band that is too narrow around its centre, and keep it above the floor."""
+    if high - low < band:
+        centre = (low + high) / 2
+        low, high = centre - band / 2, centre + band / 2
+    low = max(low, FLOOR)
+    return low, max(high, low + band)
+
+
+def percentile_thresholds(entropies: Sequence[float], gears: int, vocab_size: int) -> tuple[float, ...]:
+    """The 30th and the 60th percentile, at least 0.2 bits apart, capped at 0.06 and 0.12 log2 V (GEARBX 4.1, 4.2)."""
+    e = positive(entropies)
+    n = len(e)
+    low = max(e[max(math.floor(n * LOW_PERCENTILE) - 1, 0)], FLOOR)
+    high = e[min(n - 1, math.floor(n * HIGH_PERCENTILE))]
+    low, high = widen(low, high, PERCENTILE_BAND)
+    ceiling = math.log2(vocab_size)
+    return between(*widen(min(low, LOW_CAP * ceiling), min(high, HIGH_CAP * ceiling), PERCENTILE_BAND), gears)
+
+
+def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ...]:
+    """The median and 2.5 times the median, at least 0.3 bits apart (GEARBX 4.2, the MLX backend)."""
+    median = statistics.median(positive(entropies))
+    return between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
+
+
+def manual_thresholds(trivial: Sequence[float], hard: Sequence[float], gears: int) -> tuple[float, ...]:
+    """The 80th percentile of trivial prompts and the 20th of hard ones (GEARBX 4.2).
+
+    Where the two overlap, the lower of them is where low gear ends: the band between is genuinely in doubt.
+    """
+    ends = (np.quantile(positive(trivial), TRIVIAL_PERCENTILE), np.quantile(positive(hard), HARD_PERCENTILE))
+    return between(*widen(float(min(ends)), float(max(ends)), MEDIAN_BAND), gears)
+
+
+def share_thresholds(
+    sequences: Sequence[Sequence[float]],
+    shares: Sequence[float],
+    vocab_size: int,
+    window: int = DEFAULT_WINDOW,
+    hysteresis: float = DEFAULT_HYSTERESIS,
+    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
+) -> tuple[tuple[float, ...], list[float]]:
+    """Thresholds that send the wanted share of tokens to each gear, lowest gear first.
+
+    The recorded sequences are replayed through the gate itself, since hysteresis and duration shift the shares that
+    quantiles alone would give.
+
+    Returns:
+        thresholds in bits, and the shares that the replay reached with them.
+
+    Raises:
+        GearbxError: shares that are negative or do not add up to 1, too few samples.
+    """
+    if any(not 0 <= s <= 1 for s in shares) or not math.isclose(sum(shares), 1, abs_tol=0.01):
+        raise GearbxError(f"shares must be parts of 1, one per gear, got {', '.join(f'{s:g}' for s in shares)}")
+    positive([e for sequence in sequences for e in sequence])
+
+    def reached(thresholds: Sequence[float]) -> list[float]:
+        counts = np.zeros(len(shares))
+        for sequence in sequences:
+            gate = ThresholdGate(thresholds, hysteresis, min_gear_duration)
+            for gear in replay(sequence, Monitor(vocab_size, window), gate):
+                counts[gear] += 1
+        return [float(c) for c in counts / counts.sum()]
+
+    ceiling = math.log2(vocab_size)
+    gap = ceiling * 1e-4  # keeps thresholds apart where a gear is wanted for no token at all
+    thresholds = list(between(gap, ceiling, len(shares)))
+    for _ in range(3):  # each threshold moves the others' shares a little
+        for k in range(len(thresholds)):
+            below = thresholds[k - 1] + gap if k else gap
+            above = thresholds[k + 1] - gap if k + 1 < len(thresholds) else ceiling + (len(thresholds) + 1) * gap
+            wanted = sum(shares[: k + 1])
+            for _ in range(16):  # the share of the gears up to k grows with threshold k
+                thresholds[k] = (below + above) / 2
+                if sum(reached(thresholds)[: k + 1]) < wanted:
+                    below = thresholds[k]
+                else:
+                    above = thresholds[k]
+    return tuple(thresholds), reached(thresholds)

@@ -1,0 +1,91 @@
+"""Thresholds between gears: the paper's defaults, what a file of them looks like, and how they are checked.
+
+How they are found on a text is in calibration.py.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import GearbxError
+
+LOW_BITS, HIGH_BITS = 1.8, 3.5  # GEARBX 3.3, for the reference vocabulary
+REFERENCE_VOCABULARY = 32768
+SCHEMA, VERSION = "gearbx-mlx thresholds", 1
+
+
+def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
+    """Raises GearbxError unless there is one finite threshold between any two gears, in ascending order."""
+    shown = ", ".join(f"{t:g}" for t in thresholds)
+    if len(thresholds) != gears - 1:
+        raise GearbxError(f"{gears} gears need {gears - 1} thresholds, got {len(thresholds)} ({shown})")
+    if not all(math.isfinite(t) for t in thresholds):
+        raise GearbxError(f"thresholds must be finite numbers of bits, got {shown}")
+    if any(a >= b for a, b in zip(thresholds, thresholds[1:])):
+        raise GearbxError(f"thresholds must ascend with the gears, got {shown}")
+
+
+def between(low: float, high: float, gears: int) -> tuple[float, ...]:
+    """One threshold between any two gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
+    return tuple(float(t) for t in np.linspace(low, high, max(gears - 1, 0)))
+
+
+def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
+    """1.8 and 3.5 bits, scaled by log2 V / log2 32768 (GEARBX 3.4); longer ladders are spread between them."""
+    scale = math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
+    return between(LOW_BITS * scale, HIGH_BITS * scale, gears)
+
+
+@dataclass
+class ThresholdFile:
+    """What `calibrate` writes and `generate --thresholds` reads.
+
+    `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear.
+    """
+
+    thresholds: list[float]
+    vocab_size: int
+    model: str
+    method: str
+    gears: list[int]
+    tokens: int
+    window: int
+    hysteresis: float
+    min_gear_duration: int
+    shares: list[float] = field(default_factory=list)
+    schema: str = SCHEMA
+    version: int = VERSION
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def read_thresholds(path: Path, gears: int, vocab_size: int) -> tuple[float, ...]:
+    """The thresholds of a file, checked against the ladder and the vocabulary that they are to be used with.
+
+    Raises:
+        GearbxError: not a readable thresholds file, another schema, vocabulary or number of gears.
+    """
+    remedy = "write a new one with python -m gearbx_mlx.calibrate"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise GearbxError(f"{path}: cannot be read as a thresholds file ({error}); {remedy}") from error
+    if not isinstance(content, dict) or (content.get("schema"), content.get("version")) != (SCHEMA, VERSION):
+        raise GearbxError(f"{path}: not a thresholds file of schema '{SCHEMA}', version {VERSION}; {remedy}")
+    thresholds = content.get("thresholds")
+    if not isinstance(thresholds, list) or not all(isinstance(t, int | float) for t in thresholds):
+        raise GearbxError(f"{path}: 'thresholds' is not a list of numbers; {remedy}")
+    if content.get("vocab_size") != vocab_size:
+        raise GearbxError(
+            f"{path}: made for a vocabulary of {content.get('vocab_size')}, this model has {vocab_size}; {remedy}"
+        )
+    try:
+        check_thresholds(thresholds, gears)
+    except GearbxError as error:
+        raise GearbxError(f"{path}: {error}") from error
+    return tuple(float(t) for t in thresholds)
