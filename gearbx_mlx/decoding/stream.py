@@ -42,7 +42,8 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
     """The prompt as text, whether it came as text or as tokens."""
     if isinstance(prompt, str):
         return prompt
-    return tokenizer.decode(prompt.tolist() if hasattr(prompt, "tolist") else list(prompt))
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics
 
 
 def stream_generate(

@@ -150,6 +150,10 @@ class Gearbox:
             return 8.0 * self.storage[""].size
         return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
 
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and bytes per weight of each gear."""
+        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+
     def weight_bytes_per_token(self, gear: Gear) -> int:
         """Bytes of weights that one token reads from the whole model in a gear."""
         if gear not in self._token_bytes:

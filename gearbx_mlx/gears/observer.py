@@ -47,6 +47,10 @@ class Observer:
     def bits_per_weight(self, gear: Gear) -> float:
         return self._bits
 
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear: none of them was made."""
+        return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
+
     def weight_bytes_per_token(self, gear: Gear) -> int:
         return self._token_bytes
 

@@ -1,0 +1,257 @@
+"""python -m gearbx_mlx.generate: write a text, and watch the gears while it is written."""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from . import terminal
+from .telemetry.files import write_text
+from .telemetry.summary import Tally, as_json, summarize
+from .telemetry.trace import TraceWriter, record
+
+if TYPE_CHECKING:
+    from .gears.gearbox import Gearbox
+    from .gears.observer import Observer
+
+DEFAULT_PROMPT = (
+    "A baker makes 36 rolls in the morning and half as many in the afternoon. "
+    "She sells each roll for $2. How much money does she earn that day?"
+)
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    from . import options
+
+    parser = argparse.ArgumentParser(
+        prog="python -m gearbx_mlx.generate",
+        description="Generate text with a model that changes the precision of its weights while it writes.",
+        epilog="A shift acts two tokens after the one that caused it, since mlx-lm computes one token ahead.",
+    )
+    options.add_model_flags(parser)
+    options.add_prompt_flags(parser)
+    parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS)
+    prompt = parser.add_argument_group("input")
+    prompt.add_argument("--prompt", "-p", default=DEFAULT_PROMPT, help="Message to be processed ('-' reads from stdin)")
+    prompt.add_argument("--prefill-response", help="Prefill response to be used for the chat template")
+    prompt.add_argument("--prompt-cache-file", help="A file containing saved KV caches to avoid recomputing them")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temp", type=float, default=0.0, help="Sampling temperature")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="Sampling top-p")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
+    sampling.add_argument("--top-k", type=int, default=0, help="Sampling top-k")
+    sampling.add_argument("--xtc-probability", type=float, default=0.0, help="Probability of XTC sampling")
+    sampling.add_argument("--xtc-threshold", type=float, default=0.1, help="Threshold for XTC sampling")
+    sampling.add_argument("--min-tokens-to-keep", type=int, default=1, help="Tokens to keep for min-p sampling.")
+
+    cache = parser.add_argument_group("KV cache and drafts")
+    cache.add_argument("--max-kv-size", type=int, help="Set the maximum key-value cache size")
+    cache.add_argument("--prefill-step-size", type=int, default=2048, help="Prompt tokens processed at a time.")
+    cache.add_argument("--kv-bits", type=int, help="Bits for KV cache quantization. Default: none.")
+    cache.add_argument("--kv-group-size", type=int, default=64, help="Group size for KV cache quantization.")
+    cache.add_argument("--quantized-kv-start", type=int, default=5000, help="Step to begin KV cache quantization.")
+    cache.add_argument("--draft-model", help="A model to be used for speculative decoding.")
+    cache.add_argument("--num-draft-tokens", type=int, default=3, help="Tokens to draft. Default: 3")
+
+    options.add_gear_flags(parser)
+    options.add_routing_flags(parser)
+    parser.add_argument("--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used.")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
+    output.add_argument("--trace", metavar="FILE.jsonl", help="Write one JSON object per token.")
+    output.add_argument("--summary", metavar="FILE.json", help="Write the summary as JSON.")
+    output.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="Tint tokens by gear.")
+    return parser
+
+
+def str2bool(text: str) -> bool:
+    return text.lower() not in ("false", "f")
+
+
+@dataclass
+class Speed:
+    """mlx-lm's own figures, of the last response."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+
+    def update(self, response: Any) -> None:
+        self.prompt_tokens = response.prompt_tokens
+        self.prompt_tokens_per_second = response.prompt_tps
+        self.tokens_per_second = response.generation_tps
+
+
+def summary_of(
+    name: str, gearbox: "Gearbox | Observer", mode: str, tally: Tally, speed: Speed, peak_memory: int
+) -> dict[str, Any]:
+    """The summary of one run; `peak_memory` in bytes."""
+    from .gears.activations import dtype_name
+
+    reasons: dict[str, int] = {}
+    for reason in gearbox.unmanaged.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    return summarize(
+        tally,
+        model=name,
+        mode=mode,
+        ladder=gearbox.ladder_report(),
+        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
+        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        tokens_per_second=speed.tokens_per_second,
+        prompt_tokens=speed.prompt_tokens,
+        prompt_tokens_per_second=speed.prompt_tokens_per_second,
+        shift_seconds=gearbox.shift_seconds,
+        peak_memory_bytes=peak_memory,
+        active_memory_bytes=gearbox.active_memory,
+        managed_layers=len(gearbox.layers),
+        unmanaged_layers=len(gearbox.unmanaged),
+        unmanaged_reasons=reasons,
+        compute_dtype=dtype_name(gearbox.compute_dtype),
+        storage_dtype=dtype_name(gearbox.storage[""]),
+    )
+
+
+def generation_keywords(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """What mlx-lm's stream_generate is to be given."""
+    from mlx_lm.sample_utils import make_sampler
+
+    from .errors import GearbxError
+    from .loading import load, one_line
+
+    draft_model = None
+    if args.draft_model is not None:
+        draft_model, draft_tokenizer = load(args.draft_model)
+        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+            raise GearbxError(f"--draft-model {args.draft_model}: its vocabulary is not that of the model")
+    try:
+        sampler = make_sampler(
+            args.temp,
+            args.top_p,
+            args.min_p,
+            args.min_tokens_to_keep,
+            top_k=args.top_k,
+            xtc_probability=args.xtc_probability,
+            xtc_threshold=args.xtc_threshold,
+            xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        )
+    except ValueError as error:
+        raise GearbxError(f"sampling: {one_line(error)}") from error
+    return {
+        "sampler": sampler,
+        "max_kv_size": args.max_kv_size,
+        "prefill_step_size": args.prefill_step_size,
+        "prompt_cache": load_cache(args.prompt_cache_file),
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+        "draft_model": draft_model,
+        "num_draft_tokens": args.num_draft_tokens,
+    }
+
+
+def load_cache(file: str | None) -> Any:
+    from mlx_lm.models.cache import load_prompt_cache
+
+    from .errors import GearbxError
+    from .loading import one_line
+
+    if file is None:
+        return None
+    try:
+        return load_prompt_cache(file)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise GearbxError(f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt") from error
+
+
+def run(args: argparse.Namespace) -> int:
+    from . import options
+    from .gears.ladder import Ladder
+
+    # Everything that can be wrong without a model is found before one is loaded.
+    ladder = Ladder.parse(args.gears)
+    options.check_max_tokens(args.max_tokens)
+    options.check_routing(args, ladder)
+    trace, summary = options.output_path(args.trace), options.output_path(args.summary)
+    prompt = options.read_prompt(args.prompt)
+    if not prompt.strip():
+        options.encode_prompt(args, None, prompt)
+
+    import mlx.core as mx
+
+    from .decoding.stream import choose_mode, stream_generate
+    from .gears.discovery import vocabulary
+    from .loading import model_name
+
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    model, tokenizer, config = options.load_model(args)
+    tokens = options.encode_prompt(args, tokenizer, prompt, args.prefill_response)
+    max_tokens = options.room_for(config, len(tokens), args.max_tokens, args.max_kv_size)
+    thresholds = options.get_thresholds(args.thresholds, len(ladder), vocabulary(model))
+    keywords = generation_keywords(args, tokenizer)
+    gearbox = options.make_gearbox(args, model, ladder)
+    mode = choose_mode(model, gearbox, None)
+    if mode == "telemetry-only" and not args.telemetry_only and args.verbose:
+        terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
+
+    names = [gear.name for gear in ladder]
+    tally, speed, text = Tally.of(names), Speed(), ""
+    out = terminal.TintedText(names, args.color if args.verbose else "never")
+    status = 0
+    mx.reset_peak_memory()
+    try:
+        with TraceWriter(trace) as writer:
+            for response in stream_generate(
+                model,
+                tokenizer,
+                tokens,
+                max_tokens,
+                gearbox=gearbox,
+                thresholds=thresholds,
+                window=args.window,
+                hysteresis=args.hysteresis,
+                min_gear_duration=args.min_gear_duration,
+                initial_gear=args.initial_gear,
+                **keywords,
+            ):
+                writer.write(record(tally.tokens, response))
+                tally.add(response)
+                speed.update(response)
+                text += response.text
+                if args.verbose:
+                    out.write(response.text, response.gear)
+    except KeyboardInterrupt:
+        status = terminal.INTERRUPTED
+    print(text if not args.verbose else "", flush=True)
+
+    result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory())
+    if args.verbose:
+        terminal.messages.print()
+        terminal.messages.print(terminal.summary_table(result))
+    if summary:
+        write_text(summary, as_json(result))
+    return status
+
+
+def main() -> None:
+    terminal.run(lambda: run(setup_arg_parser().parse_args()))
+
+
+class _Callable(ModuleType):
+    """`gearbx_mlx.generate` is a function; once this module is imported it is the module, and still that function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        from .decoding.stream import generate
+
+        return generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The trace: one JSON object per token."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from .files import beside
+
+FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
+
+
+class Token(Protocol):
+    """What a trace needs to know of a token; mlx-lm's response with the gearbox's fields has it."""
+
+    token: int
+    text: str
+    entropy: float
+    mean_entropy: float
+    gear: str
+    shifted: bool
+
+
+def record(index: int, response: Token, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`index` counts from 0; entropies in bits; `extra` comes first (the prompt's number, say)."""
+    return {**(extra or {}), "index": index, **{name: getattr(response, name) for name in FIELDS}}
+
+
+class TraceWriter:
+    """A context that writes records as they come.
+
+    The file takes its name when the context ends, by an interrupt as well: the trace is then complete up to there.
+    Any other exception leaves no file.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+
+    def __enter__(self) -> "TraceWriter":
+        self._file = beside(self.path).open("w", encoding="utf-8") if self.path else None
+        return self
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        if self._file:
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file and self.path:
+            self._file.close()
+            if kind is None or issubclass(kind, KeyboardInterrupt):
+                os.replace(beside(self.path), self.path)
+            else:
+                beside(self.path).unlink(missing_ok=True)

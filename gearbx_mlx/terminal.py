@@ -1,0 +1,115 @@
+"""How the commands speak: text on stdout, everything else on stderr, errors in one line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from .errors import GearbxError, GearbxWarning
+from .telemetry.colors import gear_color
+
+INTERRUPTED = 130
+USER_ERROR = 2
+
+messages = Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    messages.print(Text(text, style="dim"))
+
+
+def run(command: Callable[[], int | None]) -> None:
+    """Run a command to its exit status: 2 and one line for a user's mistake, 130 for Ctrl-C."""
+    warnings.showwarning = lambda message, *_: messages.print(Text(f"warning: {message}", style="yellow"))
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("once", GearbxWarning)
+    try:
+        status = command()
+        sys.stdout.flush()
+    except GearbxError as error:
+        messages.print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        status = USER_ERROR
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:  # the reader has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status or 0)
+
+
+class TintedText:
+    """Text on stdout as it is made, each piece in the colour of its gear where colours are wanted.
+
+    Args:
+        gears: names of the ladder's gears, lowest first.
+        color: "auto" (a terminal, and NO_COLOR is not set), "always" or "never".
+    """
+
+    def __init__(self, gears: Sequence[str], color: str):
+        self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
+        always = {"always": True, "never": False, "auto": None}[color]
+        self.console = Console(force_terminal=always, highlight=False, soft_wrap=True)
+        no_color = self.console.no_color and color == "auto"
+        self.tinted = color == "always" or (color == "auto" and self.console.is_terminal and not no_color)
+        if color == "always":
+            self.console = Console(force_terminal=True, color_system="truecolor", no_color=False, highlight=False)
+
+    def write(self, text: str, gear: str) -> None:
+        if self.tinted:
+            self.console.print(Text(text, style=self.styles[gear]), end="", soft_wrap=True)
+            self.console.file.flush()
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The table under a generated text."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    tokens, ladder = summary["tokens"], summary["ladder"]
+    watching = summary["mode"] == "telemetry-only"
+
+    table.add_row("model", f"{summary['model']}  ({summary['mode']})")
+    table.add_row("generation", f"{tokens} tokens, {summary['tokens_per_second']:.1f} tokens/s")
+    table.add_row("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s")
+    shares = Text()
+    for i, gear in enumerate(ladder):
+        count = summary["gear_tokens"][gear["name"]]
+        share = count / tokens if tokens else 0.0
+        shares.append(f"{gear['name']} ({gear['bits']}) {share:.0%}   ", style=gear_color(i, len(ladder)))
+    table.add_row("gears it would use" if watching else "gears", shares)
+    if watching:
+        table.add_row("would shift", f"{summary['shifts']} times")
+    else:
+        table.add_row("shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all")
+    table.add_row("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits")
+    table.add_row("effective bits", f"{summary['effective_bits_per_weight']:.2f} per weight of the linear layers")
+    read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
+    against = "" if watching or not read else f", the top gear {human_bytes(top)} ({top / read:.2f} times as much)"
+    table.add_row("weights read", f"{human_bytes(read)} per token{against}")
+    held = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
+    table.add_row("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}; after shifting to {held}"
+                  if not watching else f"peak {human_bytes(summary['peak_memory_bytes'])}")
+    table.add_row("layers", f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not")
+    for reason, count in summary["unmanaged_reasons"].items():
+        table.add_row("", f"{count}: {reason}")
+    if summary["compute_dtype"] != summary["storage_dtype"]:
+        table.add_row(
+            "computed in", f"{summary['compute_dtype']}, which is fast here; {summary['storage_dtype']} values kept"
+        )
+    return table
