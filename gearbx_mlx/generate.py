@@ -74,16 +74,28 @@ def str2bool(text: str) -> bool:
 
 @dataclass
 class Speed:
-    """mlx-lm's own figures, of the last response."""
+    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
 
     prompt_tokens: int = 0
-    prompt_tokens_per_second: float = 0.0
-    tokens_per_second: float = 0.0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def update(self, response: Any) -> None:
-        self.prompt_tokens = response.prompt_tokens
-        self.prompt_tokens_per_second = response.prompt_tps
-        self.tokens_per_second = response.generation_tps
+    def add(self, last: Any) -> None:
+        """Take the last response of a run, or None of one that had none."""
+        if last is not None:
+            self.prompt_tokens += last.prompt_tokens
+            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
+            self.tokens += last.generation_tokens
+            self.seconds += last.generation_tokens / last.generation_tps
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def summary_of(
@@ -200,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
 
     names = [gear.name for gear in ladder]
-    tally, speed, text = Tally.of(names), Speed(), ""
+    tally, speed, text, last = Tally.of(names), Speed(), "", None
     out = terminal.TintedText(names, args.color if args.verbose else "never")
     status = 0
     mx.reset_peak_memory()
@@ -221,12 +233,13 @@ def run(args: argparse.Namespace) -> int:
             ):
                 writer.write(record(tally.tokens, response))
                 tally.add(response)
-                speed.update(response)
+                last = response
                 text += response.text
                 if args.verbose:
                     out.write(response.text, response.gear)
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
+    speed.add(last)
     print(text if not args.verbose else "", flush=True)
 
     result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory())

@@ -74,6 +74,23 @@ def manual_thresholds(trivial: Sequence[float], hard: Sequence[float], gears: in
     return between(*widen(float(min(ends)), float(max(ends)), MEDIAN_BAND), gears)
 
 
+def reached_shares(
+    sequences: Sequence[Sequence[float]],
+    thresholds: Sequence[float],
+    vocab_size: int,
+    window: int = DEFAULT_WINDOW,
+    hysteresis: float = DEFAULT_HYSTERESIS,
+    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
+) -> list[float]:
+    """The share of the recorded tokens that the gate puts into each gear with these thresholds (bits)."""
+    counts = np.zeros(len(thresholds) + 1)
+    for sequence in sequences:
+        gate = ThresholdGate(thresholds, hysteresis, min_gear_duration)
+        for gear in replay(sequence, Monitor(vocab_size, window), gate):
+            counts[gear] += 1
+    return [float(c) for c in counts / counts.sum()]
+
+
 def share_thresholds(
     sequences: Sequence[Sequence[float]],
     shares: Sequence[float],
@@ -98,12 +115,7 @@ def share_thresholds(
     positive([e for sequence in sequences for e in sequence])
 
     def reached(thresholds: Sequence[float]) -> list[float]:
-        counts = np.zeros(len(shares))
-        for sequence in sequences:
-            gate = ThresholdGate(thresholds, hysteresis, min_gear_duration)
-            for gear in replay(sequence, Monitor(vocab_size, window), gate):
-                counts[gear] += 1
-        return [float(c) for c in counts / counts.sum()]
+        return reached_shares(sequences, thresholds, vocab_size, window, hysteresis, min_gear_duration)
 
     ceiling = math.log2(vocab_size)
     gap = ceiling * 1e-4  # keeps thresholds apart where a gear is wanted for no token at all

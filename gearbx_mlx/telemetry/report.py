@@ -1,0 +1,104 @@
+"""Pictures of a trace. matplotlib is the extra `plots`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearbxError
+from .colors import gear_color
+
+LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
+MOST_BARS = 40
+OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+
+
+def get_pyplot() -> Any:
+    """Raises GearbxError where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise GearbxError("pictures need matplotlib; install it with: pip install 'gearbx-mlx[plots]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw_report(
+    records: Sequence[dict[str, Any]],
+    gears: Sequence[str],
+    thresholds: Sequence[float],
+    directory: Path,
+) -> list[Path]:
+    """Draw the entropy trace, the histogram and the shares per prompt.
+
+    Args:
+        records: trace records, each with the number of its `prompt`.
+        gears: names, lowest first.
+        thresholds: bits, between the gears.
+        directory: exists; the pictures are entropy_trace.png, entropy_histogram.png and gear_shares.png.
+    """
+    pyplot = get_pyplot()
+    colors = {name: gear_color(i, len(gears)) for i, name in enumerate(gears)}
+    paths = []
+    for name, draw, height in (
+        ("entropy_trace", draw_trace, 4.0),
+        ("entropy_histogram", draw_histogram, 4.5),
+        ("gear_shares", draw_shares, 4.5),
+    ):
+        figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
+        draw(axes, records, colors, thresholds)
+        axes.spines[["top", "right"]].set_visible(False)
+        paths.append(directory / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120)
+        pyplot.close(figure)
+    return paths
+
+
+def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """A dot per token in the colour of its gear, the rolling mean as a line; a gap where a new prompt begins."""
+    shown = records[:LONGEST_TRACE]
+    line: list[float] = []
+    for place, entry in enumerate(shown):
+        if place and entry["prompt"] != shown[place - 1]["prompt"]:
+            line[-1:] = [float("nan")]
+            axes.axvline(place - 0.5, color="0.85", linewidth=0.8, zorder=0)
+        line.append(entry["mean_entropy"])
+    axes.plot(range(len(line)), line, color="0.35", linewidth=1, label="rolling mean", zorder=1)
+    for name, color in colors.items():
+        places = [i for i, entry in enumerate(shown) if entry["gear"] == name]
+        heights = [shown[i]["entropy"] for i in places]
+        axes.scatter(places, heights, s=14, color=color, label=name, zorder=2, edgecolors="none")
+    mark_thresholds(axes.axhline, thresholds)
+    more = f" (first {len(shown)} of {len(records)} tokens)" if len(records) > len(shown) else ""
+    axes.set(xlabel="token; a grey line begins a new prompt", ylabel="entropy, bits", title=f"Entropy and gear{more}")
+    axes.legend(**OUTSIDE)
+
+
+def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """What the gate compares with its thresholds: the rolling mean, stacked by the gear of the token."""
+    values = [[entry["mean_entropy"] for entry in records if entry["gear"] == name] for name in colors]
+    axes.hist(values, bins=50, stacked=True, color=list(colors.values()), label=list(colors))
+    mark_thresholds(axes.axvline, thresholds)
+    axes.set(xlabel="rolling mean of the entropy, bits", ylabel="tokens", title="Where the thresholds cut (they act two tokens later)")
+    axes.legend(**OUTSIDE)
+
+
+def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """A bar per prompt, divided by gear."""
+    prompts = sorted({entry["prompt"] for entry in records})[:MOST_BARS]
+    bottom = [0.0] * len(prompts)
+    for name, color in colors.items():
+        shares = []
+        for prompt in prompts:
+            gears = [entry["gear"] for entry in records if entry["prompt"] == prompt]
+            shares.append(100 * gears.count(name) / len(gears))
+        axes.bar([str(p + 1) for p in prompts], shares, bottom=bottom, color=color, label=name)
+        bottom = [b + s for b, s in zip(bottom, shares)]
+    axes.set(xlabel="prompt", ylabel="share of tokens, %", title="Gears by prompt", ylim=(0, 100))
+    axes.legend(**OUTSIDE)
+
+
+def mark_thresholds(line: Any, thresholds: Sequence[float]) -> None:
+    for threshold in thresholds:
+        line(threshold, color="0.2", linestyle="--", linewidth=1)

@@ -1,0 +1,104 @@
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+VOCABULARY = 128
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "head_dim": 32,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1,
+           "mlp_only_layers": [], "norm_topk_prob": True}
+ARCHITECTURES = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON,
+    "qwen3_moe": COMMON | MIXTURE,
+    "gemma3_text": COMMON | {"query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
+    "gemma3": {"text_config": COMMON | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 64,
+                                        "sliding_window_pattern": 2}, "vocab_size": VOCABULARY},
+    "phi3": COMMON,
+    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": COMMON | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+                          "use_parallel_residual": True},
+}
+
+
+def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """A random instance of one of mlx-lm's classes: structure without sense."""
+    mx.random.seed(seed)
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    model = module.Model(module.ModelArgs.from_dict({"model_type": architecture} | ARCHITECTURES[architecture]))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def weights_of(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def same_weights(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
+    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+
+
+@pytest.fixture
+def tiny() -> nn.Module:
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def demo():
+    """The model that ships and its tokenizer. Tests leave it in the top gear."""
+    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+
+
+@pytest.fixture
+def fresh_demo():
+    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command as a user does, in this process: exit status, stdout, stderr."""
+
+    def run(name: str, *arguments: object) -> SimpleNamespace:
+        module = importlib.import_module(f"gearbx_mlx.{name}")
+        monkeypatch.setattr(sys, "argv", [f"gearbx_mlx.{name}", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            module.main()
+        captured = capsys.readouterr()
+        code = stopped.value.code
+        return SimpleNamespace(status=code if isinstance(code, int) else 0, out=captured.out, err=captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def held_out() -> list[dict]:
+    """Problems of the GSM8K test set (MIT), which the demo model never saw."""
+    file = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,210 @@
+import math
+import statistics
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gearbx_mlx import GearbxError, Monitor, ThresholdGate
+from gearbx_mlx.routing import calibration
+from gearbx_mlx.routing.gates import replay
+from gearbx_mlx.routing.monitor import Reading
+from gearbx_mlx.routing.prompt import difficulty, first_gear
+from gearbx_mlx.routing.thresholds import default_thresholds
+
+VOCABULARY = 32768
+bits = st.floats(0, 15, allow_nan=False)
+sequences = st.lists(bits, min_size=1, max_size=80)
+ladders = st.lists(st.floats(0.1, 14), min_size=1, max_size=6, unique=True).map(sorted)
+
+
+def steady(level: float) -> Reading:
+    return Reading(level, level, 0.0, level, False)
+
+
+class TestMonitor:
+    @given(sequences, st.integers(1, 8))
+    def test_mean_is_that_of_the_last_window(self, values, window):
+        monitor = Monitor(VOCABULARY, window)
+        for i, value in enumerate(values):
+            reading = monitor.update(value)
+            assert reading.mean == pytest.approx(statistics.fmean(values[max(0, i + 1 - window) : i + 1]))
+            assert reading.value == value
+
+    def test_slope_and_forecast(self):
+        monitor = Monitor(VOCABULARY, window=3, lookahead=2)
+        assert monitor.update(1.0).slope == 0.0
+        assert monitor.update(2.0).slope == 1.0
+        reading = monitor.update(5.0)
+        assert reading.slope == pytest.approx((5 - 1) / 2)
+        assert reading.forecast == pytest.approx((1 + 2 + 5) / 3 + 2 * 2)
+
+    @pytest.mark.parametrize("window", [1, 3])
+    def test_catastrophe_needs_two_values_in_a_row(self, window):
+        monitor = Monitor(VOCABULARY, window)
+        ceiling = 0.9 * 15
+        assert [monitor.update(v).catastrophe for v in (ceiling + 0.1, 1.0, ceiling + 0.1, ceiling + 0.2, ceiling)] == [
+            False, False, False, True, False,
+        ]
+
+    def test_reset_forgets(self):
+        monitor = Monitor(VOCABULARY)
+        monitor.update(14.9)
+        monitor.reset()
+        reading = monitor.update(14.0)
+        assert (reading.mean, reading.catastrophe) == (14.0, False)
+
+    def test_window_below_one_is_refused(self):
+        with pytest.raises(GearbxError, match="window is 0"):
+            Monitor(VOCABULARY, 0)
+
+
+class TestGate:
+    def test_the_papers_three_gears(self):
+        gate = ThresholdGate((1.8, 3.5), hysteresis=0.1, min_gear_duration=1)
+        levels = [1.8, 1.85, 1.95, 3.49, 3.5, 3.45, 3.39, 1.81, 1.8]
+        assert [gate.update(steady(level)) for level in levels] == [0, 0, 1, 1, 2, 2, 1, 1, 0]
+
+    def test_jumps_over_a_gear(self):
+        gate = ThresholdGate((1.8, 3.5), min_gear_duration=1)
+        assert [gate.update(steady(level)) for level in (9.0, 0.1)] == [2, 0]
+
+    @given(sequences, ladders, st.integers(1, 10), st.floats(0, 1))
+    def test_holds_a_gear_for_its_duration(self, values, thresholds, duration, hysteresis):
+        monitor = Monitor(VOCABULARY)
+        gate = ThresholdGate(thresholds, hysteresis, duration)
+        gear, since = 0, 0
+        for value in values:
+            reading = monitor.update(value)
+            chosen = gate.update(reading)
+            since += 1
+            if chosen != gear:
+                to_the_top = reading.catastrophe and chosen == len(thresholds)
+                assert since >= duration or to_the_top
+                gear, since = chosen, 0
+
+    @given(bits, bits, ladders, st.floats(0, 1), st.integers(0, 6))
+    def test_is_monotone_in_the_signal(self, a, b, thresholds, hysteresis, gear):
+        gate = ThresholdGate(thresholds, hysteresis, 1, initial_gear=min(gear, len(thresholds)))
+        assert gate.peek(min(a, b)) <= gate.peek(max(a, b))
+
+    @given(bits, ladders, st.floats(0, 1), st.integers(0, 6))
+    def test_a_steady_signal_settles(self, level, thresholds, hysteresis, gear):
+        gate = ThresholdGate(thresholds, hysteresis, 1, initial_gear=min(gear, len(thresholds)))
+        settled = gate.update(steady(level))
+        assert [gate.update(steady(level)) for _ in range(5)] == [settled] * 5
+
+    @given(bits, ladders, st.floats(0.01, 1))
+    def test_a_signal_that_trembles_less_than_the_margin_does_not_shift_twice(self, level, thresholds, hysteresis):
+        assume(all(b - a > 2 * hysteresis for a, b in zip(thresholds, thresholds[1:])))
+        gate = ThresholdGate(thresholds, hysteresis, 1)
+        gears = [gate.update(steady(max(0, level + hysteresis * (0.49 if i % 2 else -0.49)))) for i in range(12)]
+        assert sum(a != b for a, b in zip(gears, gears[1:])) <= 1
+
+    def test_catastrophe_goes_to_the_top_at_once(self):
+        gate = ThresholdGate((1.8, 3.5), min_gear_duration=50)
+        assert replay([14.0, 14.0, 0.1, 0.1], Monitor(VOCABULARY), gate) == [0, 2, 2, 2]
+
+    def test_peeking_changes_nothing(self):
+        gate = ThresholdGate((1.8, 3.5), min_gear_duration=1)
+        assert gate.peek(5.0) == 2
+        assert gate.gear == 0
+
+    def test_one_gear_never_shifts(self):
+        gate = ThresholdGate(())
+        assert replay([0.0, 14.9, 14.9], Monitor(VOCABULARY), gate) == [0, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("thresholds", "complaint"),
+        [((3.5, 1.8), "ascend"), ((1.8, 1.8), "ascend"), ((1.8, math.nan), "finite"), ((1.8, math.inf), "finite")],
+    )
+    def test_bad_thresholds_are_refused(self, thresholds, complaint):
+        with pytest.raises(GearbxError, match=complaint):
+            ThresholdGate(thresholds)
+
+    def test_bad_settings_are_refused(self):
+        with pytest.raises(GearbxError, match="hysteresis"):
+            ThresholdGate((1.0,), hysteresis=-1)
+        with pytest.raises(GearbxError, match="duration"):
+            ThresholdGate((1.0,), min_gear_duration=0)
+
+
+class TestThresholds:
+    def test_defaults_scale_with_the_vocabulary(self):
+        assert default_thresholds(3, 32768) == pytest.approx((1.8, 3.5))
+        assert default_thresholds(3, 4096) == pytest.approx((1.8 * 12 / 15, 3.5 * 12 / 15))
+        assert default_thresholds(2, 32768) == pytest.approx((1.8,))
+        assert default_thresholds(1, 32768) == ()
+        assert default_thresholds(4, 32768) == pytest.approx((1.8, 2.65, 3.5))
+
+    def test_percentile(self):
+        samples = [i / 10 for i in range(1, 11)]  # n = 10: e[2] and e[6]
+        assert calibration.percentile_thresholds(samples, 3, 2**40) == pytest.approx((0.3, 0.7))
+
+    def test_percentile_is_capped(self):
+        assert calibration.percentile_thresholds([9.0 + i for i in range(10)], 3, VOCABULARY) == pytest.approx(
+            (0.06 * 15, 0.12 * 15)
+        )
+
+    def test_percentile_band_is_widened_around_its_centre(self):
+        low, high = calibration.percentile_thresholds([0.5] * 10, 3, VOCABULARY)
+        assert (low, high) == pytest.approx((0.4, 0.6))
+
+    def test_median(self):
+        assert calibration.median_thresholds([0.5, 1.0, 1.0, 1.0, 7.0], 3) == pytest.approx((1.0, 2.5))
+        low, high = calibration.median_thresholds([0.1] * 5, 3)
+        assert high - low == pytest.approx(0.3)
+
+    def test_manual(self):
+        trivial, hard = [i / 10 for i in range(1, 11)], [4 + i / 10 for i in range(1, 11)]
+        assert calibration.manual_thresholds(trivial, hard, 3) == pytest.approx((0.82, 4.28))
+
+    def test_too_few_samples_are_refused(self):
+        with pytest.raises(GearbxError, match="has 4 tokens"):
+            calibration.median_thresholds([0.0, 1.0, 1.0, 1.0, 1.0], 3)
+
+    @given(st.lists(st.floats(0, 15), min_size=10, max_size=60), st.integers(2, 5))
+    def test_every_method_gives_an_ascending_threshold_between_any_two_gears(self, samples, gears):
+        assume(sum(s > 0 for s in samples) >= 5)
+        for thresholds in (
+            calibration.percentile_thresholds(samples, gears, VOCABULARY),
+            calibration.median_thresholds(samples, gears),
+            calibration.manual_thresholds(samples, samples, gears),
+            calibration.share_thresholds([samples], [1 / gears] * gears, VOCABULARY)[0],
+        ):
+            ThresholdGate(thresholds)
+            assert len(thresholds) == gears - 1
+
+    @pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.8, 0.2), (0.0, 0.5, 0.5), (0.25, 0.25, 0.25, 0.25)])
+    def test_shares_are_reached_on_the_recorded_tokens(self, shares):
+        import random
+
+        draw = random.Random(0)
+        recorded = [[abs(draw.gauss(2, 1.5)) for _ in range(100)] for _ in range(20)]
+        thresholds, reached = calibration.share_thresholds(recorded, shares, VOCABULARY)
+        assert reached == pytest.approx(shares, abs=0.06)
+        assert reached == calibration.reached_shares(recorded, thresholds, VOCABULARY)
+
+    @pytest.mark.parametrize("shares", [(0.5, 0.1, 0.1), (1.5, -0.5), (math.nan, 0.5)])
+    def test_shares_that_are_no_parts_of_one_are_refused(self, shares):
+        with pytest.raises(GearbxError, match="parts of 1"):
+            calibration.share_thresholds([[1.0] * 10], shares, VOCABULARY)
+
+
+class TestPrompt:
+    def test_score(self):
+        assert difficulty("") == 0.0
+        assert difficulty("hello there") == pytest.approx(0.3 * 2 / 50)
+        assert difficulty("a + b = c") == pytest.approx(2 * 2 + 0.3 * 5 / 50)
+        assert difficulty("solve it") == pytest.approx(1.5 + 0.3 * 2 / 50)
+        assert difficulty("extraordinarily complicated") == pytest.approx(1.5 + 0.3 * 2 / 50)
+        assert difficulty("word " * 1000) == pytest.approx(0.9)
+
+    def test_first_gear(self):
+        assert [first_gear("hello", n) for n in (1, 2, 3, 4)] == [0, 0, 0, 0]
+        assert [first_gear("solve it", n) for n in (1, 2, 3, 4)] == [0, 0, 1, 1]
+        assert [first_gear("2 + 2 = 4 and 3 * 3 = 9", n) for n in (1, 2, 3, 4)] == [0, 1, 2, 3]
+
+    def test_a_hyphen_is_no_minus(self):
+        assert difficulty("a well-known two-step") < 1
+        assert difficulty("7 - 5") > 2
