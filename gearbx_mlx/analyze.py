@@ -21,7 +21,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS)
     parser.add_argument("--prompts", required=True, help="One prompt per line, or JSON Lines as of GSM8K.")
     parser.add_argument("--num-prompts", type=int, help="Only the first so many prompts.")
-    parser.add_argument("--out", default="analysis", help="Directory for trace, summary and pictures. Default: analysis")
+    parser.add_argument(
+        "--out", default="analysis", help="Directory for trace, summary and pictures. Default: analysis"
+    )
     options.add_ladder_flags(parser)
     options.add_routing_flags(parser)
     return parser
@@ -49,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from .decoding.stream import stream_generate
     from .gears.discovery import vocabulary
     from .gears.observer import Observer
-    from .generate import Speed, summary_of
     from .loading import model_name
+    from .results import Speed, summary_of
 
     if args.seed is not None:
         mx.random.seed(args.seed)

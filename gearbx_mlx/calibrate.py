@@ -55,7 +55,9 @@ def parse_shares(text: str | None, gears: int) -> list[float]:
     return shares
 
 
-def generated_entropies(model: Any, tokenizer: Any, prompts: Iterable[list[int]], lengths: list[int], ladder: Any) -> list[list[float]]:
+def generated_entropies(
+    model: Any, tokenizer: Any, prompts: Iterable[list[int]], lengths: list[int], ladder: Any
+) -> list[list[float]]:
     """Bits per generated token, one list for each prompt; the model is not changed."""
     from .decoding.stream import stream_generate
     from .gears.observer import Observer
@@ -73,7 +75,7 @@ def prefill_entropies(model: Any, prompts: Iterable[list[int]]) -> list[float]:
 
     from .routing.entropy import entropy_bits
 
-    return [h for tokens in prompts for h in entropy_bits(model(mx.array(tokens)[None]))[0].tolist()]
+    return [float(h) for tokens in prompts for h in entropy_bits(model(mx.array(tokens)[None]))[0]]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,19 +2,13 @@
 
 import argparse
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import terminal
 from .telemetry.files import write_text
-from .telemetry.summary import Tally, as_json, summarize
+from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
-
-if TYPE_CHECKING:
-    from .gears.gearbox import Gearbox
-    from .gears.observer import Observer
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -58,7 +52,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
     options.add_gear_flags(parser)
     options.add_routing_flags(parser)
-    parser.add_argument("--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used.")
+    parser.add_argument(
+        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
@@ -70,62 +66,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def str2bool(text: str) -> bool:
     return text.lower() not in ("false", "f")
-
-
-@dataclass
-class Speed:
-    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, last: Any) -> None:
-        """Take the last response of a run, or None of one that had none."""
-        if last is not None:
-            self.prompt_tokens += last.prompt_tokens
-            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
-            self.tokens += last.generation_tokens
-            self.seconds += last.generation_tokens / last.generation_tps
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-def summary_of(
-    name: str, gearbox: "Gearbox | Observer", mode: str, tally: Tally, speed: Speed, peak_memory: int
-) -> dict[str, Any]:
-    """The summary of one run; `peak_memory` in bytes."""
-    from .gears.activations import dtype_name
-
-    reasons: dict[str, int] = {}
-    for reason in gearbox.unmanaged.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    return summarize(
-        tally,
-        model=name,
-        mode=mode,
-        ladder=gearbox.ladder_report(),
-        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
-        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
-        tokens_per_second=speed.tokens_per_second,
-        prompt_tokens=speed.prompt_tokens,
-        prompt_tokens_per_second=speed.prompt_tokens_per_second,
-        shift_seconds=gearbox.shift_seconds,
-        peak_memory_bytes=peak_memory,
-        active_memory_bytes=gearbox.active_memory,
-        managed_layers=len(gearbox.layers),
-        unmanaged_layers=len(gearbox.unmanaged),
-        unmanaged_reasons=reasons,
-        compute_dtype=dtype_name(gearbox.compute_dtype),
-        storage_dtype=dtype_name(gearbox.storage[""]),
-    )
 
 
 def generation_keywords(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
@@ -177,7 +117,9 @@ def load_cache(file: str | None) -> Any:
     try:
         return load_prompt_cache(file)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise GearbxError(f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt") from error
+        raise GearbxError(
+            f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt"
+        ) from error
 
 
 def run(args: argparse.Namespace) -> int:
@@ -198,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
     from .decoding.stream import choose_mode, stream_generate
     from .gears.discovery import vocabulary
     from .loading import model_name
+    from .results import Speed, summary_of
 
     if args.seed is not None:
         mx.random.seed(args.seed)

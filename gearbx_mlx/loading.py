@@ -5,9 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-
 import mlx_lm
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from mlx_lm.utils import _download
 from safetensors import SafetensorError, safe_open
 
@@ -17,7 +21,11 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
 def load(
-    path_or_hf_repo: str | Path | None = None, *, return_config: bool = False, revision: str | None = None, **kwargs: Any
+    path_or_hf_repo: str | Path | None = None,
+    *,
+    return_config: bool = False,
+    revision: str | None = None,
+    **kwargs: Any,
 ) -> tuple:
     """`mlx_lm.load` with the demo model as default and errors that a user can act on.
 
@@ -106,7 +114,6 @@ def context_length(config: dict) -> int | None:
 def model_name(path_or_hf_repo: str | None) -> str:
     """What to call the model in a report."""
     return str(path_or_hf_repo) if path_or_hf_repo else "demo"
-
 
 
 def one_line(error: BaseException) -> str:

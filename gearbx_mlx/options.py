@@ -28,7 +28,9 @@ DEFAULT_MAX_TOKENS = 100
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", help="Local directory or Hub repository. Default: the model that ships with gearbx-mlx.")
+    group.add_argument(
+        "--model", help="Local directory or Hub repository. Default: the model that ships with gearbx-mlx."
+    )
     group.add_argument("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     group.add_argument("--adapter-path", help="Optional path for the trained adapter weights and config.")
     group.add_argument("--extra-eos-token", default=(), nargs="+", help="Add tokens to the list of eos tokens.")
@@ -43,7 +45,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompt")
     group.add_argument("--system-prompt", help="System prompt to be used for the chat template")
-    group.add_argument("--ignore-chat-template", action="store_true", help="Use the raw prompt without the chat template.")
+    group.add_argument(
+        "--ignore-chat-template", action="store_true", help="Use the raw prompt without the chat template."
+    )
     group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
     group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
     group.add_argument("--seed", type=int, help="PRNG seed")
@@ -52,7 +56,9 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gears")
     group.add_argument(
-        "--gears", default=DEFAULT_LADDER, help=f"Bits of the gears, ascending; 16: the weights as they are. Default: {DEFAULT_LADDER}"
+        "--gears",
+        default=DEFAULT_LADDER,
+        help=f"Bits of the gears, ascending; 16: the weights as they are. Default: {DEFAULT_LADDER}",
     )
 
 
@@ -60,7 +66,9 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     add_ladder_flags(parser)
     group = parser.add_argument_group("gearbox")
     group.add_argument("--format", choices=list(FORMATS), default=DEFAULT_FORMAT, help=f"Default: {DEFAULT_FORMAT}")
-    group.add_argument("--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all")
+    group.add_argument(
+        "--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all"
+    )
     group.add_argument("--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size. Default: 64")
     group.add_argument(
         "--residency",
@@ -72,7 +80,9 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("routing")
-    group.add_argument("--thresholds", metavar="FILE|BITS", help="File from gearbx_mlx.calibrate, or bits such as 1.8,3.5.")
+    group.add_argument(
+        "--thresholds", metavar="FILE|BITS", help="File from gearbx_mlx.calibrate, or bits such as 1.8,3.5."
+    )
     group.add_argument("--window", type=int, default=DEFAULT_WINDOW, help=f"Tokens averaged. Default: {DEFAULT_WINDOW}")
     group.add_argument(
         "--hysteresis", type=float, default=DEFAULT_HYSTERESIS, help=f"Bits. Default: {DEFAULT_HYSTERESIS}"
@@ -193,7 +203,9 @@ def room_for(config: dict, prompt_tokens: int, max_tokens: int, max_kv_size: int
     if context is None:
         return max_tokens
     if prompt_tokens >= context:
-        raise GearbxError(f"the prompt is {prompt_tokens} tokens, and the model's context {context}; shorten the prompt")
+        raise GearbxError(
+            f"the prompt is {prompt_tokens} tokens, and the model's context {context}; shorten the prompt"
+        )
     room = context - prompt_tokens
     if max_kv_size is not None:
         return max_tokens

@@ -21,12 +21,14 @@ messages = Console(stderr=True, highlight=False)
 
 
 def note(text: str) -> None:
-    messages.print(Text(text, style="dim"))
+    messages.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def run(command: Callable[[], int | None]) -> None:
     """Run a command to its exit status: 2 and one line for a user's mistake, 130 for Ctrl-C."""
-    warnings.showwarning = lambda message, *_: messages.print(Text(f"warning: {message}", style="yellow"))
+    warnings.showwarning = lambda message, *_: messages.print(
+        Text(f"warning: {message}", style="yellow"), soft_wrap=True
+    )
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
     try:
@@ -103,8 +105,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
     against = "" if watching or not read else f", the top gear {human_bytes(top)} ({top / read:.2f} times as much)"
     table.add_row("weights read", f"{human_bytes(read)} per token{against}")
     held = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
-    table.add_row("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}; after shifting to {held}"
-                  if not watching else f"peak {human_bytes(summary['peak_memory_bytes'])}")
+    table.add_row(
+        "memory",
+        f"peak {human_bytes(summary['peak_memory_bytes'])}; after shifting to {held}"
+        if not watching
+        else f"peak {human_bytes(summary['peak_memory_bytes'])}",
+    )
     table.add_row("layers", f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not")
     for reason, count in summary["unmanaged_reasons"].items():
         table.add_row("", f"{count}: {reason}")

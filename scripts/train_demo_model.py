@@ -78,7 +78,7 @@ def gather(paragraphs: list[str], length: int) -> list[str]:
         if len(current) >= length:
             documents.append(current)
             current = ""
-    return documents + [current] if current else documents
+    return [*documents, current] if current else documents
 
 
 def load_corpora(data: Path) -> list[Corpus]:
@@ -182,7 +182,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 
 def step_loss(model, stream, step: int, generator: torch.Generator, args: argparse.Namespace) -> torch.Tensor:
-    """Half windows, which are faster, for three quarters of the steps; whole ones, which teach every position, after."""
+    """Half windows, which are faster, for three quarters of the steps, then whole ones, which teach every position."""
     halves = 2 if step < 0.75 * args.steps else 1
     length = CONTEXT // halves
     starts = torch.randint(len(stream) - length, (args.batch * halves,), generator=generator)
@@ -242,6 +242,21 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, valid: dict, args: argp
     return best | {"minutes": (time.monotonic() - began) / 60, "last_step": step}
 
 
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """bfloat16 weights, configuration and tokenizer, in names that older readers know as well."""
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    update_json(out / "config.json", rope_theta=10000.0, torch_dtype="bfloat16")
+    update_json(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", chat_template=CHAT_TEMPLATE)
+    for file in out.iterdir():
+        file.chmod(0o644)
+
+
+def update_json(file: Path, **values: object) -> None:
+    content = json.loads(file.read_text(encoding="utf-8")) | values
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def model_card(model: LlamaForCausalLM, corpora: list[Corpus], best: dict, ppl: dict, args: argparse.Namespace) -> str:
     config, tokens = model.config, best["step"] * args.batch * CONTEXT
     rows = "\n".join(
@@ -258,8 +273,8 @@ tags: [gearbx-mlx, demo]
 A Llama of {model.num_parameters():,} parameters (width {config.hidden_size}, {config.num_hidden_layers} layers, MLP
 {config.intermediate_size}, {config.num_attention_heads} heads over {config.num_key_value_heads} key-value heads, tied
 embedding, vocabulary {config.vocab_size}, context {CONTEXT}), stored in bfloat16. It writes solutions to word problems
-in the style of GSM8K, with calculator marks, and a little prose and verse. **It is here to show gears shifting on a real
-distribution; it is far too small to get sums right.**
+in the style of GSM8K, with calculator marks, and a little prose and verse. **It is here to show gears shifting on a
+real distribution; it is far too small to get sums right.**
 
 The chat template turns a user's message into `Question: ...` and `Answer:`. For free text, write without it.
 
@@ -272,8 +287,8 @@ Perplexities are of the bfloat16 weights that ship, over windows of {CONTEXT} to
 {VALIDATION_SHARE:.0%} of each file is held out; the GSM8K test set was never seen.
 
 Training: `scripts/train_demo_model.py`, seed {args.seed}, best of {best["last_step"]} steps at step {best["step"]}
-({tokens:,} tokens of {args.batch} x {CONTEXT} a step), {best["minutes"]:.0f} minutes on {torch.get_num_threads()} CPU threads,
-AdamW, learning rate {args.learning_rate} with {args.warmup} warm-up steps and a cosine to a tenth, weight decay
+({tokens:,} tokens of {args.batch} x {CONTEXT} a step), {best["minutes"]:.0f} minutes on
+{torch.get_num_threads()} CPU threads, AdamW, learning rate {args.learning_rate} with {args.warmup} warm-up steps and a cosine to a tenth, weight decay
 {args.weight_decay}{", bfloat16 autocast" if args.autocast else ""}. torch {torch.__version__}.
 """
 
@@ -283,7 +298,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, required=True, help="Folder with the three text files.")
     parser.add_argument("--out", type=Path, required=True, help="Folder for model, tokenizer and card.")
     parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--batch", type=int, default=8, help=f"Windows of {CONTEXT} tokens a step (twice as many half ones).")
+    parser.add_argument(
+        "--batch", type=int, default=8, help=f"Windows of {CONTEXT} tokens a step (twice as many half ones)."
+    )
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -312,8 +329,7 @@ def main() -> None:
     model.load_state_dict(best["model"])
     model.to(torch.bfloat16)
     _, by_kind = perplexities(model.float(), valid)  # of the rounded weights, which are what ships
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    save(model, tokenizer, args.out)
     (args.out / "README.md").write_text(model_card(model, corpora, best, by_kind, args), encoding="utf-8")
     (args.out / "training.checkpoint").unlink()
     print(f"validation perplexity of the bfloat16 weights: {by_kind}")

@@ -27,20 +27,29 @@ COMMON = {
     "tie_word_embeddings": False,
     "head_dim": 32,
 }
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1,
-           "mlp_only_layers": [], "norm_topk_prob": True}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 ARCHITECTURES = {
     "llama": COMMON,
     "qwen2": COMMON,
     "qwen3": COMMON,
     "qwen3_moe": COMMON | MIXTURE,
     "gemma3_text": COMMON | {"query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
-    "gemma3": {"text_config": COMMON | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 64,
-                                        "sliding_window_pattern": 2}, "vocab_size": VOCABULARY},
+    "gemma3": {
+        "text_config": COMMON
+        | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
+        "vocab_size": VOCABULARY,
+    },
     "phi3": COMMON,
     "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_neox": COMMON | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25,
-                          "use_parallel_residual": True},
+    "gpt_neox": COMMON
+    | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
 }
 
 

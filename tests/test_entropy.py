@@ -9,8 +9,7 @@ from hypothesis.extra.numpy import arrays
 
 from gearbx_mlx import entropy_bits
 
-logits = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 300)),
-                elements=st.floats(-60, 60, width=32))
+logits = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 300)), elements=st.floats(-60, 60, width=32))
 
 
 @given(logits)

@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 
@@ -44,7 +45,11 @@ class TestMonitor:
         monitor = Monitor(VOCABULARY, window)
         ceiling = 0.9 * 15
         assert [monitor.update(v).catastrophe for v in (ceiling + 0.1, 1.0, ceiling + 0.1, ceiling + 0.2, ceiling)] == [
-            False, False, False, True, False,
+            False,
+            False,
+            False,
+            True,
+            False,
         ]
 
     def test_reset_forgets(self):
@@ -96,10 +101,10 @@ class TestGate:
 
     @given(bits, ladders, st.floats(0.01, 1))
     def test_a_signal_that_trembles_less_than_the_margin_does_not_shift_twice(self, level, thresholds, hysteresis):
-        assume(all(b - a > 2 * hysteresis for a, b in zip(thresholds, thresholds[1:])))
+        assume(all(b - a > 2 * hysteresis for a, b in itertools.pairwise(thresholds)))
         gate = ThresholdGate(thresholds, hysteresis, 1)
         gears = [gate.update(steady(max(0, level + hysteresis * (0.49 if i % 2 else -0.49)))) for i in range(12)]
-        assert sum(a != b for a, b in zip(gears, gears[1:])) <= 1
+        assert sum(a != b for a, b in itertools.pairwise(gears)) <= 1
 
     def test_catastrophe_goes_to_the_top_at_once(self):
         gate = ThresholdGate((1.8, 3.5), min_gear_duration=50)

@@ -54,7 +54,7 @@ def measured(
     tachometer = Tachometer(kwargs.pop("sampler", None) or make_sampler(), gearbox)
     for response in mlx_stream_generate(model, tokenizer, prompt, sampler=tachometer, **kwargs):
         entropy, gear = tachometer.readings.popleft()
-        yield response, entropy.item(), gear
+        yield response, float(entropy), gear
 
 
 def measured_speculative(
@@ -63,7 +63,7 @@ def measured_speculative(
     """The same with a draft model: one pass checks a whole draft, and its last token is not from the draft."""
     gear = gearbox.gear
     for response in mlx_stream_generate(model, tokenizer, prompt, **kwargs):
-        yield response, entropy_bits(response.logprobs).item(), gear
+        yield response, float(entropy_bits(response.logprobs)), gear
         if not response.from_draft:
             gear = gearbox.gear
 

@@ -96,6 +96,7 @@ def stream_generate(
         first = gearbox.ladder[first_gear(prompt_text(tokenizer, prompt), gears)]
     else:
         first = gearbox.ladder.named(initial_gear)
+    monitor = Monitor(vocab_size, window)
     gate.reset(first.index)
     gearbox.shift(first)
     return route(
@@ -104,7 +105,7 @@ def stream_generate(
         prompt,
         gearbox=gearbox,
         gate=gate,
-        monitor=Monitor(vocab_size, window),
+        monitor=monitor,
         max_tokens=max_tokens,
         **kwargs,
     )

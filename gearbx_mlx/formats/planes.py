@@ -90,7 +90,9 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     step = scale * 2.0**-rest
     biases = [rounded(low + step * (2**rest - 1) / 2)]
     biases += [rounded(-scale * (2**width - 1) / 2) for width in widths[1:]]
-    offset = sum(bias * 2.0**-shift for bias, shift in zip(biases, plane_shifts(widths)))
+    offset = biases[0]
+    for bias, shift in zip(biases[1:], plane_shifts(widths)[1:]):
+        offset = offset + bias * 2.0**-shift
 
     q = mx.clip(mx.round((w - offset[..., None]) / step[..., None]), 0, 2**bits - 1)
     q = q.astype(mx.uint32).reshape(weight.shape)
@@ -103,6 +105,9 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     first = biases[0].astype(dtype or own)
     held = [first, *(shared[width] for width in widths[1:])]
     return Planes(weights, scale.astype(dtype or own), held, tuple(widths), group_size)
+
+
+Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
 
 
 class _PlanesModule(nn.Module):
@@ -125,7 +130,7 @@ class _PlanesModule(nn.Module):
         shape = (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
         return f"shape={shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
-    def _stack(self) -> tuple:
+    def _stack(self) -> Stack:
         return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
 
 

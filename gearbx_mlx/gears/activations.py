@@ -71,4 +71,5 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool) -> mx.Dtype:
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
             setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
         model.set_dtype(wanted)
+        mx.eval(model.parameters())
     return wanted

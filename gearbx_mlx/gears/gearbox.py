@@ -74,7 +74,9 @@ class Gearbox:
 
         self.compute_dtype = compute_in(model, dtype, bool(quantized))
         # What the checkpoint holds decides what a gear is, whatever it is computed in.
-        self.storage = {path: stored_dtype(model, path and f"{path}.weight") for path in ("", *(e.path for e in self.layers))}
+        self.storage = {
+            path: stored_dtype(model, path and f"{path}.weight") for path in ("", *(e.path for e in self.layers))
+        }
         self.residency = make_residency(residency, model, checkpoint, dict.fromkeys(self.storage, self.compute_dtype))
         if quantized and looks_quantized([layer.module.weight for layer in self.layers]):
             warnings.warn(
@@ -163,7 +165,9 @@ class Gearbox:
 
     def describe(self) -> str:
         """One line for each managed layer, and the reason for each that is not."""
-        lines = [f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}" for layer in self.layers]
+        lines = [
+            f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}" for layer in self.layers
+        ]
         return "\n".join([*lines, *(f"{path}: dense ({reason})" for path, reason in self.unmanaged.items())])
 
     def _modules(self, gear: Gear) -> dict[str, nn.Module]:

@@ -1,5 +1,6 @@
 """A gear is a precision; a ladder is the gears in order of precision."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,10 @@ class Ladder(Sequence[Gear]):
         for b in bits:
             if b not in (*QUANTIZED, DENSE):
                 raise GearbxError(f"gear of {b} bits in '{shown}' is not supported; choose from {supported}")
-        if any(a >= b for a, b in zip(bits, bits[1:])):
-            raise GearbxError(f"gears must ascend, got '{shown}'; did you mean '{','.join(map(str, sorted(set(bits))))}'?")
+        if any(a >= b for a, b in itertools.pairwise(bits)):
+            raise GearbxError(
+                f"gears must ascend, got '{shown}'; did you mean '{','.join(map(str, sorted(set(bits))))}'?"
+            )
         self.gears = tuple(Gear(i, name, b) for i, (name, b) in enumerate(zip(self._names(len(bits)), bits)))
 
     @classmethod

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
 from .ladder import DENSE
@@ -139,7 +139,9 @@ class Disk:
     def _files(self) -> list[Path]:
         files = sorted(self.directory.glob("model*.safetensors"))
         if not files:
-            raise GearbxError(f"{self.directory}: no model*.safetensors to read weights back from; restore the checkpoint")
+            raise GearbxError(
+                f"{self.directory}: no model*.safetensors to read weights back from; restore the checkpoint"
+            )
         return files
 
     def _read(self, names: Iterable[str]) -> dict[str, mx.array]:
@@ -147,15 +149,21 @@ class Disk:
         try:
             weights: dict[str, mx.array] = {}
             for file in self._files():
-                weights.update(mx.load(str(file)))  # lazy: only what is evaluated is read
+                arrays = mx.load(str(file))  # lazy: only what is evaluated is read
+                assert isinstance(arrays, dict)
+                weights.update(arrays)
             if hasattr(self._model, "sanitize"):
                 weights = self._model.sanitize(weights)
             found = {name: weights[name] for name in wanted}
             mx.eval(found)
         except KeyError as error:
-            raise GearbxError(f"{self.directory}: weight {error} is not in the checkpoint; use residency 'host'") from error
+            raise GearbxError(
+                f"{self.directory}: weight {error} is not in the checkpoint; use residency 'host'"
+            ) from error
         except (RuntimeError, ValueError) as error:
-            raise GearbxError(f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint") from error
+            raise GearbxError(
+                f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint"
+            ) from error
         return found
 
 
@@ -173,8 +181,13 @@ def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
 
 
 def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
-    """Set parameters by their flat names."""
-    module.update(tree_unflatten(list(arrays.items())))
+    """Set parameters by their flat names, such as weights.1; `Module.update` cannot set a part of a list."""
+    for name, array in arrays.items():
+        holder: Any = module
+        *path, last = (int(part) if part.isdigit() else part for part in name.split("."))
+        for part in path:
+            holder = holder[part]
+        holder[last] = array
 
 
 def to_numpy(array: mx.array) -> np.ndarray:

@@ -49,9 +49,7 @@ def planes_matmul(
     """
 
     def product(i: int, width: int) -> mx.array:
-        return mx.quantized_matmul(
-            x, weights[i], scales, biases[i], transpose=True, group_size=group_size, bits=width
-        )
+        return mx.quantized_matmul(x, weights[i], scales, biases[i], transpose=True, group_size=group_size, bits=width)
 
     return sum_planes(product, widths)
 

@@ -3,6 +3,7 @@
 How they are found on a text is in calibration.py.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
         raise GearbxError(f"{gears} gears need {gears - 1} thresholds, got {len(thresholds)} ({shown})")
     if not all(math.isfinite(t) for t in thresholds):
         raise GearbxError(f"thresholds must be finite numbers of bits, got {shown}")
-    if any(a >= b for a, b in zip(thresholds, thresholds[1:])):
+    if any(a >= b for a, b in itertools.pairwise(thresholds)):
         raise GearbxError(f"thresholds must ascend with the gears, got {shown}")
 
 

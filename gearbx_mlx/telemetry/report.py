@@ -80,7 +80,11 @@ def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], t
     values = [[entry["mean_entropy"] for entry in records if entry["gear"] == name] for name in colors]
     axes.hist(values, bins=50, stacked=True, color=list(colors.values()), label=list(colors))
     mark_thresholds(axes.axvline, thresholds)
-    axes.set(xlabel="rolling mean of the entropy, bits", ylabel="tokens", title="Where the thresholds cut (they act two tokens later)")
+    axes.set(
+        xlabel="rolling mean of the entropy, bits",
+        ylabel="tokens",
+        title="Where the thresholds cut (they act two tokens later)",
+    )
     axes.legend(**OUTSIDE)
 
 

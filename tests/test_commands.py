@@ -1,0 +1,413 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx_lm
+import numpy as np
+import pytest
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+SUMMARY_FIELDS = {
+    "model",
+    "mode",
+    "ladder",
+    "tokens",
+    "tokens_per_second",
+    "gear_tokens",
+    "shifts",
+    "shift_seconds",
+    "mean_entropy_bits",
+    "effective_bits_per_weight",
+    "weight_bytes_per_token",
+    "weight_bytes_per_token_top",
+    "peak_memory_bytes",
+    "managed_layers",
+    "unmanaged_layers",
+}
+TRACE_FIELDS = ["index", "token", "text", "entropy", "mean_entropy", "gear", "shifted"]
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def read_trace(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def four_bit(tmp_path_factory) -> Path:
+    """The demo model as `mlx_lm.convert -q` makes it."""
+    path = tmp_path_factory.mktemp("converted") / "demo-4bit"
+    mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
+    return path
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copied"))
+
+
+class TestGenerate:
+    def test_writes_a_worked_text_trace_and_summary(self, command, tmp_path):
+        result = command(
+            "generate", "--max-tokens", 60, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
+        )
+        assert result.status == 0
+        summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
+        assert summary.keys() >= SUMMARY_FIELDS
+        assert (summary["model"], summary["mode"]) == ("demo", "route")
+        assert [g["bits"] for g in summary["ladder"]] == [4, 8, 16]
+        # Read as stored: 4 + 2 x 16/64; two planes with a scale and a bias each; bfloat16.
+        assert [g["bytes_per_weight"] for g in summary["ladder"]] == [4.5 / 8, 9 / 8, 2.0]
+
+        assert all(list(entry) == TRACE_FIELDS for entry in trace)
+        assert [entry["index"] for entry in trace] == list(range(summary["tokens"]))
+        assert "".join(entry["text"] for entry in trace) + "\n" == result.out
+        gears = [entry["gear"] for entry in trace]
+        assert summary["gear_tokens"] == {name: gears.count(name) for name in ("low", "mid", "high")}
+        assert summary["shifts"] == sum(entry["shifted"] for entry in trace)
+        assert summary["mean_entropy_bits"] == pytest.approx(np.mean([entry["entropy"] for entry in trace]))
+        bits = {"low": 4.5, "mid": 9.0, "high": 16.0}
+        assert summary["effective_bits_per_weight"] == pytest.approx(np.mean([bits[gear] for gear in gears]))
+        assert summary["weight_bytes_per_token"] <= summary["weight_bytes_per_token_top"]
+        assert summary["managed_layers"] == 42
+        for words in ("tokens/s", "shifts", "effective bits", "weights read", "memory", "computed in"):
+            assert words in result.err
+        assert not list(tmp_path.glob("*.part"))
+
+    def test_held_in_one_gear_writes_mlx_lms_text(self, command, demo):
+        prompt = "Once upon a time"
+        result = command("generate", "--gears", 16, "--ignore-chat-template", "-p", prompt, "-m", 30)
+        assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=30) + "\n"
+
+    def test_the_chat_template_is_used_as_in_mlx_lm(self, command, demo):
+        question = "Ann has 3 cats. How many legs do they have?"
+        text = demo.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        result = command("generate", "--gears", 16, "-p", question, "-m", 30)
+        assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, text, max_tokens=30) + "\n"
+
+    def test_plain_when_piped_and_tinted_on_demand(self, command):
+        plain = command("generate", "-m", 12)
+        tinted = command("generate", "-m", 12, "--color", "always")
+        assert "\x1b" not in plain.out
+        assert "\x1b[38;2;" in tinted.out
+
+    def test_a_quantized_checkpoint_is_telemetry_only(self, command, four_bit, tmp_path):
+        result = command("generate", "--model", four_bit, "-m", 30, "--summary", tmp_path / "s.json")
+        summary = read_json(tmp_path / "s.json")
+        assert "quantized already: telemetry only" in result.err
+        assert (summary["mode"], summary["managed_layers"], summary["shift_seconds"]) == ("telemetry-only", 0, 0.0)
+        assert summary["effective_bits_per_weight"] == pytest.approx(4.5)
+        assert summary["weight_bytes_per_token"] == summary["weight_bytes_per_token_top"]
+
+    def test_telemetry_only_by_flag_changes_no_token(self, command, tmp_path):
+        arguments = ("-m", 30, "--dtype", "bfloat16")
+        plain = command("generate", "--gears", 16, *arguments)
+        watched = command("generate", "--telemetry-only", "--summary", tmp_path / "s.json", *arguments)
+        assert watched.out == plain.out
+        assert read_json(tmp_path / "s.json")["mode"] == "telemetry-only"
+
+    def test_not_verbose_is_the_text_alone(self, command):
+        result = command("generate", "-m", 12, "--verbose", "False")
+        assert result.err == ""
+        assert result.out == command("generate", "-m", 12).out
+
+    def test_prompt_from_standard_input(self, command, monkeypatch):
+        import io
+
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
+        piped = command("generate", "-m", 8, "-p", "-").out
+        assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
+
+    def test_minus_one_ends_at_the_context(self, command, tmp_path):
+        command(
+            "generate",
+            "--ignore-chat-template",
+            "-p",
+            "KING:\n" * 120,
+            "-m",
+            -1,
+            "--temp",
+            1,
+            "--seed",
+            0,
+            "--summary",
+            tmp_path / "s.json",
+        )
+        summary = read_json(tmp_path / "s.json")
+        assert summary["prompt_tokens"] + summary["tokens"] <= 512
+
+    def test_thresholds_from_numbers(self, command, tmp_path):
+        command(
+            "generate", "-m", 20, "--thresholds", "0.001,0.002", "--initial-gear", "high", "--summary", tmp_path / "a"
+        )
+        command("generate", "-m", 20, "--thresholds", "11,11.5", "--initial-gear", "low", "--summary", tmp_path / "b")
+        assert read_json(tmp_path / "a")["gear_tokens"]["low"] <= 4
+        assert read_json(tmp_path / "b")["gear_tokens"] == {"low": 20, "mid": 0, "high": 0}
+
+    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    def test_every_format_and_residency_runs(self, command, format, residency, tmp_path):
+        result = command(
+            "generate",
+            "-m",
+            25,
+            "--format",
+            format,
+            "--residency",
+            residency,
+            "--manage",
+            "attention",
+            "--thresholds",
+            "1,2",
+            "--summary",
+            tmp_path / "s.json",
+        )
+        assert result.status == 0
+        summary = read_json(tmp_path / "s.json")
+        assert (summary["managed_layers"], summary["unmanaged_layers"]) == (24, 18)
+
+    def test_half_written_nothing_when_interrupted(self, tmp_path):
+        arguments = [
+            sys.executable,
+            "-m",
+            "gearbx_mlx.generate",
+            "--ignore-chat-template",
+            "-p",
+            "KING:",
+            "-m",
+            "400",
+            "--temp",
+            "1.5",
+            "--seed",
+            "1",
+            "--trace",
+            tmp_path / "t.jsonl",
+            "--summary",
+            tmp_path / "s.json",
+        ]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert b"Traceback" not in err
+        assert b"tokens/s" in err
+        summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
+        assert 0 < summary["tokens"] == len(trace) < 400
+        assert not list(tmp_path.glob("*.part"))
+
+
+class TestCalibrateAndAnalyze:
+    @pytest.mark.parametrize("method", ["share", "percentile", "median", "manual"])
+    def test_thresholds_go_from_calibrate_to_generate(self, command, method, tmp_path):
+        file = tmp_path / "thresholds.json"
+        result = command("calibrate", "--method", method, "--out", file, "-m", 40)
+        assert result.status == 0
+        content = read_json(file)
+        assert (content["method"], content["vocab_size"], content["gears"]) == (method, 4096, [4, 8, 16])
+        assert content["thresholds"] == sorted(content["thresholds"])
+        assert sum(content["shares"]) == pytest.approx(1)
+        assert command("generate", "-m", 10, "--thresholds", file).status == 0
+
+    def test_a_wanted_share_is_reached_in_telemetry(self, command, held_out, tmp_path):
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("\n".join(json.dumps({"question": row["question"]}) for row in held_out[:6]))
+        command("calibrate", "--prompts", prompts, "--shares", "0.5,0.3,0.2", "--out", tmp_path / "t.json", "-m", 60)
+        command(
+            "analyze",
+            "--prompts",
+            prompts,
+            "-m",
+            60,
+            "--thresholds",
+            tmp_path / "t.json",
+            "--out",
+            tmp_path / "out",
+            "--initial-gear",
+            "low",
+        )
+        summary = read_json(tmp_path / "out" / "summary.json")
+        shares = [count / summary["tokens"] for count in summary["gear_tokens"].values()]
+        assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.08)
+
+    def test_analyze_writes_trace_summary_and_pictures(self, command, four_bit, tmp_path):
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
+        result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
+        assert result.status == 0
+        summary, trace = read_json(tmp_path / "out" / "summary.json"), read_trace(tmp_path / "out" / "trace.jsonl")
+        assert summary.keys() >= SUMMARY_FIELDS
+        assert (summary["mode"], summary["prompts"]) == ("telemetry-only", 2)
+        assert {entry["prompt"] for entry in trace} == {0, 1}
+        assert len(trace) == summary["tokens"]
+        for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
+            picture = (tmp_path / "out" / f"{name}.png").read_bytes()
+            assert picture.startswith(b"\x89PNG")
+            assert len(picture) > 5000
+            assert str(tmp_path / "out" / f"{name}.png") in result.out
+
+
+class TestBadInput:
+    """One clear line, a non-zero exit, no traceback, nothing left behind."""
+
+    def refused(self, result, *words, folder=None):
+        assert result.status == 2
+        lines = [line for line in result.err.splitlines() if line.strip()]
+        assert len(lines) == 1, result.err
+        assert lines[0].startswith("error: ")
+        for word in words:
+            assert str(word) in lines[0]
+        if folder:
+            assert not [path for path in folder.rglob("*") if path.suffix in (".part", ".json", ".jsonl", ".png")]
+
+    def test_missing_model_directory(self, command, tmp_path):
+        self.refused(command("generate", "--model", tmp_path / "none"), tmp_path / "none", "no such model directory")
+        self.refused(command("generate", "--model", "none"), "none", "no such model directory")
+
+    def test_a_hub_name_without_a_network(self, command, monkeypatch):
+        import huggingface_hub
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        self.refused(
+            command("generate", "--model", "nobody/nothing-4bit"), "nobody/nothing-4bit", "connect to the network"
+        )
+
+    def test_truncated_safetensors(self, command, copied, tmp_path):
+        file = copied / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+        result = command("generate", "--model", copied, "--summary", tmp_path / "s.json")
+        self.refused(result, file, "damaged or truncated")
+        assert not (tmp_path / "s.json").exists()
+
+    def test_corrupt_safetensors(self, command, copied):
+        (copied / "model.safetensors").write_bytes(b"\xff" * 5000)
+        self.refused(command("generate", "--model", copied), "model.safetensors", "damaged or truncated")
+
+    def test_a_config_without_weights(self, command, copied):
+        (copied / "model.safetensors").unlink()
+        self.refused(command("generate", "--model", copied), copied, "no model*.safetensors")
+
+    def test_weights_without_a_config(self, command, copied):
+        (copied / "config.json").unlink()
+        self.refused(command("generate", "--model", copied), copied / "config.json", "missing")
+
+    @pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+    def test_a_config_that_is_no_json_object(self, command, copied, content):
+        (copied / "config.json").write_text(content)
+        self.refused(command("generate", "--model", copied), copied / "config.json")
+
+    @pytest.mark.parametrize("change", [{"model_type": "steam-engine"}, {"hidden_size": 320}, {"hidden_size": "wide"}])
+    def test_a_config_that_does_not_fit(self, command, copied, change):
+        config = read_json(copied / "config.json") | change
+        (copied / "config.json").write_text(json.dumps(config))
+        self.refused(command("generate", "--model", copied), copied, "cannot load")
+
+    def test_a_file_as_model(self, command, copied):
+        self.refused(command("generate", "--model", copied / "config.json"), "is a file")
+
+    @pytest.mark.parametrize("prompt", ["", "  ", "\\n"])
+    def test_an_empty_prompt(self, command, prompt):
+        self.refused(command("generate", "--prompt", prompt), "the prompt is empty")
+
+    @pytest.mark.parametrize("count", [0, -2, -100])
+    def test_max_tokens(self, command, count):
+        self.refused(command("generate", f"--max-tokens={count}"), f"--max-tokens is {count}")
+
+    @pytest.mark.parametrize(
+        ("gears", "word"), [("16,8,4", "ascend"), ("4,7", "not supported"), ("a", "whole numbers")]
+    )
+    @pytest.mark.parametrize("name", ["generate", "calibrate"])
+    def test_gears(self, command, name, gears, word):
+        self.refused(command(name, "--gears", gears), word)
+
+    @pytest.mark.parametrize(
+        ("thresholds", "word"),
+        [
+            ("3,1", "ascend"),
+            ("1,1", "ascend"),
+            ("nan,1", "finite"),
+            ("1,inf", "finite"),
+            ("1", "need 2 thresholds"),
+            ("nowhere.json", "nowhere.json"),
+        ],
+    )
+    def test_thresholds(self, command, thresholds, word):
+        self.refused(command("generate", "--thresholds", thresholds), word)
+
+    @pytest.mark.parametrize(
+        ("change", "word"),
+        [
+            ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
+            ({"schema": "something else"}, "schema"),
+            ({"version": 99}, "version 1"),
+            ({"thresholds": [2.0, 1.0]}, "ascend"),
+            ({"thresholds": [1.0]}, "need 2 thresholds"),
+            ({"thresholds": [1.0, float("nan")]}, "finite"),
+            ({"thresholds": "1,2"}, "not a list of numbers"),
+        ],
+    )
+    def test_a_thresholds_file_that_does_not_fit(self, command, tmp_path, change, word):
+        file = tmp_path / "thresholds.json"
+        content = {"schema": "gearbx-mlx thresholds", "version": 1, "vocab_size": 4096, "thresholds": [1.0, 2.0]}
+        file.write_text(json.dumps(content | change))
+        self.refused(command("generate", "--thresholds", file, "-m", 5), file, word)
+
+    def test_a_thresholds_file_that_is_no_json(self, command, tmp_path):
+        (tmp_path / "t.json").write_text("1.0 2.0")
+        self.refused(command("generate", "--thresholds", tmp_path / "t.json"), "t.json", "thresholds file")
+
+    @pytest.mark.parametrize("flag", ["--summary", "--trace"])
+    def test_an_output_that_cannot_be_written(self, command, tmp_path, flag):
+        self.refused(command("generate", flag, tmp_path / "no" / "s.json"), "there is no directory", folder=tmp_path)
+        self.refused(command("generate", flag, tmp_path), "is a directory", folder=tmp_path)
+        if Path("/proc").is_dir():
+            self.refused(command("generate", flag, "/proc/s.json"), "/proc/s.json", "cannot be written")
+        if os.geteuid():
+            tmp_path.chmod(0o500)
+            self.refused(command("generate", flag, tmp_path / "s.json"), "cannot be written")
+
+    def test_a_prompt_longer_than_the_context(self, command, tmp_path):
+        result = command(
+            "generate", "-p", "king " * 600, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
+        )
+        self.refused(result, "the prompt is 6", "context 512", folder=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("arguments", "word"),
+        [
+            (("--window", 0), "window is 0"),
+            (("--hysteresis=-0.1",), "hysteresis is -0.1"),
+            (("--min-gear-duration", 0), "duration is 0"),
+            (("--initial-gear", "reverse"), "no gear 'reverse'"),
+            (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
+            (("--chat-template-config", "{"), "not JSON"),
+        ],
+    )
+    def test_other_settings(self, command, arguments, word):
+        self.refused(command("generate", *arguments), word)
+
+    def test_prompts_files(self, command, tmp_path):
+        empty, broken, strange = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "s.jsonl"
+        empty.write_text("\n \n")
+        broken.write_text('{"question": "one"}\n{"question"')
+        strange.write_text('{"riddle": "one"}')
+        for file, words in [
+            (empty, "has no prompt"),
+            (broken, "line 2: not JSON"),
+            (strange, "line 1: no field"),
+            (tmp_path / "none.txt", "cannot be read"),
+        ]:
+            self.refused(command("analyze", "--prompts", file, "--out", tmp_path / "out"), file, words)
+            assert not (tmp_path / "out").exists()
+
+    def test_a_summary_that_was_there_survives_a_failed_run(self, command, tmp_path):
+        (tmp_path / "s.json").write_text("before")
+        self.refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
+        assert (tmp_path / "s.json").read_text() == "before"

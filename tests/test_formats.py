@@ -1,0 +1,199 @@
+import copy
+import itertools
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.formats import FORMATS, get_format
+from gearbx_mlx.formats.packing import pack, unpack
+from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
+
+DTYPES = [mx.float16, mx.bfloat16, mx.float32]
+WIDTHS = [(4, 4), (4, 1, 1, 2), (3, 5), (2, 1, 1, 1, 1, 2), (5, 3), (6, 2), (4, 2), (8,), (4,)]
+GROUP = 64
+
+
+def matrix(*shape: int, dtype: mx.Dtype = mx.float32, scale: float = 0.02, seed: int = 0) -> mx.array:
+    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
+
+
+def error(approximation: mx.array, exact: mx.array) -> float:
+    exact = exact.astype(mx.float32)
+    return (mx.linalg.norm(approximation - exact) / mx.linalg.norm(exact)).item()
+
+
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.integers(1, 4), st.integers(1, 3), st.randoms())
+def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
+    codes = np.array([[random.randrange(2**bits) for _ in range(32 * groups)] for _ in range(rows)], dtype=np.uint32)
+    words = pack(mx.array(codes), bits)
+    assert words.shape == (rows, groups * bits)
+    assert np.array_equal(np.array(unpack(words, bits)), codes)
+    ones = mx.ones((rows, groups))
+    unpacked = mx.dequantize(words, ones, mx.zeros_like(ones), group_size=32, bits=bits)
+    assert np.array_equal(np.array(unpacked), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_unpacking_reads_what_mlx_packed(bits):
+    weight = matrix(8, 128)
+    words, scales, biases = mx.quantize(weight, GROUP, bits)
+    codes = unpack(words, bits).reshape(8, 2, GROUP).astype(mx.float32)
+    ours = (codes * scales[..., None] + biases[..., None]).reshape(8, 128)
+    assert mx.allclose(ours, mx.dequantize(words, scales, biases, GROUP, bits), atol=1e-7).item()
+
+
+def test_widths_follow_the_ladder():
+    assert plane_widths((4, 8)) == (4, 4)
+    assert plane_widths((4, 5, 6, 8)) == (4, 1, 1, 2)
+    assert plane_widths((6,)) == (6,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_every_prefix_computes_with_its_own_dequantization(widths, dtype):
+    dense = nn.Linear(256, 48)
+    dense.weight = matrix(48, 256, dtype=dtype)
+    ladder = tuple(np.cumsum(widths).tolist())
+    planes = split(dense.weight, widths, GROUP, mx.float32)
+    modules = FORMATS["planes"].modules(dense, ladder[0], ladder, GROUP, mx.float32)
+    x = matrix(3, 256, scale=1.0, seed=1)
+    for bits in ladder:
+        expected = x @ planes.dequantize(bits).T + dense.bias
+        assert mx.allclose(modules[bits](x), expected, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(widths, dtype):
+    weight = matrix(32, 256, dtype=dtype)
+    planes = split(weight, widths, GROUP)
+    bits = sum(widths)
+    codes = mx.zeros((32, 256), dtype=mx.uint32)
+    for words, width in zip(planes.weights, widths):
+        codes = (codes << width) | unpack(words, width)
+    grouped = weight.astype(mx.float32).reshape(32, -1, GROUP)
+    step = planes.scales.astype(mx.float32) * 2.0 ** -(bits - widths[0])
+    rebuilt = planes.dequantize(bits).reshape(grouped.shape)
+    # One code is one step, exactly up to float32 ...
+    offset = rebuilt - codes.reshape(grouped.shape).astype(mx.float32) * step[..., None]
+    assert (offset.max(axis=-1) - offset.min(axis=-1)).max().item() <= 1e-6
+    # ... and no element is further off than half a step, but at the ends by the rounding of scale and bias.
+    rounding = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}[dtype]
+    span = mx.abs(grouped).max(axis=-1, keepdims=True) * 2
+    slack = 2 * rounding * span + 1e-6
+    assert (mx.abs(rebuilt - grouped) <= step[..., None] * 0.5 + slack).all().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_no_worse_than_stock_quantization(dtype):
+    weight = matrix(128, 512, dtype=dtype)
+    planes = split(weight, (4, 4), GROUP)
+    for bits in (4, 8):
+        stock = mx.dequantize(*mx.quantize(weight, GROUP, bits), GROUP, bits).astype(mx.float32)
+        assert error(planes.dequantize(bits), weight) <= error(stock, weight) * 1.01
+
+
+def test_every_gear_is_finer_than_the_one_below():
+    weight = matrix(64, 256)
+    errors = [error(split(weight, (4, 1, 1, 2), GROUP).dequantize(bits), weight) for bits in (4, 5, 6, 8)]
+    assert all(finer < 0.6 * coarser for coarser, finer in itertools.pairwise(errors))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.0, 0.37, -1e-3, 1000.0])
+def test_groups_without_range_keep_their_value(value, dtype):
+    weight = mx.full((4, 128), value).astype(dtype)
+    planes = split(weight, (4, 4), GROUP)
+    tolerance = 1e-4 + abs(value) * {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.float32: 2.0**-20}[dtype]
+    for bits in (4, 8):
+        difference = mx.abs(planes.dequantize(bits) - weight.astype(mx.float32)).max().item()
+        assert difference <= (tolerance if bits == 8 else tolerance + 6.2e-5 * 8)
+
+
+def test_low_gear_is_a_stock_module_on_the_first_plane():
+    dense = nn.Linear(128, 16)
+    modules = FORMATS["planes"].modules(dense, 4, (4, 6, 8), GROUP, mx.float32)
+    low, mid, high = modules[4], modules[6], modules[8]
+    assert type(low) is nn.QuantizedLinear
+    assert type(mid) is type(high) is PlanesLinear
+    assert low.weight is mid.weights[0] is high.weights[0]
+    assert low.scales is mid.scales is high.scales
+    assert mid.weights[1] is high.weights[1]
+    assert low.bias is dense.bias is high.bias
+
+
+def test_gears_of_four_and_eight_bits_share_their_arrays():
+    dense = nn.Linear(512, 256, bias=False)
+    dense.weight = matrix(256, 512, dtype=mx.float16)
+    modules = FORMATS["planes"].modules(dense, 4, (4, 8), GROUP, mx.float16)
+    arrays = {id(a): a.nbytes for m in modules.values() for _, a in tree_flatten(m.parameters())}
+    # 8 bits of codes, and per group of 64 one scale and two biases of 16 bits: 8.75, where two copies take 13.
+    assert 8 * sum(arrays.values()) / dense.weight.size == 8 + 3 * 16 / GROUP
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_experts_agree_with_linears_one_by_one(name, bits):
+    experts = SwitchLinear(128, 32, num_experts=3, bias=True)
+    experts.bias = matrix(3, 32, scale=1.0)
+    ladder = (2, bits) if bits > 2 else (2,)
+    module = FORMATS[name].modules(experts, bits, ladder, GROUP, mx.float32)[bits]
+    assert isinstance(module, PlanesSwitchLinear | QuantizedSwitchLinear)
+    assert (module.input_dims, module.output_dims, module.num_experts) == (128, 32, 3)
+    x = matrix(5, 1, 1, 128, scale=1.0)
+    chosen = mx.array([[0], [2], [1], [2], [0]])
+    y = module(x, chosen)
+    for row, expert in enumerate([0, 2, 1, 2, 0]):
+        alone = nn.Linear(128, 32)
+        alone.weight, alone.bias = experts.weight[expert], experts.bias[expert]
+        expected = FORMATS[name].modules(alone, bits, ladder, GROUP, mx.float32)[bits](x[row])
+        assert mx.allclose(y[row, 0], expected, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("ladder", [(4, 8), (3,), (2, 4, 5, 6, 8)])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_bytes_read_are_those_of_the_arrays(name, ladder, dtype):
+    dense = nn.Linear(256, 64, bias=False)
+    dense.weight = matrix(64, 256, dtype=dtype)
+    for bits in ladder:
+        module = FORMATS[name].modules(dense, bits, ladder, GROUP, dtype)[bits]
+        arrays = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
+        again = (len(module.widths) - 1) * module.scales.nbytes if isinstance(module, PlanesLinear) else 0
+        assert FORMATS[name].bytes_read(64 * 256, bits, ladder, GROUP, dtype.size) == arrays + again
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_making_a_gear_draws_no_random_numbers(name):
+    dense = nn.Linear(128, 16)
+    mx.random.seed(7)
+    expected = mx.random.uniform(shape=(4,))
+    mx.random.seed(7)
+    mx.eval([m.parameters() for m in FORMATS[name].modules(dense, 4, (4, 8), GROUP, mx.float32).values()])
+    assert mx.array_equal(mx.random.uniform(shape=(4,)), expected).item()
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_gear_is_the_same_whatever_it_is_computed_in(name):
+    dense = nn.Linear(128, 16, bias=False)
+    dense.weight = matrix(16, 128, dtype=mx.bfloat16)
+    half = FORMATS[name].modules(dense, 4, (4, 8), GROUP, mx.bfloat16)[4]
+    single = FORMATS[name].modules(copy.copy(dense), 4, (4, 8), GROUP, mx.float32)[4]
+    assert single.scales.dtype == mx.float32
+    for array in ("weight", "scales", "biases"):
+        assert mx.array_equal(half[array], single[array]).item()
+
+
+def test_what_does_not_exist_is_refused():
+    with pytest.raises(GearbxError, match="format 'q4' does not exist; choose from planes, affine"):
+        get_format("q4")
+    with pytest.raises(GearbxError, match="8 together"):
+        split(matrix(4, 64), (4, 4, 4), GROUP)

@@ -1,0 +1,377 @@
+import random
+import shutil
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from conftest import ARCHITECTURES, same_weights, tiny_model, weights_of
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
+from gearbx_mlx.gears.discovery import natural_order
+from gearbx_mlx.loading import DEMO_MODEL
+
+PROMPT = mx.array([[1, 5, 9, 2, 7]])
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | SwitchLinear)}
+
+
+class TestLadder:
+    def test_names(self):
+        assert [g.name for g in Ladder.parse("4,8,16")] == ["low", "mid", "high"]
+        assert [g.name for g in Ladder.parse("4,16")] == ["low", "high"]
+        assert [g.name for g in Ladder.parse("16")] == ["high"]
+        assert [g.name for g in Ladder.parse("3,4,6,16")] == ["low", "mid1", "mid2", "high"]
+
+    def test_gears_by_name_and_bits(self):
+        ladder = Ladder.parse("4, 8, 16")
+        assert ladder.named("mid") is ladder.named("8") is ladder[1]
+        assert str(ladder) == "4,8,16"
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            ("8,4,16", "must ascend, got '8,4,16'; did you mean '4,8,16'"),
+            ("4,4,16", "must ascend"),
+            ("4,7,16", "7 bits in '4,7,16' is not supported"),
+            ("4,8,32", "32 bits in '4,8,32' is not supported"),
+            ("0,16", "not supported"),
+            ("four", "not whole numbers"),
+            ("4;8", "not whole numbers"),
+            ("", "not whole numbers"),
+        ],
+    )
+    def test_bad_ladders_are_refused(self, text, complaint):
+        with pytest.raises(GearbxError, match=complaint.replace("?", r"\?")):
+            Ladder.parse(text)
+
+    def test_no_such_gear(self):
+        with pytest.raises(GearbxError, match="no gear 'top' in the ladder 4,16; choose from low, high"):
+            Ladder.parse("4,16").named("top")
+
+
+class TestDiscovery:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_manages_every_linear_layer_of_every_architecture(self, architecture):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model)
+        assert [layer.path for layer in gearbox.layers] == sorted(linear_layers(model), key=natural_order)
+        assert gearbox.unmanaged == {}
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_attention_alone_as_in_the_paper(self, architecture):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, manage="attention")
+        assert {layer.path for layer in gearbox.layers} == {
+            p for p in linear_layers(model) if "attention" in p or "attn" in p
+        }
+        assert set(gearbox.unmanaged.values()) == {"not selected by manage"}
+
+    def test_a_predicate_chooses_layers_and_their_lowest_bits(self, tiny):
+        gearbox = Gearbox(tiny, manage=lambda path, module: {"bits": 8} if path.endswith("v_proj") else "mlp" in path)
+        low, _mid, _high = gearbox.ladder
+        bits = {layer.path: [gearbox.bits_of(layer, gear) for gear in gearbox.ladder] for layer in gearbox.layers}
+        assert bits["model.layers.0.self_attn.v_proj"] == [8, 8, 16]
+        assert bits["model.layers.0.mlp.up_proj"] == [4, 8, 16]
+        assert "model.layers.0.self_attn.q_proj" in gearbox.unmanaged
+        gearbox.shift(low)
+        assert tiny.model.layers[0].self_attn.v_proj.bits == 8
+
+    def test_a_model_class_may_ask_for_more_bits(self):
+        model = tiny_model("qwen3_moe")  # whose routers mlx-lm keeps at 8 bits
+        gearbox = Gearbox(model, "4,8,16")
+        gearbox.shift("low")
+        assert model.model.layers[0].mlp.gate.bits == 8
+        assert model.model.layers[0].mlp.switch_mlp.up_proj.bits == 4
+
+    def test_layers_of_an_odd_width_stay_dense_and_are_reported(self):
+        model = tiny_model()
+        model.model.layers[1].mlp.down_proj = nn.Linear(100, 64, bias=False)
+        gearbox = Gearbox(model)
+        assert gearbox.unmanaged == {
+            "model.layers.1.mlp.down_proj": "input width 100 is not a multiple of the group size 64"
+        }
+        assert "down_proj: dense (input width 100" in gearbox.describe()
+
+    def test_layers_come_in_the_order_of_the_model(self):
+        assert sorted(["a.10.b", "a.2.b", "a.2.a"], key=natural_order) == ["a.2.a", "a.2.b", "a.10.b"]
+
+    def test_a_model_with_nothing_to_manage_is_refused(self, tiny):
+        with pytest.raises(GearbxError, match="no layer can change gear: not selected by manage"):
+            Gearbox(tiny, manage=lambda path, module: False)
+
+
+class TestShift:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture, format):
+        model = tiny_model(architecture)
+        before, logits = weights_of(model), model(PROMPT)
+        gearbox = Gearbox(model, "4,8,16", format=format)
+        errors = {}
+        for gear in ("low", "mid", "high"):
+            gearbox.shift(gear)
+            errors[gear] = mx.abs(model(PROMPT) - logits).max().item()
+        assert errors["low"] > errors["mid"] > errors["high"] == 0.0
+        assert same_weights(weights_of(model), before)
+
+    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    def test_two_hundred_random_shifts_end_bit_exact(self, residency, format):
+        model, _ = mlx_lm.load(str(DEMO_MODEL))
+        before = weights_of(model)
+        gearbox = Gearbox(model, "3,4,8,16", format=format, residency=residency, checkpoint=DEMO_MODEL)
+        lows = {}
+        draw = random.Random(0)
+        for _ in range(200 if residency != "disk" else 60):
+            gear = draw.choice(gearbox.ladder)
+            gearbox.shift(gear)
+            assert gearbox.gear is gear
+            if gear.name not in lows:
+                lows[gear.name] = weights_of(model)
+            elif draw.random() < 0.1:
+                assert same_weights(weights_of(model), lows[gear.name])
+        gearbox.shift("high")
+        assert same_weights(weights_of(model), before)
+
+    def test_gears_are_made_when_they_are_first_engaged(self, tiny, monkeypatch):
+        made = []
+        gearbox = Gearbox(tiny, "4,8,16", format="affine")
+        make = gearbox.format.modules
+        monkeypatch.setattr(
+            gearbox,
+            "format",
+            type(
+                "Spy",
+                (),
+                {
+                    "modules": staticmethod(
+                        lambda dense, wanted, *rest: made.append(wanted) or make(dense, wanted, *rest)
+                    )
+                },
+            ),
+        )
+        assert made == []
+        gearbox.shift("low")
+        assert set(made) == {4}
+        gearbox.shift("high")
+        gearbox.shift("low")
+        assert len(made) == len(gearbox.layers)
+        gearbox.prepare(gearbox.ladder.named("mid"))
+        assert set(made) == {4, 8}
+        assert tiny.model.layers[0].mlp.up_proj.bits == 4
+
+    @pytest.mark.parametrize("residency", ["resident", "host"])
+    @pytest.mark.parametrize("start", ["high", "low"])
+    def test_a_shift_that_fails_in_the_making_changes_nothing(self, tiny, monkeypatch, start, residency):
+        gearbox = Gearbox(tiny, "4,8,16", format="affine", residency=residency)
+        gearbox.shift(start)
+        before, modules = weights_of(tiny), dict(tiny.named_modules())
+        make, calls = gearbox.format.modules, []
+
+        def failing(*arguments):
+            calls.append(1)
+            if len(calls) == 5:
+                raise MemoryError("injected")
+            return make(*arguments)
+
+        monkeypatch.setattr(gearbox, "format", type("Failing", (), {"modules": staticmethod(failing)}))
+        with pytest.raises(MemoryError, match="injected"):
+            gearbox.shift("mid")
+        assert gearbox.gear.name == start
+        assert same_weights(weights_of(tiny), before)
+        assert dict(tiny.named_modules()) == modules
+        monkeypatch.undo()
+        gearbox.shift("mid")
+        assert gearbox.gear.name == "mid"
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_a_shift_that_fails_in_the_swapping_changes_nothing(self, tiny, monkeypatch, error):
+        gearbox = Gearbox(tiny, "4,8,16")
+        gearbox.shift("low")
+        gearbox.shift("high")
+        before = weights_of(tiny)
+        update, calls = type(tiny).update_modules, []
+
+        def half_way(self, tree, **keywords):
+            calls.append(1)
+            if len(calls) == 1:
+                tree = {"model": {"layers": tree["model"]["layers"][:1]}}
+                update(self, tree)
+                raise error("injected")
+            return update(self, tree, **keywords)
+
+        monkeypatch.setattr(type(tiny), "update_modules", half_way)
+        with pytest.raises(error):
+            gearbox.shift("low")
+        assert gearbox.gear.name == "high"
+        assert same_weights(weights_of(tiny), before)
+
+    def test_a_ladder_without_the_original_weights(self, tiny):
+        gearbox = Gearbox(tiny, "4,8")
+        assert gearbox.gear.name == "high"
+        assert tiny.model.layers[0].mlp.up_proj.bits == 8
+        gearbox.shift("low")
+        assert tiny.model.layers[0].mlp.up_proj.bits == 4
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite_are_named(self, tiny, value):
+        layer = tiny.model.layers[1].mlp.up_proj
+        layer.weight = mx.concatenate([mx.full((1, 64), value), layer.weight[1:]])
+        gearbox = Gearbox(tiny)
+        with pytest.raises(GearbxError, match=r"model.layers.1.mlp.up_proj: weights are not finite"):
+            gearbox.shift("low")
+        assert gearbox.gear.name == "high"
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            ({"format": "nf4"}, "format 'nf4' does not exist"),
+            ({"manage": "everything"}, "manage 'everything' does not exist"),
+            ({"residency": "cloud"}, "residency 'cloud' does not exist"),
+            ({"residency": "disk"}, "give checkpoint="),
+            ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
+            ({"group_size": 48}, "group size 48"),
+            ({"dtype": "int8"}, "dtype 'int8' does not exist"),
+        ],
+    )
+    def test_arguments_that_do_not_exist_are_refused(self, tiny, arguments, complaint):
+        with pytest.raises(GearbxError, match=complaint):
+            Gearbox(tiny, **arguments)
+
+    def test_a_second_gearbox_on_shifted_gears_is_refused(self, tiny):
+        first = Gearbox(tiny)
+        first.shift("low")
+        with pytest.raises(GearbxError, match="quantized already"):
+            Gearbox(tiny)
+        first.shift("high")
+        Gearbox(tiny)
+
+
+class TestDtype:
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+    def test_half_precision_is_computed_in_single_on_a_cpu_and_keeps_its_values(self, dtype):
+        model = tiny_model(dtype=dtype)
+        before = weights_of(model)
+        gearbox = Gearbox(model, "4,8,16")
+        expected = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else dtype
+        assert gearbox.compute_dtype == expected
+        assert same_weights(weights_of(model), before)
+        assert gearbox.bits_per_weight(gearbox.ladder.top) == 16.0
+        gearbox.shift("low")
+        assert gearbox.bits_per_weight(gearbox.gear) == 4.5
+        assert model(PROMPT).dtype == expected
+
+    def test_one_dense_gear_changes_nothing(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        assert Gearbox(model, "16").compute_dtype == mx.bfloat16
+        assert model(PROMPT).dtype == mx.bfloat16
+
+    def test_a_later_gearbox_still_knows_the_checkpoints_type(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        bits = [Gearbox(model).bits_per_weight(Ladder.parse("4,8,16")[0]) for _ in range(2)]
+        assert bits == [4.5, 4.5]
+
+    def test_full_precision_counts_four_bytes(self, tiny):
+        assert Gearbox(tiny).ladder_report()[-1] == {"name": "high", "bits": 16, "bytes_per_weight": 4.0}
+
+
+class TestResidency:
+    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
+        gearbox = Gearbox(fresh_demo.model, "4,16", residency=residency, checkpoint=DEMO_MODEL)
+        dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
+        before = mx.get_active_memory()
+        gearbox.shift("low")
+        packed = dense * 5 / 32  # float32 scales and biases make 5 bits of 4.5
+        gained = gearbox.active_memory["low"] - before
+        assert gained == pytest.approx(packed if residency == "resident" else packed - dense, abs=0.02 * dense)
+        gearbox.shift("high")
+        gained = mx.get_active_memory() - before
+        assert gained == pytest.approx(0 if residency == "host" else packed, abs=0.02 * dense)
+
+    def test_host_keeps_shared_planes_shared(self):
+        model = tiny_model()
+        gearbox = Gearbox(model, "4,8,16", residency="host")
+        for gear in ("low", "mid", "high", "mid"):
+            gearbox.shift(gear)
+        mid = model.model.layers[0].mlp.up_proj
+        gearbox.shift("low")
+        assert model.model.layers[0].mlp.up_proj.weight is mid.weights[0]
+
+    def test_a_checkpoint_that_is_gone_leaves_the_gear_as_it_was(self, tmp_path):
+        copied = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+        model, _ = mlx_lm.load(str(copied))
+        gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=copied)
+        gearbox.shift("low")
+        before = weights_of(model)
+        shutil.rmtree(copied)
+        with pytest.raises(GearbxError, match=r"no model\*\.safetensors to read weights back from"):
+            gearbox.shift("high")
+        assert gearbox.gear.name == "low"
+        assert same_weights(weights_of(model), before)
+
+
+class TestDoubleQuantization:
+    @pytest.mark.parametrize("bits", [2, 4])
+    def test_weights_that_were_quantized_before_are_warned_about(self, bits):
+        model = tiny_model()
+        for layer in linear_layers(model).values():
+            layer.weight = mx.dequantize(*mx.quantize(layer.weight, 64, bits), 64, bits)
+        with pytest.warns(GearbxWarning, match="quantized before"):
+            Gearbox(model)
+
+    def test_eight_bits_per_row_are_noticed_in_long_rows(self):
+        from gearbx_mlx.gears.double_quantization import looks_quantized
+
+        weight = mx.random.normal((64, 4096)).astype(mx.bfloat16)
+        rounded = mx.round(weight.astype(mx.float32) * 31) / 31
+        assert looks_quantized([rounded])
+        assert not looks_quantized([weight])
+
+    def test_ordinary_weights_are_not(self, fresh_demo):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Gearbox(fresh_demo.model)
+
+
+class TestCost:
+    def test_every_parameter_once_in_the_top_gear(self, tiny):
+        gearbox = Gearbox(tiny)
+        embedding = tiny.model.embed_tokens.weight
+        expected = sum(a.nbytes for a in weights_of(tiny).values()) - embedding.nbytes + embedding[0].nbytes
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
+
+    def test_of_a_mixture_only_the_experts_that_are_used(self):
+        model = tiny_model("mixtral")  # 2 experts of 4
+        experts = sum(m.weight.nbytes for m in linear_layers(model).values() if isinstance(m, SwitchLinear))
+        embedding = model.model.embed_tokens.weight
+        every = sum(a.nbytes for a in weights_of(model).values()) - embedding.nbytes + embedding[0].nbytes
+        gearbox = Gearbox(model)
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == every - experts // 2
+
+    def test_a_tied_embedding_is_read_as_the_head(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        expected = sum(a.size * 2 for a in weights_of(fresh_demo.model).values())  # stored in bfloat16
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
+
+    def test_is_the_same_in_whatever_gear_it_is_asked(self, tiny):
+        gearbox = Gearbox(tiny)
+        before = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
+        other = Gearbox(tiny_model(), residency="host")
+        other.shift("low")
+        assert [other.weight_bytes_per_token(gear) for gear in other.ladder] == before
+        assert before == sorted(before)
+
+
+def test_an_observer_touches_no_module(tiny):
+    nn.quantize(tiny, group_size=64, bits=4)
+    before = dict(tiny.named_modules())
+    observer = Observer(tiny, "4,8,16")
+    observer.shift("low")
+    assert observer.gear.name == "low"
+    assert all(module is before[path] for path, module in tiny.named_modules())

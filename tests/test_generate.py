@@ -1,0 +1,305 @@
+import itertools
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, VOCABULARY, tiny_model
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Ladder, Monitor, Observer, ThresholdGate, entropy_bits
+from gearbx_mlx.decoding.stream import stream_generate
+from gearbx_mlx.routing.gates import replay
+
+QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
+TALE = "Once upon a time there was a king who"
+
+
+def tokens_and_logprobs(responses):
+    return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
+
+
+def assert_identical(ours, theirs):
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs):
+        assert (mine[0], mine[2], mine[3]) == (other[0], other[2], other[3])
+        assert np.array_equal(mine[1], other[1])
+
+
+class Script:
+    """A gate that follows a list of gears."""
+
+    def __init__(self, gears):
+        self.gears = gears
+
+    def reset(self, gear):
+        self.left = iter(self.gears)
+
+    def peek(self, level):
+        return 0
+
+    def update(self, reading):
+        return next(self.left)
+
+
+class TestHeldInOneGear:
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {},
+            {"max_tokens": 1},
+            {"sampler": make_sampler(0.8, top_p=0.9)},
+            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+            {"max_kv_size": 24},
+            {"kv_bits": 8, "quantized_kv_start": 4},
+            {"prefill_step_size": 4},
+        ],
+        ids=["greedy", "one token", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill"],
+    )
+    def test_tokens_and_logprobs_are_mlx_lms_own(self, demo, keywords):
+        keywords = {"max_tokens": 40} | keywords
+        mx.random.seed(3)
+        theirs = tokens_and_logprobs(mlx_lm.stream_generate(demo.model, demo.tokenizer, QUESTION, **keywords))
+        gearbox = Gearbox(demo.model, Ladder.parse("16"))
+        mx.random.seed(3)
+        ours = tokens_and_logprobs(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
+        assert_identical(ours, theirs)
+
+    def test_separately_loaded_models_agree_too(self, demo):
+        model, tokenizer = gearbx_mlx.load()
+        gearbox = Gearbox(model, "16")
+        ours = tokens_and_logprobs(stream_generate(model, tokenizer, TALE, 30, gearbox=gearbox))
+        theirs = tokens_and_logprobs(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 30))
+        assert_identical(ours, theirs)
+
+    def test_a_low_gear_is_what_mlx_lm_computes_with_quantized_weights(self, fresh_demo, demo):
+        fresh_demo.model.set_dtype(mx.float32)
+        nn.quantize(fresh_demo.model, 64, 4, class_predicate=lambda path, m: isinstance(m, nn.Linear))
+        theirs = tokens_and_logprobs(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
+        other, _ = gearbx_mlx.load()
+        other.set_dtype(mx.float32)
+        gearbox = Gearbox(other, "4,16", format="affine")
+        ours = tokens_and_logprobs(
+            stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, gate=Script([0] * 20), initial_gear="low")
+        )
+        assert_identical(ours, theirs)
+
+
+class TestRouting:
+    def test_a_shift_acts_two_tokens_later(self, fresh_demo):
+        script = [0, 1, 2, 2, 0, 0, 1, 1, 1, 0]
+        gearbox = Gearbox(fresh_demo.model, "4,8,16")
+        responses = list(
+            stream_generate(
+                fresh_demo.model,
+                fresh_demo.tokenizer,
+                TALE,
+                10,
+                gearbox=gearbox,
+                gate=Script(script),
+                initial_gear="high",
+            )
+        )
+        names = ["low", "mid", "high"]
+        assert [r.gear for r in responses] == ["high", "high", *(names[gear] for gear in script[:8])]
+        gears = [r.gear for r in responses]
+        assert [r.shifted for r in responses] == [False, *(a != b for a, b in itertools.pairwise(gears))]
+
+    def test_every_token_was_computed_by_the_gear_it_names(self, fresh_demo):
+        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        gearbox = Gearbox(model, "4,16")
+        responses = list(
+            stream_generate(
+                model,
+                tokenizer,
+                TALE,
+                12,
+                gearbox=gearbox,
+                initial_gear="low",
+                gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0]),
+            )
+        )
+        cache = mlx_lm.models.cache.make_prompt_cache(model)
+        gearbox.shift("low")
+        prompt = tokenizer.encode(TALE)
+        model(mx.array(prompt[:-1])[None], cache=cache)
+        last = prompt[-1]
+        for response in responses:
+            gearbox.shift(response.gear)
+            logits = model(mx.array([[last]]), cache=cache)[0, -1]
+            assert np.allclose(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs), atol=1e-4)
+            last = response.token
+
+    def test_entropies_and_gears_are_those_of_the_gate(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        thresholds = (1.0, 2.0)
+        responses = list(
+            stream_generate(
+                fresh_demo.model,
+                fresh_demo.tokenizer,
+                TALE,
+                60,
+                gearbox=gearbox,
+                thresholds=thresholds,
+                initial_gear="low",
+                min_gear_duration=2,
+            )
+        )
+        for i, response in enumerate(responses):
+            assert response.entropy == pytest.approx(entropy_bits(response.logprobs).item(), abs=1e-6)
+            window = [r.entropy for r in responses[max(0, i - 2) : i + 1]]
+            assert response.mean_entropy == pytest.approx(sum(window) / len(window))
+        chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate(thresholds, min_gear_duration=2))
+        names = [gear.name for gear in gearbox.ladder]
+        assert [r.gear for r in responses] == ["low", "low", *(names[g] for g in chosen[:-2])]
+        assert len({r.gear for r in responses}) > 1
+
+    def test_the_same_seed_gives_the_same_text_whether_gears_were_made_before_or_not(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        texts = []
+        for _ in range(2):
+            mx.random.seed(5)
+            texts.append(
+                [
+                    r.token
+                    for r in stream_generate(
+                        fresh_demo.model,
+                        fresh_demo.tokenizer,
+                        TALE,
+                        40,
+                        gearbox=gearbox,
+                        sampler=make_sampler(1.0),
+                        thresholds=(1.0, 2.0),
+                    )
+                ]
+            )
+        assert texts[0] == texts[1]
+
+    def test_the_prompt_chooses_the_first_gear(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        for prompt, gear in [
+            ("Once upon a time", "low"),
+            ("solve the riddle", "mid"),
+            ("1 + 1 = 2 and 2 + 2 =", "high"),
+        ]:
+            encoded = fresh_demo.tokenizer.encode(prompt)
+            for form in (prompt, encoded, mx.array(encoded)):
+                first = next(iter(stream_generate(fresh_demo.model, fresh_demo.tokenizer, form, 3, gearbox=gearbox)))
+                assert first.gear == gear
+
+    def test_logits_that_are_not_numbers_lead_to_the_top_gear(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        responses = list(
+            stream_generate(
+                fresh_demo.model,
+                fresh_demo.tokenizer,
+                TALE,
+                8,
+                gearbox=gearbox,
+                initial_gear="low",
+                sampler=lambda logprobs: mx.array([5]),
+                logits_processors=[lambda tokens, logits: logits * float("nan")],
+            )
+        )
+        assert [r.entropy for r in responses] == [12.0] * 8  # log2 4096
+        assert [r.gear for r in responses] == ["low"] * 3 + ["high"] * 5
+
+    def test_with_a_draft_model(self, fresh_demo, demo):
+        gearbox = Gearbox(fresh_demo.model, "8,16")
+        responses = list(
+            stream_generate(
+                fresh_demo.model,
+                fresh_demo.tokenizer,
+                TALE,
+                20,
+                gearbox=gearbox,
+                gate=Script([1] * 3 + [0] * 17),
+                initial_gear="high",
+                draft_model=demo.model,
+                num_draft_tokens=2,
+            )
+        )
+        assert len(responses) == 20
+        assert responses[0].gear == "high"
+        assert responses[-1].gear == "low"
+        for a, b in itertools.pairwise(responses):
+            assert not b.shifted or not a.from_draft  # a pass that checks a draft is one gear
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_every_architecture_generates_while_it_shifts(self, architecture, demo):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model)
+        prompt = [1, 5, 9, 2]
+        responses = list(
+            stream_generate(
+                model, demo.tokenizer, prompt, 12, gearbox=gearbox, gate=Script([0, 1, 2] * 4), initial_gear="mid"
+            )
+        )
+        assert {r.gear for r in responses} == {"low", "mid", "high"}
+        assert all(0 <= r.entropy <= np.log2(VOCABULARY) + 1e-5 for r in responses)
+
+
+class TestTelemetryOnly:
+    def test_is_chosen_for_a_quantized_model_and_touches_no_module(self, fresh_demo):
+        nn.quantize(fresh_demo.model, 64, 4)
+        modules = dict(fresh_demo.model.named_modules())
+        responses = list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 60, thresholds=(1.0, 2.0)))
+        assert len({r.gear for r in responses}) > 1
+        assert all(module is modules[path] for path, module in fresh_demo.model.named_modules())
+
+    def test_names_the_gears_that_routing_on_the_same_tokens_would_use(self, demo):
+        observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
+        responses = list(
+            stream_generate(
+                demo.model, demo.tokenizer, TALE, 40, gearbox=observer, thresholds=(1.0, 2.0), initial_gear="low"
+            )
+        )
+        chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
+        assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
+
+
+class TestArguments:
+    def test_generate_returns_the_text(self, fresh_demo, capsys):
+        gearbox = Gearbox(fresh_demo.model, "16")
+        text = gearbx_mlx.generate(
+            fresh_demo.model, fresh_demo.tokenizer, TALE, verbose=True, gearbox=gearbox, max_tokens=20
+        )
+        assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
+        assert capsys.readouterr().out == text + "\n"
+
+    def test_generate_is_still_a_function_once_the_command_is_imported(self, fresh_demo):
+        import gearbx_mlx.generate as command
+
+        assert callable(command.main)
+        gearbox = Gearbox(fresh_demo.model, "16")
+        assert gearbx_mlx.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, max_tokens=5)
+
+    @pytest.mark.parametrize(
+        ("keywords", "complaint"),
+        [
+            ({"mode": "overdrive"}, "mode 'overdrive' does not exist"),
+            ({"mode": "telemetry-only"}, "shifts no gears"),
+            ({"thresholds": (3.0, 1.0)}, "ascend"),
+            ({"thresholds": (3.0,)}, "3 gears need 2 thresholds"),
+            ({"initial_gear": "reverse"}, "no gear 'reverse'"),
+            ({"window": 0}, "window is 0"),
+            ({"hysteresis": float("nan")}, "hysteresis"),
+            ({"min_gear_duration": 0}, "duration"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, keywords, complaint):
+        gearbox = Gearbox(fresh_demo.model)
+        with pytest.raises(GearbxError, match=complaint):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, **keywords)
+        assert gearbox.gear.name == "high"
+
+    def test_a_gearbox_of_another_model_is_refused(self, fresh_demo, tiny):
+        with pytest.raises(GearbxError, match="another model"):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=Gearbox(tiny))
+
+    def test_route_needs_a_model_that_can_shift(self, fresh_demo):
+        nn.quantize(fresh_demo.model, 64, 4)
+        with pytest.raises(GearbxError, match="needs a gearbox"):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode="route")
