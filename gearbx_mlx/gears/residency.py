@@ -131,10 +131,14 @@ class Disk:
         if not missing:
             return
         stored = self._read(f"{path}.{name}" for (path, _), names in missing.items() for name in names)
-        for (path, bits), names in missing.items():
-            arrays = {name: stored[f"{path}.{name}"].astype(self._dtypes[path]) for name in names}
-            put(needed[path, bits], arrays)
-            del self._dropped[path, bits]
+        back = {
+            (path, bits): {name: stored[f"{path}.{name}"].astype(self._dtypes[path]) for name in names}
+            for (path, bits), names in missing.items()
+        }
+        mx.eval(list(back.values()))
+        for key, arrays in back.items():
+            put(needed[key], arrays)
+            del self._dropped[key]
 
     def _files(self) -> list[Path]:
         files = sorted(self.directory.glob("model*.safetensors"))

@@ -1,0 +1,187 @@
+"""Every mistake gets one clear line and a non-zero exit; there is no traceback and nothing is left behind."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copied"))
+
+
+def assert_refused(result, *words, folder=None):
+    assert result.status == 2
+    lines = [line for line in result.err.splitlines() if line.strip()]
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert str(word) in lines[0]
+    if folder:
+        assert not [path for path in folder.rglob("*") if path.suffix in (".part", ".json", ".jsonl", ".png")]
+
+
+def test_missing_model_directory(command, tmp_path):
+    assert_refused(command("generate", "--model", tmp_path / "none"), tmp_path / "none", "no such model directory")
+    assert_refused(command("generate", "--model", "none"), "none", "no such model directory")
+
+
+def test_a_hub_name_without_a_network(command, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert_refused(
+        command("generate", "--model", "nobody/nothing-4bit"), "nobody/nothing-4bit", "connect to the network"
+    )
+
+
+def test_truncated_safetensors(command, copied, tmp_path):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    result = command("generate", "--model", copied, "--summary", tmp_path / "s.json")
+    assert_refused(result, file, "damaged or truncated")
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_corrupt_safetensors(command, copied):
+    (copied / "model.safetensors").write_bytes(b"\xff" * 5000)
+    assert_refused(command("generate", "--model", copied), "model.safetensors", "damaged or truncated")
+
+
+def test_a_config_without_weights(command, copied):
+    (copied / "model.safetensors").unlink()
+    assert_refused(command("generate", "--model", copied), copied, "no model*.safetensors")
+
+
+def test_weights_without_a_config(command, copied):
+    (copied / "config.json").unlink()
+    assert_refused(command("generate", "--model", copied), copied / "config.json", "missing")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_config_that_is_no_json_object(command, copied, content):
+    (copied / "config.json").write_text(content)
+    assert_refused(command("generate", "--model", copied), copied / "config.json")
+
+
+@pytest.mark.parametrize("change", [{"model_type": "steam-engine"}, {"hidden_size": 320}, {"hidden_size": "wide"}])
+def test_a_config_that_does_not_fit(command, copied, change):
+    config = json.loads((copied / "config.json").read_text()) | change
+    (copied / "config.json").write_text(json.dumps(config))
+    assert_refused(command("generate", "--model", copied), copied, "cannot load")
+
+
+def test_a_file_as_model(command, copied):
+    assert_refused(command("generate", "--model", copied / "config.json"), "is a file")
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", "\\n"])
+def test_an_empty_prompt(command, prompt):
+    assert_refused(command("generate", "--prompt", prompt), "the prompt is empty")
+
+
+@pytest.mark.parametrize("count", [0, -2, -100])
+def test_max_tokens(command, count):
+    assert_refused(command("generate", f"--max-tokens={count}"), f"--max-tokens is {count}")
+
+
+@pytest.mark.parametrize(("gears", "word"), [("16,8,4", "ascend"), ("4,7", "not supported"), ("a", "whole numbers")])
+@pytest.mark.parametrize("name", ["generate", "calibrate"])
+def test_gears(command, name, gears, word):
+    assert_refused(command(name, "--gears", gears), word)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "word"),
+    [
+        ("3,1", "ascend"),
+        ("1,1", "ascend"),
+        ("nan,1", "finite"),
+        ("1,inf", "finite"),
+        ("1", "need 2 thresholds"),
+        ("nowhere.json", "nowhere.json"),
+    ],
+)
+def test_thresholds(command, thresholds, word):
+    assert_refused(command("generate", "--thresholds", thresholds), word)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
+        ({"schema": "something else"}, "schema"),
+        ({"version": 99}, "version 1"),
+        ({"thresholds": [2.0, 1.0]}, "ascend"),
+        ({"thresholds": [1.0]}, "need 2 thresholds"),
+        ({"thresholds": [1.0, float("nan")]}, "finite"),
+        ({"thresholds": "1,2"}, "not a list of numbers"),
+    ],
+)
+def test_a_thresholds_file_that_does_not_fit(command, tmp_path, change, word):
+    file = tmp_path / "thresholds.json"
+    content = {"schema": "gearbx-mlx thresholds", "version": 1, "vocab_size": 4096, "thresholds": [1.0, 2.0]}
+    file.write_text(json.dumps(content | change))
+    assert_refused(command("generate", "--thresholds", file, "-m", 5), file, word)
+
+
+def test_a_thresholds_file_that_is_no_json(command, tmp_path):
+    (tmp_path / "t.json").write_text("1.0 2.0")
+    assert_refused(command("generate", "--thresholds", tmp_path / "t.json"), "t.json", "thresholds file")
+
+
+@pytest.mark.parametrize("flag", ["--summary", "--trace"])
+def test_an_output_that_cannot_be_written(command, tmp_path, flag):
+    assert_refused(command("generate", flag, tmp_path / "no" / "s.json"), "there is no directory", folder=tmp_path)
+    assert_refused(command("generate", flag, tmp_path), "is a directory", folder=tmp_path)
+    if Path("/proc").is_dir():
+        assert_refused(command("generate", flag, "/proc/s.json"), "/proc/s.json", "cannot be written")
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        assert_refused(command("generate", flag, tmp_path / "s.json"), "cannot be written")
+
+
+def test_a_prompt_longer_than_the_context(command, tmp_path):
+    result = command("generate", "-p", "king " * 600, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl")
+    assert_refused(result, "the prompt is 6", "context 512", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--window", 0), "window is 0"),
+        (("--hysteresis=-0.1",), "hysteresis is -0.1"),
+        (("--min-gear-duration", 0), "duration is 0"),
+        (("--initial-gear", "reverse"), "no gear 'reverse'"),
+        (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
+        (("--chat-template-config", "{"), "not JSON"),
+    ],
+)
+def test_other_settings(command, arguments, word):
+    assert_refused(command("generate", *arguments), word)
+
+
+def test_prompts_files(command, tmp_path):
+    empty, broken, strange = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "s.jsonl"
+    empty.write_text("\n \n")
+    broken.write_text('{"question": "one"}\n{"question"')
+    strange.write_text('{"riddle": "one"}')
+    for file, words in [
+        (empty, "has no prompt"),
+        (broken, "line 2: not JSON"),
+        (strange, "line 1: no field"),
+        (tmp_path / "none.txt", "cannot be read"),
+    ]:
+        assert_refused(command("analyze", "--prompts", file, "--out", tmp_path / "out"), file, words)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
+    (tmp_path / "s.json").write_text("before")
+    assert_refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
+    assert (tmp_path / "s.json").read_text() == "before"
