@@ -110,12 +110,10 @@ def check_max_tokens(max_tokens: int) -> None:
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
     """Model, tokenizer and configuration that the model flags name."""
+    # Named only when wanted: mlx-lm before 0.32 (Python 3.10) does not know the keyword, and needs it not.
+    trust = {"trust_remote_code": True} if args.trust_remote_code else {}
     model, tokenizer, config = load(
-        args.model,
-        return_config=True,
-        adapter_path=args.adapter_path,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
-        trust_remote_code=args.trust_remote_code,
+        args.model, return_config=True, adapter_path=args.adapter_path, tokenizer_config=dict(trust), **trust
     )
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
