@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
-    trace_path, summary_path = options.output_path(f"{out}/trace.jsonl"), options.output_path(f"{out}/summary.json")
+    trace_path, summary_path = (options.output_path(out / name) for name in ("trace.jsonl", "summary.json"))
 
     names = [gear.name for gear in ladder]
     tally, speed, records = Tally.of(names), Speed(), []
@@ -99,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
     result = summary_of(model_name(args.model), observer, "telemetry-only", tally, speed, mx.get_peak_memory())
     result |= {"prompts": len({entry["prompt"] for entry in records}), "thresholds": list(thresholds)}
-    assert summary_path is not None
     write_text(summary_path, as_json(result))
     pictures = draw_report(records, names, thresholds, out) if records else []
     terminal.messages.print(terminal.summary_table(result))

@@ -1,7 +1,6 @@
 """python -m gearbx_mlx.calibrate: find the thresholds for a model, and write them for generate --thresholds."""
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,99 +54,116 @@ def parse_shares(text: str | None, gears: int) -> list[float]:
     return shares
 
 
-def generated_entropies(
-    model: Any, tokenizer: Any, prompts: Iterable[list[int]], lengths: list[int], ladder: Any
-) -> list[list[float]]:
-    """Bits per generated token, one list for each prompt; the model is not changed."""
+def generated_entropies(model: Any, tokenizer: Any, observer: Any, tokens: list[int], length: int) -> list[float]:
+    """Bits per generated token; the model is not changed."""
     from .decoding.stream import stream_generate
-    from .gears.observer import Observer
 
-    observer = Observer(model, ladder)
-    return [
-        [r.entropy for r in stream_generate(model, tokenizer, tokens, length, gearbox=observer)]
-        for tokens, length in zip(prompts, lengths)
-    ]
+    return [response.entropy for response in stream_generate(model, tokenizer, tokens, length, gearbox=observer)]
 
 
-def prefill_entropies(model: Any, prompts: Iterable[list[int]]) -> list[float]:
-    """Bits at every position of the prompts, from one pass over each."""
+def prefill_entropies(model: Any, tokens: list[int]) -> list[float]:
+    """Bits at every position of a prompt, from one pass over it."""
     import mlx.core as mx
 
     from .routing.entropy import entropy_bits
 
-    return [float(h) for tokens in prompts for h in entropy_bits(model(mx.array(tokens)[None]))[0]]
+    return [float(h) for h in entropy_bits(model(mx.array(tokens)[None]))[0]]
+
+
+def record_entropies(
+    args: argparse.Namespace, model: Any, tokenizer: Any, config: dict, texts: dict[str, list[str]]
+) -> dict[str, list[list[float]]]:
+    """Kind of prompt to one list of entropies (bits) for each prompt."""
+    from rich.progress import Progress
+
+    from . import options
+    from .gears.observer import Observer
+
+    observer = Observer(model, args.gears, dtype=args.dtype)
+    samples: dict[str, list[list[float]]] = {kind: [] for kind in texts}
+    with Progress(console=terminal.messages, transient=True) as progress:
+        for kind, prompts in texts.items():
+            for prompt in progress.track(prompts, description=f"{kind} prompts"):
+                tokens = options.encode_prompt(args, tokenizer, prompt)
+                length = options.room_for(config, len(tokens), args.max_tokens)
+                if args.method == "percentile":
+                    samples[kind].append(prefill_entropies(model, tokens))
+                else:
+                    samples[kind].append(generated_entropies(model, tokenizer, observer, tokens, length))
+    return samples
+
+
+def find_thresholds(
+    args: argparse.Namespace, samples: dict[str, list[list[float]]], shares: list[float], vocab_size: int
+) -> tuple[float, ...]:
+    """Thresholds in bits, by the method asked for."""
+    from .routing import calibration
+
+    gears = len(shares)
+    pooled = {kind: [h for sequence in sequences for h in sequence] for kind, sequences in samples.items()}
+    if args.method == "percentile":
+        return calibration.percentile_thresholds(pooled["mixed"], gears, vocab_size)
+    if args.method == "median":
+        return calibration.median_thresholds(pooled["mixed"], gears)
+    if args.method == "manual":
+        return calibration.manual_thresholds(pooled["trivial"], pooled["hard"], gears)
+    return calibration.share_thresholds(
+        samples["mixed"], shares, vocab_size, args.window, args.hysteresis, args.min_gear_duration
+    )[0]
+
+
+def chosen_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Kind to prompts: the files that were named, or the few that ship."""
+    from . import prompts
+
+    files = {"mixed": (args.prompts, prompts.MIXED)}
+    if args.method == "manual":
+        files = {"trivial": (args.trivial, prompts.TRIVIAL), "hard": (args.hard, prompts.HARD)}
+    return {
+        kind: (prompts.read_prompts(Path(file)) if file else list(default))[: args.num_prompts]
+        for kind, (file, default) in files.items()
+    }
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options, prompts
+    from . import options
     from .errors import GearbxError
     from .gears.ladder import Ladder
-    from .routing import calibration
 
     ladder = Ladder.parse(args.gears)
-    gears = len(ladder)
-    if gears < 2:
+    if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has no thresholds; give two or more")
     options.check_max_tokens(args.max_tokens)
     options.check_routing(args, ladder)
-    shares = parse_shares(args.shares, gears)
+    shares = parse_shares(args.shares, len(ladder))
     out = options.output_path(args.out)
-
-    def chosen(file: str | None, default: tuple[str, ...]) -> list[str]:
-        return (prompts.read_prompts(Path(file)) if file else list(default))[: args.num_prompts]
-
-    texts = {"mixed": chosen(args.prompts, prompts.MIXED)}
-    if args.method == "manual":
-        texts = {"trivial": chosen(args.trivial, prompts.TRIVIAL), "hard": chosen(args.hard, prompts.HARD)}
+    texts = chosen_prompts(args)
 
     import mlx.core as mx
-    from rich.progress import Progress
 
     from .gears.discovery import vocabulary
     from .loading import model_name
+    from .routing.calibration import reached_shares
     from .routing.thresholds import ThresholdFile
 
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer, config = options.load_model(args)
-    vocab_size = vocabulary(model)
-    samples: dict[str, list[list[float]]] = {}
-    with Progress(console=terminal.messages, transient=True) as progress:
-        for kind, lines in texts.items():
-            encoded = [options.encode_prompt(args, tokenizer, line) for line in lines]
-            lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
-            tracked = progress.track(encoded, description=f"{kind} prompts")
-            if args.method == "percentile":
-                samples[kind] = [prefill_entropies(model, tracked)]
-            else:
-                samples[kind] = generated_entropies(model, tokenizer, tracked, lengths, ladder)
-
-    flat = {kind: [h for sequence in sequences for h in sequence] for kind, sequences in samples.items()}
-    routing = (args.window, args.hysteresis, args.min_gear_duration)
-    if args.method == "share":
-        thresholds, _ = calibration.share_thresholds(samples["mixed"], shares, vocab_size, *routing)
-    elif args.method == "percentile":
-        thresholds = calibration.percentile_thresholds(flat["mixed"], gears, vocab_size)
-    elif args.method == "median":
-        thresholds = calibration.median_thresholds(flat["mixed"], gears)
-    else:
-        thresholds = calibration.manual_thresholds(flat["trivial"], flat["hard"], gears)
-
+    samples = record_entropies(args, model, tokenizer, config, texts)
+    thresholds = find_thresholds(args, samples, shares, vocabulary(model))
+    routing = {name: getattr(args, name) for name in ("window", "hysteresis", "min_gear_duration")}
     sequences = [sequence for kind in samples.values() for sequence in kind]
-    reached = calibration.reached_shares(sequences, thresholds, vocab_size, *routing)
+    reached = reached_shares(sequences, thresholds, vocabulary(model), **routing)
     content = ThresholdFile(
         thresholds=list(thresholds),
-        vocab_size=vocab_size,
+        vocab_size=vocabulary(model),
         model=model_name(args.model),
         method=args.method,
         gears=[gear.bits for gear in ladder],
         tokens=sum(map(len, sequences)),
-        window=args.window,
-        hysteresis=args.hysteresis,
-        min_gear_duration=args.min_gear_duration,
         shares=reached,
+        **routing,
     )
-    assert out is not None
     write_text(out, content.text())
     shown = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(ladder, reached))
     terminal.note(f"{content.tokens} tokens; with these thresholds the gate puts {shown} of them in each gear")

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     ladder = Ladder.parse(args.gears)
     options.check_max_tokens(args.max_tokens)
     options.check_routing(args, ladder)
-    trace, summary = options.output_path(args.trace), options.output_path(args.summary)
+    trace, summary = (options.output_path(file) if file else None for file in (args.trace, args.summary))
     prompt = options.read_prompt(args.prompt)
     if not prompt.strip():
         options.encode_prompt(args, None, prompt)

@@ -96,9 +96,9 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--initial-gear", default=AUTO, help="Name or bits; auto: from the prompt. Default: auto")
 
 
-def output_path(text: str | None) -> Path | None:
+def output_path(text: str | Path) -> Path:
     """Raises GearbxError for a place that cannot be written to."""
-    path = Path(text) if text else None
+    path = Path(text)
     check_writable(path)
     return path
 
@@ -111,7 +111,7 @@ def check_max_tokens(max_tokens: int) -> None:
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
     """Model, tokenizer and configuration that the model flags name."""
     # Named only when wanted: mlx-lm before 0.32 (Python 3.10) does not know the keyword, and needs it not.
-    trust = {"trust_remote_code": True} if args.trust_remote_code else {}
+    trust: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}
     model, tokenizer, config = load(
         args.model, return_config=True, adapter_path=args.adapter_path, tokenizer_config=dict(trust), **trust
     )

@@ -289,7 +289,8 @@ Perplexities are of the bfloat16 weights that ship, over windows of {CONTEXT} to
 Training: `scripts/train_demo_model.py`, seed {args.seed}, best of {best["last_step"]} steps at step {best["step"]}
 ({tokens:,} tokens of {args.batch} x {CONTEXT} a step), {best["minutes"]:.0f} minutes on
 {torch.get_num_threads()} CPU threads, AdamW, learning rate {args.learning_rate} with {args.warmup} warm-up steps and a
-cosine to a tenth, weight decay {args.weight_decay}{", bfloat16 autocast" if args.autocast else ""}. torch {torch.__version__}.
+cosine to a tenth, weight decay {args.weight_decay}{", bfloat16 autocast" if args.autocast else ""}.
+torch {torch.__version__}.
 """
 
 

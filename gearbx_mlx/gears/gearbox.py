@@ -16,7 +16,7 @@ from .cost import token_bytes
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
 from .ladder import DENSE, Gear, Ladder
-from .residency import make_residency
+from .residency import Resident, make_residency
 
 DEFAULT_LADDER = "4,8,16"
 GROUP_SIZES = (32, 64, 128)
@@ -86,12 +86,15 @@ class Gearbox:
                 stacklevel=2,
             )
 
+        self._keeps_all = isinstance(self.residency, Resident)
         self._weights = {layer.path: layer.module.weight.size for layer in self.layers}
+        self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
-        self._trees: dict[Gear, dict] = {}
+        self._prepared: set[Gear] = set()
         self._token_bytes: dict[Gear, int] = {}
         self._original = Gear(len(self.ladder), "original", DENSE)
         self.gear = self.ladder.top if self.ladder.top.dense else self._original
+        self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
         self.shifts = 0
         self.shift_seconds = 0.0
         self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
@@ -105,9 +108,13 @@ class Gearbox:
         return allowed[0] if allowed else DENSE
 
     def prepare(self, gear: Gear) -> None:
-        """Begin to make a gear that will soon be engaged, without waiting for it."""
-        if gear != self.gear and gear not in self._trees:
-            mx.async_eval([m.parameters() for m in self._modules(gear).values()])
+        """Begin to make a gear that will soon be engaged, without waiting for it.
+
+        Only where idle gears stay in memory: elsewhere it would be made to be given up again.
+        """
+        if self._keeps_all and gear not in self._trees and gear not in self._prepared:
+            self._prepared.add(gear)
+            mx.async_eval([module.parameters() for module in self._make(gear).values()])
 
     def shift(self, gear: Gear | str) -> float:
         """Engage a gear, and return the seconds that this took.
@@ -119,16 +126,17 @@ class Gearbox:
         if gear == self.gear:
             return 0.0
         start = time.perf_counter()
-        before, before_tree = self.gear, self._tree(self.gear)
-        tree = self._tree(gear)
+        before = self.gear
+        self._complete(gear)
         try:
-            self.model.update_modules(tree)
+            self.model.update_modules(self._trees[gear])
             self.gear = gear
         except BaseException:  # an interrupt as well: never half of one gear and half of another
-            self.model.update_modules(before_tree)
+            self.model.update_modules(self._trees[before])
             self.gear = before
             raise
-        self._give_up_idle()
+        if not self._keeps_all:
+            self._give_up_idle()
         seconds = time.perf_counter() - start
         self.shifts += 1
         self.shift_seconds += seconds
@@ -143,7 +151,7 @@ class Gearbox:
             read = weights * size
         else:
             read = self.format.bytes_read(weights, bits, self.ladder.quantized_bits, self.group_size, size)
-        return read + (layer.module.bias.size * size if "bias" in layer.module else 0)
+        return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
         """Bits that a managed weight takes in a gear as it is read, scales included."""
@@ -170,35 +178,35 @@ class Gearbox:
         ]
         return "\n".join([*lines, *(f"{path}: dense ({reason})" for path, reason in self.unmanaged.items())])
 
-    def _modules(self, gear: Gear) -> dict[str, nn.Module]:
-        """Path to module of a gear. What is missing is made, unevaluated, from originals that are there."""
+    def _make(self, gear: Gear) -> dict[str, nn.Module]:
+        """Path to module of a gear; what is missing is made, unevaluated."""
         bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
         missing = [layer for layer in self.layers if bits[layer.path] not in self._made[layer.path]]
         self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
-            self._made[layer.path] = self._make(layer, bits[layer.path]) | self._made[layer.path]
+            dense = copy.copy(layer.module)
+            dense.weight = dense.weight.astype(self.storage[layer.path])
+            made = self.format.modules(
+                dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, self.compute_dtype
+            )
+            self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
 
-    def _make(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        dense = copy.copy(layer.module)
-        dense.weight = dense.weight.astype(self.storage[layer.path])
-        made = self.format.modules(dense, bits, self.ladder.quantized_bits, self.group_size, self.compute_dtype)
-        for module in made.values():
-            module.train(layer.module.training)
-        return made
-
-    def _tree(self, gear: Gear) -> dict:
-        """The modules of a gear, evaluated and complete, in the form that `update_modules` takes."""
-        modules = self._modules(gear)
-        self.residency.enter({(layer.path, self.bits_of(layer, gear)): modules[layer.path] for layer in self.layers})
+    def _complete(self, gear: Gear) -> None:
+        """See to it that all modules of a gear are made, evaluated and in memory."""
         if gear not in self._trees:
-            for path, module in modules.items():  # one by one: what a layer needs in passing is freed before the next
-                mx.eval(module.parameters())
+            modules = self._make(gear)
+            for path, module in modules.items():
+                # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
+                # together, since an array that is still to be computed keeps the original weight in memory.
+                mx.eval([made.parameters() for made in self._made[path].values()])
                 scales = module.get("scales")
                 if scales is not None and not mx.isfinite(scales).all().item():
                     raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
             self._trees[gear] = tree_unflatten(list(modules.items()))
-        return self._trees[gear]
+        if not self._keeps_all:
+            bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
+            self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})
 
     def _give_up_idle(self) -> None:
         engaged = {layer.path: self.bits_of(layer, self.gear) for layer in self.layers}

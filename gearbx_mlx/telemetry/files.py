@@ -10,10 +10,8 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path) -> None:
     """Raises GearbxError for a path that a file cannot be written to; before the work, not after it."""
-    if path is None:
-        return
     if path.is_dir():
         raise GearbxError(f"{path}: is a directory; give a file name")
     if not path.parent.is_dir():

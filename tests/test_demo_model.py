@@ -1,0 +1,84 @@
+"""The model that ships: what it is, and that it has learned what its card says."""
+
+import math
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import weights_of
+
+from gearbx_mlx import Gearbox, load
+from gearbx_mlx.loading import DEMO_MODEL
+
+MEGABYTE = 2**20
+
+
+def mean_loss(model: nn.Module, tokenizer, problems: list[dict]) -> float:
+    """Nats per token over whole problems with their worked answers."""
+    total, count = 0.0, 0
+    for problem in problems:
+        tokens = tokenizer.encode(f"Question: {problem['question']}\nAnswer: {problem['answer']}")
+        logits = model(mx.array(tokens[:-1])[None]).astype(mx.float32)[0]
+        total += nn.losses.cross_entropy(logits, mx.array(tokens[1:]), reduction="sum").item()
+        count += len(tokens) - 1
+    return total / count
+
+
+def test_it_is_small_and_complete():
+    assert sum(file.stat().st_size for file in DEMO_MODEL.iterdir()) <= 16 * MEGABYTE
+    names = {file.name for file in DEMO_MODEL.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+
+
+def test_its_shape(demo):
+    weights = weights_of(demo.model)
+    assert 3e6 <= sum(w.size for w in weights.values()) <= 6e6
+    assert {w.dtype for w in weights.values()} == {mx.bfloat16}
+    linears = [m for m in demo.model.modules() if isinstance(m, nn.Linear)]
+    assert all(m.weight.shape[1] % 64 == 0 for m in linears)
+    assert 2048 <= len(weights["model.embed_tokens.weight"]) <= 4096
+
+
+def test_its_tokenizer_reads_numbers_digit_by_digit_and_any_text_back(demo):
+    pieces = [demo.tokenizer.decode([i]) for i in demo.tokenizer.encode("1024")]
+    assert pieces[-4:] == ["1", "0", "2", "4"]
+    for text in ("<<48/2=24>>24", "Ünïcödé → 漢字 🎈\n\ttabs  and  spaces"):
+        assert demo.tokenizer.decode(demo.tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_perplexity_on_problems_it_never_saw(demo, held_out):
+    """Its card says how well it does on held-out training problems; on test problems it is not far off."""
+    stated = float(re.search(r"\| gsm8k \|.*\| ([\d.]+) \|", (DEMO_MODEL / "README.md").read_text()).group(1))
+    assert stated < 12
+    assert math.exp(mean_loss(demo.model, demo.tokenizer, held_out)) < 1.15 * stated
+
+
+def test_perplexity_in_every_gear(held_out):
+    model, tokenizer = load()
+    gearbox = Gearbox(model, "3,4,8,16")
+    perplexity = {}
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        perplexity[gear.bits] = math.exp(mean_loss(model, tokenizer, held_out[:15]))
+    assert perplexity[8] == pytest.approx(perplexity[16], rel=0.005)
+    assert perplexity[16] * 0.99 < perplexity[4] < perplexity[16] * 1.1
+    assert perplexity[4] < perplexity[3] < perplexity[16] * 1.5
+
+
+def test_it_writes_worked_solutions(demo, held_out):
+    from gearbx_mlx.decoding.stream import generate
+
+    gearbox = Gearbox(demo.model, "16")
+    marks = 0
+    for problem in held_out[:4]:
+        prompt = f"Question: {problem['question']}\nAnswer:"
+        text = generate(demo.model, demo.tokenizer, prompt, gearbox=gearbox, max_tokens=150)
+        marks += bool(re.search(r"<<[\d+*/.()-]+=[\d.]+>>", text))
+    assert marks >= 3
+
+
+def test_every_weight_is_finite():
+    for name, weight in mx.load(str(DEMO_MODEL / "model.safetensors")).items():
+        assert np.isfinite(np.array(weight.astype(mx.float32))).all(), name
