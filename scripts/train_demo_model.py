@@ -246,6 +246,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     """bfloat16 weights, configuration and tokenizer, in names that older readers know as well."""
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
+    (out / "chat_template.jinja").unlink(missing_ok=True)  # written into tokenizer_config.json below
     update_json(out / "config.json", rope_theta=10000.0, torch_dtype="bfloat16")
     update_json(out / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", chat_template=CHAT_TEMPLATE)
     for file in out.iterdir():
@@ -270,11 +271,11 @@ tags: [gearbx-mlx, demo]
 ---
 # The demo model of gearbx-mlx
 
-A Llama of {model.num_parameters():,} parameters (width {config.hidden_size}, {config.num_hidden_layers} layers, MLP
-{config.intermediate_size}, {config.num_attention_heads} heads over {config.num_key_value_heads} key-value heads, tied
-embedding, vocabulary {config.vocab_size}, context {CONTEXT}), stored in bfloat16. It writes solutions to word problems
-in the style of GSM8K, with calculator marks, and a little prose and verse. **It is here to show gears shifting on a
-real distribution; it is far too small to get sums right.**
+A Llama of {model.num_parameters():,} parameters, stored in bfloat16: width {config.hidden_size},
+{config.num_hidden_layers} layers, MLP {config.intermediate_size}, {config.num_attention_heads} heads over
+{config.num_key_value_heads} key-value heads, tied embedding, vocabulary {config.vocab_size}, context {CONTEXT}.
+It writes solutions to word problems in the style of GSM8K, with calculator marks, and a little prose and verse.
+**It is here to show gears shifting on a real distribution; it is far too small to get sums right.**
 
 The chat template turns a user's message into `Question: ...` and `Answer:`. For free text, write without it.
 
