@@ -2,16 +2,27 @@
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import GearbxError, GearbxWarning
+
+if TYPE_CHECKING:
+    from .decoding.response import GearResponse
+    from .decoding.stream import generate, stream_generate
+    from .gears.gearbox import Gearbox
+    from .gears.ladder import Gear, Ladder
+    from .gears.observer import Observer
+    from .loading import load
+    from .routing.entropy import entropy_bits
+    from .routing.gates import ThresholdGate
+    from .routing.monitor import Monitor
 
 try:
     __version__ = version("gearbx-mlx")
 except PackageNotFoundError:  # run from a source tree
     __version__ = "0"
 
-# Imported when first used: MLX and mlx-lm take seconds, which `--help` need not wait for.
+# Imported when first used: mlx-lm takes seconds, which whoever wants one small function need not wait for.
 _HOME = {
     "Gearbox": ".gears.gearbox",
     "Observer": ".gears.observer",
@@ -25,7 +36,21 @@ _HOME = {
     "stream_generate": ".decoding.stream",
     "generate": ".decoding.stream",
 }
-__all__ = ["GearbxError", "GearbxWarning", *_HOME]
+__all__ = [
+    "Gear",
+    "GearResponse",
+    "Gearbox",
+    "GearbxError",
+    "GearbxWarning",
+    "Ladder",
+    "Monitor",
+    "Observer",
+    "ThresholdGate",
+    "entropy_bits",
+    "generate",
+    "load",
+    "stream_generate",
+]
 
 
 def __getattr__(name: str) -> Any:

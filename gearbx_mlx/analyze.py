@@ -5,8 +5,11 @@ from pathlib import Path
 
 from . import terminal
 from .telemetry.files import write_text
+from .telemetry.report import PICTURES
 from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
+
+FILES = ("trace.jsonl", "summary.json", *PICTURES)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -37,27 +40,28 @@ def run(args: argparse.Namespace) -> int:
     from .telemetry.report import draw_report, get_pyplot
 
     ladder = Ladder.parse(args.gears)
-    options.check_max_tokens(args.max_tokens)
+    options.check_numbers(args)
     options.check_routing(args, ladder)
     prompts = read_prompts(Path(args.prompts))[: args.num_prompts]
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise GearbxError(f"{out}: is a file; --out names a directory")
     get_pyplot()
+    if out.is_dir():
+        for name in FILES:
+            options.output_path(out / name)
 
     import mlx.core as mx
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from .decoding.stream import stream_generate
+    from .decoding.stream import TELEMETRY_ONLY, stream_generate
     from .gears.discovery import vocabulary
     from .gears.observer import Observer
     from .loading import model_name
     from .results import Speed, summary_of
 
-    if args.seed is not None:
-        mx.random.seed(args.seed)
     model, tokenizer, config = options.load_model(args)
-    thresholds = options.get_thresholds(args.thresholds, len(ladder), vocabulary(model))
+    routing = options.make_routing(args, len(ladder), vocabulary(model))
     encoded = [options.encode_prompt(args, tokenizer, prompt) for prompt in prompts]
     lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
     observer = Observer(model, ladder, dtype=args.dtype)
@@ -65,11 +69,12 @@ def run(args: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
-    trace_path, summary_path = (options.output_path(out / name) for name in ("trace.jsonl", "summary.json"))
+    trace_path, summary_path = (options.output_path(out / name) for name in FILES[:2])
 
     names = [gear.name for gear in ladder]
     tally, speed, records = Tally.of(names), Speed(), []
     status = 0
+    mx.reset_peak_memory()
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with TraceWriter(trace_path) as writer, Progress(*columns, console=terminal.messages) as progress:
@@ -82,11 +87,8 @@ def run(args: argparse.Namespace) -> int:
                         tokens,
                         lengths[number],
                         gearbox=observer,
-                        thresholds=thresholds,
-                        window=args.window,
-                        hysteresis=args.hysteresis,
-                        min_gear_duration=args.min_gear_duration,
-                        initial_gear=args.initial_gear,
+                        initial_gear=options.initial_gear(args, ladder, prompts[number]),
+                        **vars(routing),
                     )
                 ):
                     records.append(record(index, response, {"prompt": number}))
@@ -97,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
 
-    result = summary_of(model_name(args.model), observer, "telemetry-only", tally, speed, mx.get_peak_memory())
-    result |= {"prompts": len({entry["prompt"] for entry in records}), "thresholds": list(thresholds)}
+    result = summary_of(model_name(args.model), observer, TELEMETRY_ONLY, tally, speed, mx.get_peak_memory())
+    result |= {"prompts": len({entry["prompt"] for entry in records}), "thresholds": list(routing.thresholds)}
     write_text(summary_path, as_json(result))
-    pictures = draw_report(records, names, thresholds, out) if records else []
+    pictures = draw_report(records, names, routing.thresholds, out) if records else []
     terminal.messages.print(terminal.summary_table(result))
     terminal.messages.print()
     for path in (trace_path, summary_path, *pictures):

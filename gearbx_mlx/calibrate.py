@@ -21,7 +21,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_prompt_flags(parser)
     parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS)
     options.add_ladder_flags(parser)
-    options.add_routing_flags(parser)
+    options.add_gate_flags(parser)
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--method",
@@ -94,22 +94,24 @@ def record_entropies(
 
 
 def find_thresholds(
-    args: argparse.Namespace, samples: dict[str, list[list[float]]], shares: list[float], vocab_size: int
+    method: str,
+    samples: dict[str, list[list[float]]],
+    shares: list[float],
+    vocab_size: int,
+    routing: dict[str, Any],
 ) -> tuple[float, ...]:
     """Thresholds in bits, by the method asked for."""
     from .routing import calibration
 
     gears = len(shares)
     pooled = {kind: [h for sequence in sequences for h in sequence] for kind, sequences in samples.items()}
-    if args.method == "percentile":
+    if method == "percentile":
         return calibration.percentile_thresholds(pooled["mixed"], gears, vocab_size)
-    if args.method == "median":
+    if method == "median":
         return calibration.median_thresholds(pooled["mixed"], gears)
-    if args.method == "manual":
+    if method == "manual":
         return calibration.manual_thresholds(pooled["trivial"], pooled["hard"], gears)
-    return calibration.share_thresholds(
-        samples["mixed"], shares, vocab_size, args.window, args.hysteresis, args.min_gear_duration
-    )[0]
+    return calibration.share_thresholds(samples["mixed"], shares, vocab_size, **routing)[0]
 
 
 def chosen_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -133,25 +135,20 @@ def run(args: argparse.Namespace) -> int:
     ladder = Ladder.parse(args.gears)
     if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has no thresholds; give two or more")
-    options.check_max_tokens(args.max_tokens)
-    options.check_routing(args, ladder)
+    options.check_numbers(args)
+    routing = options.gate_settings(args)
     shares = parse_shares(args.shares, len(ladder))
     out = options.output_path(args.out)
     texts = chosen_prompts(args)
-
-    import mlx.core as mx
 
     from .gears.discovery import vocabulary
     from .loading import model_name
     from .routing.calibration import reached_shares
     from .routing.thresholds import ThresholdFile
 
-    if args.seed is not None:
-        mx.random.seed(args.seed)
     model, tokenizer, config = options.load_model(args)
     samples = record_entropies(args, model, tokenizer, config, texts)
-    thresholds = find_thresholds(args, samples, shares, vocabulary(model))
-    routing = {name: getattr(args, name) for name in ("window", "hysteresis", "min_gear_duration")}
+    thresholds = find_thresholds(args.method, samples, shares, vocabulary(model), routing)
     sequences = [sequence for kind in samples.values() for sequence in kind]
     reached = reached_shares(sequences, thresholds, vocabulary(model), **routing)
     content = ThresholdFile(

@@ -2,13 +2,17 @@
 
 import argparse
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import terminal
 from .telemetry.files import write_text
 from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
+
+if TYPE_CHECKING:
+    from .gears.ladder import Ladder
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -33,6 +37,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt-cache-file", help="A file containing saved KV caches to avoid recomputing them")
 
     sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--seed", type=int, help="PRNG seed")
     sampling.add_argument("--temp", type=float, default=0.0, help="Sampling temperature")
     sampling.add_argument("--top-p", type=float, default=1.0, help="Sampling top-p")
     sampling.add_argument("--min-p", type=float, default=0.0, help="Sampling min-p")
@@ -68,36 +73,35 @@ def str2bool(text: str) -> bool:
     return text.lower() not in ("false", "f")
 
 
-def generation_keywords(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+def generation_keywords(args: argparse.Namespace, tokenizer: Any, cache: Any) -> dict[str, Any]:
     """What mlx-lm's stream_generate is to be given."""
     from mlx_lm.sample_utils import make_sampler
 
     from .errors import GearbxError
-    from .loading import load, one_line
+    from .loading import load
 
     draft_model = None
     if args.draft_model is not None:
         draft_model, draft_tokenizer = load(args.draft_model)
         if draft_tokenizer.vocab_size != tokenizer.vocab_size:
             raise GearbxError(f"--draft-model {args.draft_model}: its vocabulary is not that of the model")
-    try:
-        sampler = make_sampler(
-            args.temp,
-            args.top_p,
-            args.min_p,
-            args.min_tokens_to_keep,
-            top_k=args.top_k,
-            xtc_probability=args.xtc_probability,
-            xtc_threshold=args.xtc_threshold,
-            xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        )
-    except ValueError as error:
-        raise GearbxError(f"sampling: {one_line(error)}") from error
+    if args.top_k >= tokenizer.vocab_size:
+        raise GearbxError(f"--top-k is {args.top_k}, and the vocabulary {tokenizer.vocab_size}; give fewer")
+    sampler = make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
     return {
         "sampler": sampler,
         "max_kv_size": args.max_kv_size,
         "prefill_step_size": args.prefill_step_size,
-        "prompt_cache": load_cache(args.prompt_cache_file),
+        "prompt_cache": cache,
         "kv_bits": args.kv_bits,
         "kv_group_size": args.kv_group_size,
         "quantized_kv_start": args.quantized_kv_start,
@@ -106,52 +110,77 @@ def generation_keywords(args: argparse.Namespace, tokenizer: Any) -> dict[str, A
     }
 
 
-def load_cache(file: str | None) -> Any:
+def load_cache(args: argparse.Namespace) -> Any:
+    """The prompt cache that is named, or None. Without --model, the model is the one it was made with.
+
+    Raises:
+        GearbxError: not a prompt cache, or one of another model.
+    """
     from mlx_lm.models.cache import load_prompt_cache
 
     from .errors import GearbxError
     from .loading import one_line
 
+    file = args.prompt_cache_file
     if file is None:
         return None
     try:
-        return load_prompt_cache(file)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        cache, metadata = load_prompt_cache(file, return_metadata=True)
+        made_with = metadata["model"]
+    except Exception as error:  # whatever a file that is something else makes of it
         raise GearbxError(
             f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt"
         ) from error
+    if args.model is None:
+        args.model = made_with
+    if args.model != made_with:
+        raise GearbxError(f"{file}: made with the model {made_with}, not {args.model}; name that one")
+    return cache
+
+
+def check(args: argparse.Namespace, ladder: "Ladder") -> tuple[str, Path | None, Path | None]:
+    """Find everything that can be wrong without a model before one is loaded.
+
+    Returns:
+        the prompt, and where trace and summary go.
+    """
+    from . import options
+    from .errors import GearbxError
+
+    options.check_numbers(args)
+    options.check_routing(args, ladder)
+    trace, summary = (options.output_path(file) if file else None for file in (args.trace, args.summary))
+    if trace and summary and trace.resolve() == summary.resolve() and not trace.is_char_device():
+        raise GearbxError(f"{trace}: both --trace and --summary; give two files")
+    prompt = options.read_prompt(args.prompt)
+    options.check_prompt(prompt)
+    return prompt, trace, summary
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
-    from .gears.ladder import Ladder
-
-    # Everything that can be wrong without a model is found before one is loaded.
-    ladder = Ladder.parse(args.gears)
-    options.check_max_tokens(args.max_tokens)
-    options.check_routing(args, ladder)
-    trace, summary = (options.output_path(file) if file else None for file in (args.trace, args.summary))
-    prompt = options.read_prompt(args.prompt)
-    if not prompt.strip():
-        options.encode_prompt(args, None, prompt)
-
     import mlx.core as mx
 
-    from .decoding.stream import choose_mode, stream_generate
+    from . import options
+    from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
     from .gears.discovery import vocabulary
+    from .gears.ladder import Ladder
     from .loading import model_name
     from .results import Speed, summary_of
 
+    ladder = Ladder.parse(args.gears)
+    prompt, trace, summary = check(args, ladder)
     if args.seed is not None:
         mx.random.seed(args.seed)
+    cache = load_cache(args)
     model, tokenizer, config = options.load_model(args)
-    tokens = options.encode_prompt(args, tokenizer, prompt, args.prefill_response)
-    max_tokens = options.room_for(config, len(tokens), args.max_tokens, args.max_kv_size)
-    thresholds = options.get_thresholds(args.thresholds, len(ladder), vocabulary(model))
-    keywords = generation_keywords(args, tokenizer)
+    tokens = options.encode_prompt(args, tokenizer, prompt, args.prefill_response, after_cache=cache is not None)
+    cached = cache[0].offset if cache else 0
+    max_tokens = options.room_for(config, cached + len(tokens), args.max_tokens, args.max_kv_size)
+    routing = options.make_routing(args, len(ladder), vocabulary(model))
+    keywords = generation_keywords(args, tokenizer, cache)
     gearbox = options.make_gearbox(args, model, ladder)
     mode = choose_mode(model, gearbox, None)
-    if mode == "telemetry-only" and not args.telemetry_only and args.verbose:
+    if mode == TELEMETRY_ONLY and not args.telemetry_only and args.verbose:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
 
     names = [gear.name for gear in ladder]
@@ -167,11 +196,8 @@ def run(args: argparse.Namespace) -> int:
                 tokens,
                 max_tokens,
                 gearbox=gearbox,
-                thresholds=thresholds,
-                window=args.window,
-                hysteresis=args.hysteresis,
-                min_gear_duration=args.min_gear_duration,
-                initial_gear=args.initial_gear,
+                initial_gear=options.initial_gear(args, ladder, prompt),
+                **vars(routing),
                 **keywords,
             ):
                 writer.write(record(tally.tokens, response))

@@ -7,10 +7,13 @@ from typing import Any
 
 import mlx_lm
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from mlx_lm.utils import _download
 from safetensors import SafetensorError, safe_open
@@ -45,30 +48,41 @@ def load(
     read_config(directory)
     try:
         model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
+    except Exception as error:  # a configuration that does not fit fails in a hundred ways
         raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The local directory of a model, downloaded if it is a Hub repository that is not here yet."""
-    path = Path(path_or_hf_repo).expanduser()
-    if path.is_dir():
-        return path
     name = str(path_or_hf_repo)
-    if path.exists():
-        raise GearbxError(f"{name}: is a file; give the model's directory")
+    try:
+        path = Path(path_or_hf_repo).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise GearbxError(f"{name}: is a file; give the model's directory")
+    except (OSError, RuntimeError) as error:
+        raise GearbxError(f"{name}: no such model directory ({one_line(error)})") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     try:
         return _download(name, revision=revision)
+    except GatedRepoError as error:
+        raise GearbxError(
+            f"{name}: the Hub gives it to members only; ask for access there and log in with hf"
+        ) from error
+    except (RevisionNotFoundError, HFValidationError) as error:
+        raise GearbxError(f"{name}: {one_line(error)}") from error
     except RepositoryNotFoundError as error:
         raise GearbxError(f"{name}: neither a directory here nor a repository on the Hub; check the name") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError, RuntimeError) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
         raise GearbxError(
             f"{name}: not a directory here, and the Hub cannot be reached to download it ({type(error).__name__}); "
             "connect to the network or give a local directory"
         ) from error
+    except (OSError, RuntimeError) as error:
+        raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
 
 
 def check_weights(directory: Path) -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,15 @@ from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
-from .loading import DEMO_MODEL, context_length, find, load
+from .loading import DEMO_MODEL, context_length, find, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
-from .routing.thresholds import check_thresholds, default_thresholds, read_thresholds
+from .routing.prompt import first_gear
+from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
 
 DEFAULT_MAX_TOKENS = 100
+MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +54,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
     group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
-    group.add_argument("--seed", type=int, help="PRNG seed")
 
 
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
@@ -78,22 +81,137 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_gate_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gate")
+    group.add_argument("--window", type=int, help=f"Tokens averaged. Default: {DEFAULT_WINDOW}")
+    group.add_argument("--hysteresis", type=float, help=f"Bits. Default: {DEFAULT_HYSTERESIS}")
+    group.add_argument(
+        "--min-gear-duration", type=int, help=f"Tokens that a gear is held. Default: {DEFAULT_MIN_GEAR_DURATION}"
+    )
+
+
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
+    add_gate_flags(parser)
     group = parser.add_argument_group("routing")
     group.add_argument(
-        "--thresholds", metavar="FILE|BITS", help="File from gearbx_mlx.calibrate, or bits such as 1.8,3.5."
-    )
-    group.add_argument("--window", type=int, default=DEFAULT_WINDOW, help=f"Tokens averaged. Default: {DEFAULT_WINDOW}")
-    group.add_argument(
-        "--hysteresis", type=float, default=DEFAULT_HYSTERESIS, help=f"Bits. Default: {DEFAULT_HYSTERESIS}"
-    )
-    group.add_argument(
-        "--min-gear-duration",
-        type=int,
-        default=DEFAULT_MIN_GEAR_DURATION,
-        help=f"Tokens that a gear is held. Default: {DEFAULT_MIN_GEAR_DURATION}",
+        "--thresholds",
+        metavar="FILE|BITS",
+        help="File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
     )
     group.add_argument("--initial-gear", default=AUTO, help="Name or bits; auto: from the prompt. Default: auto")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the gate is made of: bits, tokens, bits, tokens."""
+
+    thresholds: tuple[float, ...]
+    window: int
+    hysteresis: float
+    min_gear_duration: int
+
+
+def gate_settings(args: argparse.Namespace, file: ThresholdFile | None = None) -> dict[str, Any]:
+    """Window, hysteresis and duration, checked: as given, else as calibrated, else the defaults."""
+    defaults: dict[str, Any] = {
+        "window": DEFAULT_WINDOW,
+        "hysteresis": DEFAULT_HYSTERESIS,
+        "min_gear_duration": DEFAULT_MIN_GEAR_DURATION,
+    }
+    if file:
+        defaults = {name: getattr(file, name) for name in defaults}
+    settings = {
+        name: default if getattr(args, name) is None else getattr(args, name) for name, default in defaults.items()
+    }
+    check_gate(**settings)
+    return settings
+
+
+def check_gate(window: int, hysteresis: float, min_gear_duration: int) -> None:
+    """Raises GearbxError for settings that no gate can have."""
+    Monitor(2, window)
+    ThresholdGate((), hysteresis, min_gear_duration)
+
+
+def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | None:
+    """What --thresholds names: a file, or numbers with commas between."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        try:
+            content = parse_thresholds(Path(text).read_text(encoding="utf-8"))
+            check_gate(content.window, content.hysteresis, content.min_gear_duration)
+            return content
+        except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
+            raise GearbxError(
+                f"{text}: cannot be read as a thresholds file ({one_line(error)}); {MAKE_THRESHOLDS}"
+            ) from error
+
+
+def make_routing(args: argparse.Namespace, gears: int, vocab_size: int) -> Routing:
+    """Raises GearbxError for thresholds that do not fit the ladder or the vocabulary."""
+    given = read_thresholds(args.thresholds)
+    if isinstance(given, ThresholdFile):
+        try:
+            return Routing(fitting(given, gears, vocab_size), **gate_settings(args, given))
+        except GearbxError as error:
+            raise GearbxError(f"{args.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
+    thresholds = default_thresholds(gears, vocab_size) if given is None else given
+    check_thresholds(thresholds, gears)
+    return Routing(thresholds, **gate_settings(args))
+
+
+def check_routing(args: argparse.Namespace, ladder: Ladder) -> None:
+    """Raises GearbxError for routing flags that cannot work with any model, before one is loaded."""
+    given = read_thresholds(args.thresholds)
+    gate_settings(args, given if isinstance(given, ThresholdFile) else None)
+    if isinstance(given, tuple):
+        check_thresholds(given, len(ladder))
+    if args.initial_gear != AUTO:
+        ladder.find(args.initial_gear)
+
+
+def initial_gear(args: argparse.Namespace, ladder: Ladder, prompt: str) -> str:
+    """The gear to begin in. The prompt is judged as typed: the words of a chat template are not the user's."""
+    return ladder[first_gear(prompt, len(ladder))].name if args.initial_gear == AUTO else args.initial_gear
+
+
+# Least and greatest value that a flag may have.
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63),
+    "temp": (0, math.inf),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "top_k": (0, math.inf),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "min_tokens_to_keep": (1, math.inf),
+    "max_kv_size": (1, math.inf),
+    "prefill_step_size": (1, math.inf),
+    "quantized_kv_start": (0, math.inf),
+    "num_draft_tokens": (1, math.inf),
+    "num_prompts": (1, math.inf),
+    "window": (1, 2**31),
+    "hysteresis": (0, sys.float_info.max),
+}
+CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises GearbxError for a number that its flag cannot have."""
+    for name, (least, greatest) in RANGES.items():
+        value = getattr(args, name, None)
+        if value is not None and not least <= value <= greatest:
+            upper = f" to {greatest:g}" if greatest < 2**31 else " or more"
+            raise GearbxError(f"--{name.replace('_', '-')} is {value}; give {least:g}{upper}")
+    for name, choices in CHOICES.items():
+        value = getattr(args, name, None)
+        if value is not None and value not in choices:
+            raise GearbxError(f"--{name.replace('_', '-')} is {value}; choose from {', '.join(map(str, choices))}")
+    if args.max_tokens == 0 or args.max_tokens < -1:
+        raise GearbxError(f"--max-tokens is {args.max_tokens}; give 1 or more, or -1 for as many as fit the context")
 
 
 def output_path(text: str | Path) -> Path:
@@ -101,11 +219,6 @@ def output_path(text: str | Path) -> Path:
     path = Path(text)
     check_writable(path)
     return path
-
-
-def check_max_tokens(max_tokens: int) -> None:
-    if max_tokens == 0 or max_tokens < -1:
-        raise GearbxError(f"--max-tokens is {max_tokens}; give 1 or more, or -1 for as many as fit the context")
 
 
 def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
@@ -116,7 +229,12 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
         args.model, return_config=True, adapter_path=args.adapter_path, tokenizer_config=dict(trust), **trust
     )
     for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError as error:
+            raise GearbxError(
+                f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
+            ) from error
     return model, tokenizer, config
 
 
@@ -131,68 +249,86 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         manage=args.manage,
         group_size=args.q_group_size,
         residency=args.residency,
-        checkpoint=find(args.model or DEMO_MODEL),
+        checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,
     )
 
 
-def get_thresholds(text: str | None, gears: int, vocab_size: int) -> tuple[float, ...]:
-    """Thresholds in bits: the paper's, numbers with commas between, or those of a file."""
-    if text is None:
-        return default_thresholds(gears, vocab_size)
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        return read_thresholds(Path(text), gears, vocab_size)
-    check_thresholds(values, gears)
-    return values
-
-
-def check_routing(args: argparse.Namespace, ladder: Ladder) -> None:
-    """Raises GearbxError for routing flags that cannot work, before a model is loaded."""
-    Monitor(2, args.window)
-    ThresholdGate((), args.hysteresis, args.min_gear_duration)
-    if args.initial_gear != AUTO:
-        ladder.named(args.initial_gear)
-    if args.thresholds and not Path(args.thresholds).exists():
-        get_thresholds(args.thresholds, len(ladder), 0)
-
-
-def encode_prompt(args: argparse.Namespace, tokenizer: Any, prompt: str, prefill: str | None = None) -> list[int]:
-    """Tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
-
-    Raises:
-        GearbxError: an empty prompt, or a template configuration that is not JSON.
-    """
+def check_prompt(prompt: str) -> None:
+    """Raises GearbxError for a prompt that is empty or no Unicode text."""
     if not prompt.strip():
         raise GearbxError("the prompt is empty; give some text with --prompt, or - to read it from standard input")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise GearbxError(f"the prompt is not UTF-8 text ({error.reason}); convert it") from error
+
+
+def encode_prompt(
+    args: argparse.Namespace, tokenizer: Any, prompt: str, prefill: str | None = None, after_cache: bool = False
+) -> list[int]:
+    """Tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
+
+    Args:
+        after_cache: leave out what the template puts before the message: a prompt cache holds it already.
+
+    Raises:
+        GearbxError: an empty prompt, or a template configuration that is not JSON or does not suit the template.
+    """
+    check_prompt(prompt)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return tokenizer.encode(prompt)
     try:
         further = json.loads(args.chat_template_config or "{}")
     except json.JSONDecodeError as error:
         raise GearbxError(f"--chat-template-config is not JSON: {error}") from error
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages.append({"role": "user", "content": prompt})
-    if prefill is not None:
-        messages.append({"role": "assistant", "content": prefill})
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        continue_final_message=prefill is not None,
-        add_generation_prompt=prefill is None,
-        **further,
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
+    if not isinstance(further, dict):
+        raise GearbxError("--chat-template-config is not a JSON object")
+
+    def templated(message: str) -> str:
+        messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+        messages.append({"role": "user", "content": message})
+        if prefill is not None:
+            messages.append({"role": "assistant", "content": prefill})
+        return tokenizer.apply_chat_template(
+            messages,
+            **{
+                "tokenize": False,
+                "continue_final_message": prefill is not None,
+                "add_generation_prompt": prefill is None,
+                **further,
+            },
+        )
+
+    try:
+        text = templated(prompt)
+        if after_cache:
+            text = text[templated("<query>").index("<query>") :]
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise GearbxError(
+            f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
+        ) from error
 
 
 def read_prompt(text: str) -> str:
-    """The prompt as given, with \\n and \\t understood; - is standard input."""
-    return sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
+    """The prompt as given, with \\n and \\t understood; - is standard input.
+
+    Raises:
+        GearbxError: standard input that is not UTF-8.
+    """
+    if text != "-":
+        return text.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise GearbxError(f"standard input is not UTF-8 text ({error.reason}); convert it") from error
 
 
 def room_for(config: dict, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
+
+    `prompt_tokens` counts those of a prompt cache as well.
 
     Raises:
         GearbxError: the prompt leaves no room in the model's context.

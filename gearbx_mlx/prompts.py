@@ -30,13 +30,15 @@ def read_prompts(path: Path) -> list[str]:
         GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise GearbxError(f"{path}: cannot be read as text ({error}); give a file with one prompt per line") from error
-    if path.suffix == ".jsonl":
-        prompts = [from_json(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    # Only "\n" ends a line of JSON Lines; splitlines() would also split at separators inside a string.
+    lines = {number: line.strip("\r") for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if path.suffix in (".jsonl", ".json"):
+        prompts = [from_json(line, f"{path}, line {number}") for number, line in lines.items()]
     else:
-        prompts = lines
+        prompts = list(lines.values())
     if not prompts:
         raise GearbxError(f"{path}: has no prompt; give one per line")
     return prompts

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from .telemetry.colors import gear_color
 
 INTERRUPTED = 130
 USER_ERROR = 2
+TRACEBACK = "GEARBX_TRACEBACK"
 
 messages = Console(stderr=True, highlight=False)
 
@@ -42,6 +43,12 @@ def run(command: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # the reader has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except Exception as error:  # not foreseen: still one line, and a way to see the rest
+        if os.environ.get(TRACEBACK):
+            raise
+        kind = type(error).__name__
+        messages.print(Text(f"error: {kind}: {error} ({TRACEBACK}=1 shows where)", style="red"), soft_wrap=True)
+        status = 1
     sys.exit(status or 0)
 
 
@@ -55,20 +62,15 @@ class TintedText:
 
     def __init__(self, gears: Sequence[str], color: str):
         self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
-        always = {"always": True, "never": False, "auto": None}[color]
-        self.console = Console(force_terminal=always, highlight=False, soft_wrap=True)
-        no_color = self.console.no_color and color == "auto"
-        self.tinted = color == "always" or (color == "auto" and self.console.is_terminal and not no_color)
-        if color == "always":
-            self.console = Console(force_terminal=True, color_system="truecolor", no_color=False, highlight=False)
+        console = Console()
+        system = "truecolor" if color == "always" else console.color_system if color == "auto" else None
+        plain = color == "auto" and console.no_color
+        self.system = COLOR_SYSTEMS[system] if system and not plain else None
 
     def write(self, text: str, gear: str) -> None:
-        if self.tinted:
-            self.console.print(Text(text, style=self.styles[gear]), end="", soft_wrap=True)
-            self.console.file.flush()
-        else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        # Escapes around the text as it is: a console would expand its tabs and drop its control characters.
+        sys.stdout.write(self.styles[gear].render(text, color_system=self.system) if self.system else text)
+        sys.stdout.flush()
 
 
 def human_bytes(count: float) -> str:
@@ -86,7 +88,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     tokens, ladder = summary["tokens"], summary["ladder"]
     watching = summary["mode"] == "telemetry-only"
 
-    table.add_row("model", f"{summary['model']}  ({summary['mode']})")
+    table.add_row("model", Text(f"{summary['model']}  ({summary['mode']})"))
     table.add_row("generation", f"{tokens} tokens, {summary['tokens_per_second']:.1f} tokens/s")
     table.add_row("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s")
     shares = Text()
@@ -100,7 +102,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
     else:
         table.add_row("shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all")
     table.add_row("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits")
-    table.add_row("effective bits", f"{summary['effective_bits_per_weight']:.2f} per weight of the linear layers")
+    table.add_row(
+        "effective bits",
+        f"{summary['effective_bits_per_weight']:.2f} per weight of the {'linear' if watching else 'managed'} layers",
+    )
     read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
     against = "" if watching or not read else f", the top gear {human_bytes(top)} ({top / read:.2f} times as much)"
     table.add_row("weights read", f"{human_bytes(read)} per token{against}")
@@ -113,9 +118,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     )
     table.add_row("layers", f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not")
     for reason, count in summary["unmanaged_reasons"].items():
-        table.add_row("", f"{count}: {reason}")
-    if summary["compute_dtype"] != summary["storage_dtype"]:
-        table.add_row(
-            "computed in", f"{summary['compute_dtype']}, which is fast here; {summary['storage_dtype']} values kept"
+        table.add_row("", Text(f"{count}: {reason}"))
+    computed, stored = summary["compute_dtype"], summary["storage_dtype"]
+    if computed != stored:
+        kept = (
+            "which is fast here; the values are kept" if computed == "float32" else "as asked for: values are rounded"
         )
+        table.add_row("computed in", f"{computed} ({stored} checkpoint), {kept}")
     return table

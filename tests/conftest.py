@@ -53,11 +53,13 @@ ARCHITECTURES = {
 }
 
 
-def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32) -> nn.Module:
+def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32, **change: object) -> nn.Module:
     """A random instance of one of mlx-lm's classes: structure without sense."""
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    model = module.Model(module.ModelArgs.from_dict({"model_type": architecture} | ARCHITECTURES[architecture]))
+    model = module.Model(
+        module.ModelArgs.from_dict({"model_type": architecture} | ARCHITECTURES[architecture] | change)
+    )
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from gearbx_mlx.loading import DEMO_MODEL
@@ -69,7 +70,15 @@ def test_a_config_that_is_no_json_object(command, copied, content):
     assert_refused(command("generate", "--model", copied), copied / "config.json")
 
 
-@pytest.mark.parametrize("change", [{"model_type": "steam-engine"}, {"hidden_size": 320}, {"hidden_size": "wide"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "steam-engine"},
+        {"hidden_size": 320},
+        {"hidden_size": "wide"},
+        {"num_attention_heads": 0},
+    ],
+)
 def test_a_config_that_does_not_fit(command, copied, change):
     config = json.loads((copied / "config.json").read_text()) | change
     (copied / "config.json").write_text(json.dumps(config))
@@ -120,12 +129,27 @@ def test_thresholds(command, thresholds, word):
         ({"thresholds": [2.0, 1.0]}, "ascend"),
         ({"thresholds": [1.0]}, "need 2 thresholds"),
         ({"thresholds": [1.0, float("nan")]}, "finite"),
+        ({"thresholds": [10**400, 2.0]}, "finite"),
         ({"thresholds": "1,2"}, "not a list of numbers"),
+        ({"window": "wide"}, "'window' is not a whole number"),
+        ({"window": 0}, "window is 0"),
     ],
 )
 def test_a_thresholds_file_that_does_not_fit(command, tmp_path, change, word):
     file = tmp_path / "thresholds.json"
-    content = {"schema": "gearbx-mlx thresholds", "version": 1, "vocab_size": 4096, "thresholds": [1.0, 2.0]}
+    content = {
+        "schema": "gearbx-mlx thresholds",
+        "version": 1,
+        "vocab_size": 4096,
+        "thresholds": [1.0, 2.0],
+        "model": "demo",
+        "method": "share",
+        "gears": [4, 8, 16],
+        "tokens": 100,
+        "window": 3,
+        "hysteresis": 0.1,
+        "min_gear_duration": 4,
+    }
     file.write_text(json.dumps(content | change))
     assert_refused(command("generate", "--thresholds", file, "-m", 5), file, word)
 
@@ -160,6 +184,27 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
         (("--initial-gear", "reverse"), "no gear 'reverse'"),
         (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
         (("--chat-template-config", "{"), "not JSON"),
+        (("--chat-template-config", "[]"), "not a JSON object"),
+        (("--chat-template-config", '{"tokenize": true}'), "chat template refuses"),
+        (("--seed=-1",), "--seed is -1"),
+        (("--temp=-1",), "--temp is -1.0; give 0 or more"),
+        (("--temp", "nan"), "--temp is nan"),
+        (("--top-p", 1.5), "--top-p is 1.5; give 0 to 1"),
+        (("--min-p", 2), "--min-p is 2.0; give 0 to 1"),
+        (("--top-k", 999999), "--top-k is 999999"),
+        (("--xtc-probability", 2), "--xtc-probability is 2.0"),
+        (("--max-kv-size", 0), "--max-kv-size is 0; give 1 or more"),
+        (("--prefill-step-size", 0), "--prefill-step-size is 0"),
+        (("--kv-bits", 7), "--kv-bits is 7; choose from"),
+        (("--kv-group-size", 5), "--kv-group-size is 5; choose from"),
+        (("--num-draft-tokens=-1",), "--num-draft-tokens is -1"),
+        (("--hysteresis", "inf"), "hysteresis is inf"),
+        (("--window", 10**20), "--window is 100000000000000000000"),
+        (("--extra-eos-token", "nosuchtoken"), "--extra-eos-token nosuchtoken"),
+        (("--model", "x" * 300), "no such model directory"),
+        (("--model", "foo/bar--baz"), "foo/bar--baz"),
+        (("--summary", "s" * 300), "cannot be written"),
+        (("--prompt", "\udcff"), "not UTF-8"),
     ],
 )
 def test_other_settings(command, arguments, word):
@@ -167,13 +212,15 @@ def test_other_settings(command, arguments, word):
 
 
 def test_prompts_files(command, tmp_path):
+    for count in (0, -1):
+        assert_refused(command("analyze", "--prompts", "p.txt", "--num-prompts", count), f"--num-prompts is {count}")
     empty, broken, strange = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "s.jsonl"
     empty.write_text("\n \n")
-    broken.write_text('{"question": "one"}\n{"question"')
+    broken.write_text('{"question": "one"}\n\n{"question"')
     strange.write_text('{"riddle": "one"}')
     for file, words in [
         (empty, "has no prompt"),
-        (broken, "line 2: not JSON"),
+        (broken, "line 3: not JSON"),
         (strange, "line 1: no field"),
         (tmp_path / "none.txt", "cannot be read"),
     ]:
@@ -185,3 +232,43 @@ def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
     (tmp_path / "s.json").write_text("before")
     assert_refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
     assert (tmp_path / "s.json").read_text() == "before"
+
+
+def test_trace_and_summary_need_two_files(command, tmp_path):
+    file = tmp_path / "same.json"
+    assert_refused(command("generate", "--trace", file, "--summary", file), "both --trace and --summary")
+
+
+def test_a_prompt_cache_of_another_model(command, tmp_path, demo):
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    file = tmp_path / "cache.safetensors"
+    cache = make_prompt_cache(demo.model)
+    demo.model(mx.array([[1, 2, 3]]), cache=cache)
+    save_prompt_cache(str(file), cache, {"model": "somebody/else", "tokenizer_config": "{}"})
+    assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), file, "somebody/else")
+
+
+def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_path, demo):
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    file = tmp_path / "cache.safetensors"
+    cache = make_prompt_cache(demo.model)
+    demo.model(mx.array([[5] * 450]), cache=cache)
+    save_prompt_cache(str(file), cache, {"model": str(DEMO_MODEL), "tokenizer_config": "{}"})
+    result = command("generate", "--prompt-cache-file", file, "-p", "king " * 100)
+    assert_refused(result, "the prompt is 5", "context 512")
+
+
+def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
+    import gearbx_mlx.options as options
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(options, "check_numbers", broken)
+    result = command("generate")
+    assert (result.status, result.err.splitlines()) == (
+        1,
+        ["error: ZeroDivisionError: a bug (GEARBX_TRACEBACK=1 shows where)"],
+    )

@@ -1,12 +1,17 @@
+import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from conftest import tiny_model
+from mlx.utils import tree_flatten
 
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -46,6 +51,15 @@ def four_bit(tmp_path_factory) -> Path:
     return path
 
 
+def save_model(model, path: Path) -> None:
+    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
+    path.mkdir()
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(vars(model.args)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, path)
+
+
 class TestGenerate:
     def test_writes_a_worked_text_trace_and_summary(self, command, tmp_path):
         result = command(
@@ -72,7 +86,7 @@ class TestGenerate:
         assert summary["managed_layers"] == 42
         for words in ("tokens/s", "shifts", "effective bits", "weights read", "memory", "computed in"):
             assert words in result.err
-        assert not list(tmp_path.glob("*.part"))
+        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
     def test_held_in_one_gear_writes_mlx_lms_text(self, command, demo):
         prompt = "Once upon a time"
@@ -112,8 +126,6 @@ class TestGenerate:
         assert result.out == command("generate", "-m", 12).out
 
     def test_prompt_from_standard_input(self, command, monkeypatch):
-        import io
-
         monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
         piped = command("generate", "-m", 8, "-p", "-").out
         assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
@@ -166,6 +178,78 @@ class TestGenerate:
         summary = read_json(tmp_path / "s.json")
         assert (summary["managed_layers"], summary["unmanaged_layers"]) == (24, 18)
 
+    def test_layers_of_an_odd_width_are_named_in_the_summary(self, command, tmp_path):
+        model = tiny_model("llama", intermediate_size=172)
+        save_model(model, tmp_path / "odd")
+        result = command(
+            "generate",
+            "--model",
+            tmp_path / "odd",
+            "--ignore-chat-template",
+            "-p",
+            "1",
+            "-m",
+            12,
+            "--summary",
+            tmp_path / "s",
+        )
+        summary = read_json(tmp_path / "s")
+        assert (summary["managed_layers"], summary["unmanaged_layers"]) == (13, 2)
+        assert "2: input width 172 is not a multiple of the group size 64" in result.err
+
+    def test_a_prompt_cache_goes_on_where_it_ended_as_in_mlx_lm(self, command, demo, tmp_path):
+        from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+        begun = demo.tokenizer.encode("Question: Tom has 5 apples. ")
+        cache = make_prompt_cache(demo.model)
+        demo.model(mx.array([begun]), cache=cache)
+        save_prompt_cache(str(tmp_path / "c.safetensors"), cache, {"model": str(DEMO_MODEL), "tokenizer_config": "{}"})
+        asked = "How many apples does he have?"
+        result = command(
+            "generate", "--prompt-cache-file", tmp_path / "c.safetensors", "--gears", 16, "-p", asked, "-m", 20
+        )
+        tokens = demo.tokenizer.encode(f"{asked}\nAnswer:", add_special_tokens=False)
+        expected = mlx_lm.generate(demo.model, demo.tokenizer, tokens, max_tokens=20, prompt_cache=cache)
+        assert result.out == expected + "\n"
+
+    def test_settings_of_a_thresholds_file_are_used_unless_given(self, command, tmp_path):
+        command("calibrate", "--out", tmp_path / "t.json", "-m", 30, "--min-gear-duration", 1000)
+        arguments = (
+            "-m",
+            40,
+            "--initial-gear",
+            "low",
+            "--thresholds",
+            tmp_path / "t.json",
+            "--summary",
+            tmp_path / "s.json",
+        )
+        command("generate", *arguments)
+        assert read_json(tmp_path / "s.json")["shifts"] == 0
+        command("generate", *arguments, "--min-gear-duration", 1)
+        assert read_json(tmp_path / "s.json")["shifts"] > 0
+
+    def test_a_link_is_written_through_and_a_pipe_is_written_to(self, command, tmp_path):
+        (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+        (tmp_path / "target.json").write_text("before")
+        command("generate", "-m", 3, "--summary", tmp_path / "link.json", "--trace", "/dev/null")
+        assert (tmp_path / "link.json").is_symlink()
+        assert read_json(tmp_path / "target.json")["tokens"] == 3
+        assert Path("/dev/null").is_char_device()
+
+    def test_a_file_beside_the_output_is_left_alone(self, command, tmp_path):
+        (tmp_path / "s.json.part").write_text("mine")
+        command("generate", "-m", 3, "--summary", tmp_path / "s.json")
+        assert (tmp_path / "s.json.part").read_text() == "mine"
+
+    def test_tinted_text_is_the_text(self, command, monkeypatch):
+        from gearbx_mlx.terminal import TintedText
+
+        written = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", written)
+        TintedText(["low", "high"], "always").write("a\tb\r\n\x0c[bold]c", "low")
+        assert "a\tb\r\n\x0c[bold]c" in written.getvalue()
+
     def test_half_written_nothing_when_interrupted(self, tmp_path):
         arguments = [
             sys.executable,
@@ -194,7 +278,7 @@ class TestGenerate:
         assert b"tokens/s" in err
         summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
         assert 0 < summary["tokens"] == len(trace) < 400
-        assert not list(tmp_path.glob("*.part"))
+        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
 
 class TestCalibrateAndAnalyze:

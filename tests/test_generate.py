@@ -249,6 +249,11 @@ class TestTelemetryOnly:
         assert len({r.gear for r in responses}) > 1
         assert all(module is modules[path] for path, module in fresh_demo.model.named_modules())
 
+    def test_touches_no_module_of_a_dense_model_either(self, fresh_demo):
+        modules = dict(fresh_demo.model.named_modules())
+        list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 20, mode="telemetry-only"))
+        assert all(module is modules[path] for path, module in fresh_demo.model.named_modules())
+
     def test_names_the_gears_that_routing_on_the_same_tokens_would_use(self, demo):
         observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
         responses = list(
@@ -261,6 +266,15 @@ class TestTelemetryOnly:
 
 
 class TestArguments:
+    def test_without_a_gearbox_the_one_on_the_model_is_used_again(self, fresh_demo):
+        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        low = list(stream_generate(model, tokenizer, TALE, 6, thresholds=(11.0, 11.5), initial_gear="low"))
+        high = list(stream_generate(model, tokenizer, TALE, 6, thresholds=(11.0, 11.5), initial_gear="high"))
+        assert low[-1].gear == "low"
+        assert high[0].gear == "high"
+        assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear  # back to low after four tokens
+        assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
+
     def test_generate_returns_the_text(self, fresh_demo, capsys):
         gearbox = Gearbox(fresh_demo.model, "16")
         text = gearbx_mlx.generate(

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..gears.discovery import is_quantized, vocabulary
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, attached
 from ..gears.observer import Observer
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
@@ -26,7 +26,7 @@ def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: str 
     Raises:
         GearbxError: a mode that does not exist, or one that the model or the gearbox cannot run.
     """
-    watching = isinstance(gearbox, Observer) or (gearbox is None and is_quantized(model))
+    watching = isinstance(gearbox, Observer) or (gearbox is None and is_quantized(model) and attached(model) is None)
     if mode is None:
         return TELEMETRY_ONLY if watching else ROUTE
     if mode not in (ROUTE, TELEMETRY_ONLY):
@@ -59,15 +59,15 @@ def stream_generate(
     window: int = DEFAULT_WINDOW,
     hysteresis: float = DEFAULT_HYSTERESIS,
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
-    initial_gear: str = AUTO,
+    initial_gear: str | int = AUTO,
     **kwargs: Any,
 ) -> Iterator[GearResponse]:
     """Generate text while the gearbox changes the precision of the weights.
 
     Args:
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
-        gearbox: reuse one over calls, since it holds the gears that were made; without one, a Gearbox with the
-            default ladder, or for a quantized model an Observer.
+        gearbox: without one, that which is on the model, else a new one with the default ladder; for a checkpoint
+            that is quantized already, an Observer.
         gate: a Gate of your own; otherwise a ThresholdGate of the four arguments that follow.
         mode: "route" or "telemetry-only"; by itself the first where gears can shift.
         thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
@@ -84,7 +84,7 @@ def stream_generate(
     """
     mode = choose_mode(model, gearbox, mode)
     if gearbox is None:
-        gearbox = Gearbox(model) if mode == ROUTE else Observer(model)
+        gearbox = attached(model) or Gearbox(model) if mode == ROUTE else Observer(model)
     elif gearbox.model is not model:
         raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
     gears, vocab_size = len(gearbox.ladder), vocabulary(model)
@@ -95,7 +95,7 @@ def stream_generate(
     if initial_gear == AUTO:
         first = gearbox.ladder[first_gear(prompt_text(tokenizer, prompt), gears)]
     else:
-        first = gearbox.ladder.named(initial_gear)
+        first = gearbox.ladder.find(initial_gear)
     monitor = Monitor(vocab_size, window)
     gate.reset(first.index)
     gearbox.shift(first)

@@ -19,8 +19,8 @@ from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmu
 from .base import quantized_module
 from .packing import pack, unpack
 
-# The smallest scale: groups of equal weights have no range. In half precision it must stay a normal number.
-SCALE_FLOOR = {mx.float16: 2.0**-14, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
+# The smallest scale: groups of equal weights have no range.
+SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
 
@@ -70,6 +70,10 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool) -> mx.Dtype:
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
             setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
-        model.set_dtype(wanted)
+        if wanted == checkpoint:  # back to what it was, parameters of another type than most included
+            held = tree_flatten(model.parameters())
+            model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in held]))
+        else:
+            model.set_dtype(wanted)
         mx.eval(model.parameters())
     return wanted

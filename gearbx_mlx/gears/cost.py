@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-HEADS = {"lm_head", "embed_out", "output", "head"}
+HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k")
 
 

@@ -84,7 +84,11 @@ def discover(
     own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
     managed, unmanaged = [], {}
     for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
-        if not isinstance(module, DENSE):
+        if type(module) not in DENSE:
+            # A class of its own computes something of its own, which a stock quantized layer would not.
+            kind = type(module).__name__
+            if "Linear" in kind and not isinstance(module, QUANTIZED) and "weight" in module:
+                unmanaged[path] = f"layers of class {kind} are not known"
             continue
         choice, objection = wanted(path, module), own(path, module)
         width = module.weight.shape[-1]

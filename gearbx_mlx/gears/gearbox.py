@@ -16,10 +16,16 @@ from .cost import token_bytes
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
 from .ladder import DENSE, Gear, Ladder
-from .residency import Resident, make_residency
+from .residency import EMPTY, Resident, make_residency
 
 DEFAULT_LADDER = "4,8,16"
 GROUP_SIZES = (32, 64, 128)
+ATTACHED = "attached_gearbox"  # attribute of a model that has one
+
+
+def attached(model: nn.Module) -> "Gearbox | None":
+    """The gearbox that was last put on a model."""
+    return getattr(model, ATTACHED, None)
 
 
 class Gearbox:
@@ -98,9 +104,11 @@ class Gearbox:
         self.shifts = 0
         self.shift_seconds = 0.0
         self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
+        setattr(model, ATTACHED, self)
         if not self.ladder.top.dense:
             self.shift(self.ladder.top)
             self.shifts, self.shift_seconds = 0, 0.0
+            del self.active_memory[self._original.name]
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
@@ -108,21 +116,26 @@ class Gearbox:
         return allowed[0] if allowed else DENSE
 
     def prepare(self, gear: Gear) -> None:
-        """Begin to make a gear that will soon be engaged, without waiting for it.
-
-        Only where idle gears stay in memory: elsewhere it would be made to be given up again.
-        """
-        if self._keeps_all and gear not in self._trees and gear not in self._prepared:
+        """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
+        if gear in self._trees or gear in self._prepared:
+            return
+        if self._keeps_all:
             self._prepared.add(gear)
             mx.async_eval([module.parameters() for module in self._make(gear).values()])
+        else:
+            self._complete(gear)
+            self._give_up_idle()
 
-    def shift(self, gear: Gear | str) -> float:
-        """Engage a gear, and return the seconds that this took.
+    def shift(self, gear: Gear | str | int) -> float:
+        """Engage a gear, given itself or by its name or bits, and return the seconds that this took.
 
         Raises:
-            GearbxError: no such gear; weights that cannot be quantized or read back. The gear stays what it was.
+            GearbxError: no such gear; weights that cannot be quantized or read back; another gearbox that was put on
+                this model since. The gear stays what it was.
         """
-        gear = self.ladder.named(gear) if isinstance(gear, str) else gear
+        gear = self.ladder.find(gear)
+        if attached(self.model) is not self:
+            raise GearbxError("another gearbox was put on this model since; use that one")
         if gear == self.gear:
             return 0.0
         start = time.perf_counter()
@@ -131,12 +144,12 @@ class Gearbox:
         try:
             self.model.update_modules(self._trees[gear])
             self.gear = gear
-        except BaseException:  # an interrupt as well: never half of one gear and half of another
-            self.model.update_modules(self._trees[before])
-            self.gear = before
-            raise
-        if not self._keeps_all:
             self._give_up_idle()
+        except BaseException:  # an interrupt as well: never half of one gear and half of another
+            self.gear = before
+            self._complete(before)
+            self.model.update_modules(self._trees[before])
+            raise
         seconds = time.perf_counter() - start
         self.shifts += 1
         self.shift_seconds += seconds
@@ -209,6 +222,10 @@ class Gearbox:
             self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})
 
     def _give_up_idle(self) -> None:
+        if not self.ladder.top.dense:
+            self._give_up_originals()
+        if self._keeps_all:
+            return
         engaged = {layer.path: self.bits_of(layer, self.gear) for layer in self.layers}
         idle = {
             (path, bits): module
@@ -217,3 +234,9 @@ class Gearbox:
             if bits != engaged[path]
         }
         self.residency.leave(idle, self.model)
+
+    def _give_up_originals(self) -> None:
+        """A ladder without a dense gear has no use for the originals once all its gears are made."""
+        for layer in self.layers:
+            if {self.bits_of(layer, gear) for gear in self.ladder} <= self._made[layer.path].keys() - {DENSE}:
+                layer.module.weight = EMPTY

@@ -82,13 +82,16 @@ class Ladder(Sequence[Gear]):
     def quantized_bits(self) -> tuple[int, ...]:
         return tuple(g.bits for g in self.gears if not g.dense)
 
-    def named(self, name: str) -> Gear:
-        """The gear of this name, or of this many bits.
+    def find(self, wanted: Gear | str | int) -> Gear:
+        """The gear itself, or that of a name or of so many bits.
 
         Raises:
             GearbxError: the ladder has none such.
         """
         for gear in self.gears:
-            if name in (gear.name, str(gear.bits)):
+            if wanted in (gear, gear.name, gear.bits, str(gear.bits)):
                 return gear
-        raise GearbxError(f"no gear '{name}' in the ladder {self}; choose from {', '.join(g.name for g in self.gears)}")
+        shown = wanted.name if isinstance(wanted, Gear) else wanted
+        raise GearbxError(
+            f"no gear '{shown}' in the ladder {self}; choose from {', '.join(g.name for g in self.gears)}"
+        )

@@ -6,7 +6,7 @@ import mlx.nn as nn
 from .activations import compute_in, stored_dtype
 from .cost import layer_bytes, token_bytes
 from .discovery import DENSE as DENSE_LAYERS
-from .discovery import QUANTIZED
+from .discovery import QUANTIZED, is_quantized
 from .gearbox import DEFAULT_LADDER
 from .ladder import Gear, Ladder
 
@@ -22,8 +22,7 @@ class Observer:
         self.model = model
         linear = {p: m for p, m in model.named_modules() if isinstance(m, (*DENSE_LAYERS, *QUANTIZED))}
         linear = {path: m for path, m in linear.items() if not isinstance(m, nn.QuantizedEmbedding)}
-        quantized = any(isinstance(m, QUANTIZED) for m in model.modules())
-        self.compute_dtype = compute_in(model, dtype, quantized)
+        self.compute_dtype = compute_in(model, dtype, is_quantized(model))
         storage = stored_dtype(model)
         self.storage = {"": storage}
         self.layers: list[str] = []
@@ -40,8 +39,8 @@ class Observer:
     def prepare(self, gear: Gear) -> None:
         pass
 
-    def shift(self, gear: Gear | str) -> float:
-        self.gear = self.ladder.named(gear) if isinstance(gear, str) else gear
+    def shift(self, gear: Gear | str | int) -> float:
+        self.gear = self.ladder.find(gear)
         return 0.0
 
     def bits_per_weight(self, gear: Gear) -> float:

@@ -1,5 +1,6 @@
 """What becomes of the gears that are not engaged (GEARBX 6.2, 6.3)."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +100,12 @@ class Disk:
     """The dense originals are dropped, and read back from the checkpoint when the top gear is entered.
 
     Args:
-        model: for its `sanitize`, which maps the names in the files to the names of the model.
+        model: for its class, whose `sanitize` maps the names in the files to the names of the model.
         checkpoint: the directory that the model was loaded from.
         dtypes: path to the type that each layer's weights are held in.
 
     Raises:
-        GearbxError: no directory, or one without safetensors.
+        GearbxError: no directory, or one whose safetensors do not have the weights of these layers.
     """
 
     name = "disk"
@@ -113,10 +114,12 @@ class Disk:
         if checkpoint is None:
             raise GearbxError("residency 'disk' reads weights back from the checkpoint; give checkpoint=its directory")
         self.directory = Path(checkpoint)
-        self._files()
-        self._model = model
+        # Some models change themselves in `sanitize` (a tied gemma3 drops its head), so it is run on blanks.
+        self._blank = type(model)(model.args) if hasattr(model, "args") else copy.deepcopy(model)
+        self._blank.apply(lambda array: EMPTY)
         self._dtypes = dtypes
         self._dropped: dict[Key, list[str]] = {}
+        self._find(f"{path}.weight" for path in dtypes if path)
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         in_use = arrays_in_use(model)
@@ -148,27 +151,32 @@ class Disk:
             )
         return files
 
-    def _read(self, names: Iterable[str]) -> dict[str, mx.array]:
-        wanted = list(names)
+    def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
+        """Arrays of these names, unread."""
+        weights: dict[str, mx.array] = {}
         try:
-            weights: dict[str, mx.array] = {}
             for file in self._files():
-                arrays = mx.load(str(file))  # lazy: only what is evaluated is read
+                arrays = mx.load(str(file))
                 assert isinstance(arrays, dict)
                 weights.update(arrays)
-            if hasattr(self._model, "sanitize"):
-                weights = self._model.sanitize(weights)
-            found = {name: weights[name] for name in wanted}
-            mx.eval(found)
+            if hasattr(self._blank, "sanitize"):
+                weights = copy.deepcopy(self._blank).sanitize(weights)
+            return {name: weights[name] for name in names}
         except KeyError as error:
-            raise GearbxError(
-                f"{self.directory}: weight {error} is not in the checkpoint; use residency 'host'"
-            ) from error
+            raise GearbxError(f"{self.directory}: {error} is not in the checkpoint; use residency 'host'") from error
         except (RuntimeError, ValueError) as error:
-            raise GearbxError(
-                f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint"
-            ) from error
+            raise self._unreadable(error) from error
+
+    def _read(self, names: Iterable[str]) -> dict[str, mx.array]:
+        found = self._find(names)
+        try:
+            mx.eval(found)
+        except RuntimeError as error:
+            raise self._unreadable(error) from error
         return found
+
+    def _unreadable(self, error: Exception) -> GearbxError:
+        return GearbxError(f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint")
 
 
 EMPTY = mx.zeros((0,))  # stands where an array was given up

@@ -6,9 +6,9 @@ How they are found on a text is in calibration.py.
 import itertools
 import json
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -65,28 +65,42 @@ class ThresholdFile:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def read_thresholds(path: Path, gears: int, vocab_size: int) -> tuple[float, ...]:
-    """The thresholds of a file, checked against the ladder and the vocabulary that they are to be used with.
+def parse_thresholds(text: str) -> ThresholdFile:
+    """A thresholds file from its text.
 
     Raises:
-        GearbxError: not a readable thresholds file, another schema, vocabulary or number of gears.
+        GearbxError: not JSON, another schema or version, a field that is missing or of the wrong kind.
     """
-    remedy = "write a new one with python -m gearbx_mlx.calibrate"
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise GearbxError(f"{path}: cannot be read as a thresholds file ({error}); {remedy}") from error
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise GearbxError(f"not JSON ({error})") from error
     if not isinstance(content, dict) or (content.get("schema"), content.get("version")) != (SCHEMA, VERSION):
-        raise GearbxError(f"{path}: not a thresholds file of schema '{SCHEMA}', version {VERSION}; {remedy}")
+        raise GearbxError(f"not a thresholds file of schema '{SCHEMA}', version {VERSION}")
     thresholds = content.get("thresholds")
     if not isinstance(thresholds, list) or not all(isinstance(t, int | float) for t in thresholds):
-        raise GearbxError(f"{path}: 'thresholds' is not a list of numbers; {remedy}")
-    if content.get("vocab_size") != vocab_size:
-        raise GearbxError(
-            f"{path}: made for a vocabulary of {content.get('vocab_size')}, this model has {vocab_size}; {remedy}"
-        )
+        raise GearbxError("'thresholds' is not a list of numbers")
+    if not all(abs(t) <= sys.float_info.max for t in thresholds):
+        raise GearbxError("thresholds must be finite numbers of bits")
+    for name in ("vocab_size", "window", "min_gear_duration"):
+        if not isinstance(content.get(name), int):
+            raise GearbxError(f"'{name}' is not a whole number")
+    if not isinstance(content.get("hysteresis"), int | float):
+        raise GearbxError("'hysteresis' is not a number")
+    known = {item.name for item in fields(ThresholdFile)}
     try:
-        check_thresholds(thresholds, gears)
-    except GearbxError as error:
-        raise GearbxError(f"{path}: {error}") from error
-    return tuple(float(t) for t in thresholds)
+        return ThresholdFile(**{name: value for name, value in content.items() if name in known})
+    except TypeError as error:
+        raise GearbxError(str(error).partition("() ")[2] or str(error)) from error
+
+
+def fitting(content: ThresholdFile, gears: int, vocab_size: int) -> tuple[float, ...]:
+    """The thresholds in bits, if they fit a ladder of so many gears and a vocabulary.
+
+    Raises:
+        GearbxError: another vocabulary, another number of gears, thresholds out of order or not finite.
+    """
+    if content.vocab_size != vocab_size:
+        raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
+    check_thresholds(content.thresholds, gears)
+    return tuple(float(t) for t in content.thresholds)

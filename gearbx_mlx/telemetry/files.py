@@ -1,35 +1,70 @@
 """Output files that are whole or not there: written beside their place, then renamed into it."""
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import GearbxError
 
 
-def beside(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` when the block ends, or vanishes if it does not end well.
+
+    A symbolic link stays and its target is replaced; a device or a pipe is written to as it is.
+
+    Raises:
+        GearbxError: the file cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        os.close(handle)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    beside = Path(name)
+    try:
+        yield beside
+        os.chmod(beside, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask())
+        os.replace(beside, target)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> GearbxError:
+    return GearbxError(f"{path}: cannot be written ({error.strerror}); choose another place")
+
+
+def umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
 
 
 def check_writable(path: Path) -> None:
     """Raises GearbxError for a path that a file cannot be written to; before the work, not after it."""
-    if path.is_dir():
-        raise GearbxError(f"{path}: is a directory; give a file name")
-    if not path.parent.is_dir():
-        raise GearbxError(f"{path}: there is no directory {path.parent}; make it first")
     try:
-        beside(path).touch()
-        beside(path).unlink()
+        if path.is_dir():
+            raise GearbxError(f"{path}: is a directory; give a file name")
+        if not path.parent.is_dir():
+            raise GearbxError(f"{path}: there is no directory {path.parent}; make it first")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise GearbxError(f"{path}: is write-protected; choose another name")
+        if path.is_file() or not path.exists():
+            with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
+                pass
     except OSError as error:
-        raise GearbxError(f"{path}: cannot be written ({error.strerror}); choose another place") from error
-    if path.exists() and not os.access(path, os.W_OK):
-        raise GearbxError(f"{path}: is write-protected; choose another name")
+        raise unwritable(path, error) from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Raises GearbxError if the file cannot be written; what was there before is then still there."""
-    try:
-        beside(path).write_text(text, encoding="utf-8")
-        os.replace(beside(path), path)
-    except OSError as error:
-        beside(path).unlink(missing_ok=True)
-        raise GearbxError(f"{path}: cannot be written ({error.strerror})") from error
+    with replacing(path) as place:
+        place.write_text(text, encoding="utf-8")

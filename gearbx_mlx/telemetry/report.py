@@ -6,9 +6,11 @@ from typing import Any
 
 from ..errors import GearbxError
 from .colors import gear_color
+from .files import replacing
 
 LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
 MOST_BARS = 40
+PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
 OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 
 
@@ -36,21 +38,18 @@ def draw_report(
         records: trace records, each with the number of its `prompt`.
         gears: names, lowest first.
         thresholds: bits, between the gears.
-        directory: exists; the pictures are entropy_trace.png, entropy_histogram.png and gear_shares.png.
+        directory: exists; PICTURES are the names of the files in it.
     """
     pyplot = get_pyplot()
     colors = {name: gear_color(i, len(gears)) for i, name in enumerate(gears)}
     paths = []
-    for name, draw, height in (
-        ("entropy_trace", draw_trace, 4.0),
-        ("entropy_histogram", draw_histogram, 4.5),
-        ("gear_shares", draw_shares, 4.5),
-    ):
+    for name, draw, height in zip(PICTURES, (draw_trace, draw_histogram, draw_shares), (4.0, 4.5, 4.5)):
         figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
         draw(axes, records, colors, thresholds)
         axes.spines[["top", "right"]].set_visible(False)
-        paths.append(directory / f"{name}.png")
-        figure.savefig(paths[-1], dpi=120)
+        paths.append(directory / name)
+        with replacing(paths[-1]) as place:
+            figure.savefig(place, dpi=120, format="png")
         pyplot.close(figure)
     return paths
 
@@ -58,13 +57,13 @@ def draw_report(
 def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
     """A dot per token in the colour of its gear, the rolling mean as a line; a gap where a new prompt begins."""
     shown = records[:LONGEST_TRACE]
-    line: list[float] = []
+    line: list[tuple[float, float]] = []
     for place, entry in enumerate(shown):
         if place and entry["prompt"] != shown[place - 1]["prompt"]:
-            line[-1:] = [float("nan")]
+            line.append((place - 0.5, float("nan")))
             axes.axvline(place - 0.5, color="0.85", linewidth=0.8, zorder=0)
-        line.append(entry["mean_entropy"])
-    axes.plot(range(len(line)), line, color="0.35", linewidth=1, label="rolling mean", zorder=1)
+        line.append((place, entry["mean_entropy"]))
+    axes.plot(*zip(*line), color="0.35", linewidth=1, label="rolling mean", zorder=1)
     for name, color in colors.items():
         places = [i for i, entry in enumerate(shown) if entry["gear"] == name]
         heights = [shown[i]["entropy"] for i in places]

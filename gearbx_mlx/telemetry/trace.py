@@ -1,13 +1,13 @@
 """The trace: one JSON object per token."""
 
+import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from .files import beside
+from .files import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
 
@@ -39,7 +39,11 @@ class TraceWriter:
         self.path = path
 
     def __enter__(self) -> "TraceWriter":
-        self._file = beside(self.path).open("w", encoding="utf-8") if self.path else None
+        self._stack = contextlib.ExitStack()
+        self._file = None
+        if self.path:
+            place = self._stack.enter_context(replacing(self.path))
+            self._file = self._stack.enter_context(place.open("w", encoding="utf-8"))
         return self
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -50,9 +54,7 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file and self.path:
-            self._file.close()
-            if kind is None or issubclass(kind, KeyboardInterrupt):
-                os.replace(beside(self.path), self.path)
-            else:
-                beside(self.path).unlink(missing_ok=True)
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._stack.close()  # as if all had ended well
+        else:
+            self._stack.__exit__(kind, error, trace)
