@@ -3,10 +3,11 @@
 from ..errors import GearbxError
 from .affine import Affine
 from .base import Format
+from .groupwise import Groupwise
 from .planes import NestedPlanes
 from .rowwise import Rowwise
 
-FORMATS: dict[str, Format] = {f.name: f for f in (NestedPlanes(), Affine(), Rowwise())}
+FORMATS: dict[str, Format] = {f.name: f for f in (NestedPlanes(), Affine(), Rowwise(), Groupwise())}
 DEFAULT_FORMAT = "planes"
 
 
