@@ -72,7 +72,9 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all"
     )
-    group.add_argument("--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size. Default: 64")
+    group.add_argument(
+        "--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size of planes and affine. Default: 64"
+    )
     group.add_argument(
         "--residency",
         choices=RESIDENCIES,

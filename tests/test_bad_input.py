@@ -182,6 +182,11 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
         (("--hysteresis=-0.1",), "hysteresis is -0.1"),
         (("--min-gear-duration", 0), "duration is 0"),
         (("--initial-gear", "reverse"), "no gear 'reverse'"),
+        (("--format", "groupwise"), "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
+        (
+            ("--format", "rowwise", "--gears", "3,16"),
+            "format 'rowwise' has no gear of 3 bits; choose from 2, 4, 6, 8, 16",
+        ),
         (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
         (("--chat-template-config", "{"), "not JSON"),
         (("--chat-template-config", "[]"), "not a JSON object"),

@@ -130,11 +130,14 @@ class TestShift:
         assert same_weights(weights_of(model), before)
 
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
-    @pytest.mark.parametrize("format", ["planes", "affine"])
-    def test_two_hundred_random_shifts_end_bit_exact(self, residency, format):
+    @pytest.mark.parametrize(
+        ("format", "ladder"),
+        [("planes", "3,4,8,16"), ("affine", "3,4,8,16"), ("rowwise", "2,4,6,16"), ("groupwise", "4,16")],
+    )
+    def test_two_hundred_random_shifts_end_bit_exact(self, residency, format, ladder):
         model, _ = mlx_lm.load(str(DEMO_MODEL))
         before = weights_of(model)
-        gearbox = Gearbox(model, "3,4,8,16", format=format, residency=residency, checkpoint=DEMO_MODEL)
+        gearbox = Gearbox(model, ladder, format=format, residency=residency, checkpoint=DEMO_MODEL)
         lows = {}
         draw = random.Random(0)
         for _ in range(200):

@@ -3,14 +3,18 @@
 from ..errors import GearbxError
 from .affine import Affine
 from .base import Format
+from .groupwise import Groupwise
 from .planes import NestedPlanes
+from .rowwise import Rowwise
 
-FORMATS: dict[str, Format] = {f.name: f for f in (NestedPlanes(), Affine())}
+FORMATS: dict[str, Format] = {f.name: f for f in (NestedPlanes(), Affine(), Rowwise(), Groupwise())}
 DEFAULT_FORMAT = "planes"
 
 
-def get_format(name: str) -> Format:
-    """Raises GearbxError for a format that does not exist."""
+def get_format(name: str | Format) -> Format:
+    """A format by its name, or as it is. Raises GearbxError for a format that does not exist."""
+    if not isinstance(name, str):
+        return name
     try:
         return FORMATS[name]
     except KeyError:

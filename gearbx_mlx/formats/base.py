@@ -13,6 +13,14 @@ class Format(Protocol):
 
     name: str
 
+    def check(self, bits: int) -> None:
+        """Raises GearbxError if the format has no gear of so many bits."""
+        ...
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        """Why a matrix of so many inputs cannot be stored, or None if it can."""
+        ...
+
     def modules(
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
@@ -22,7 +30,7 @@ class Format(Protocol):
             dense: a Linear or SwitchLinear, weight (O, I) or (E, O, I) in the checkpoint's own type.
             wanted: bits of the gear that is needed now.
             ladder: bits of all quantized gears, ascending.
-            group_size: inputs that share a scale; divides I.
+            group_size: inputs that share a scale, if the format leaves the choice.
             dtype: what the scales are held in. Their values are rounded to the weight's own type first, so that a
                 gear is the same whatever type it is computed in.
 
@@ -31,9 +39,19 @@ class Format(Protocol):
         """
         ...
 
-    def bytes_read(self, weights: int, bits: int, ladder: Sequence[int], group_size: int, scale_size: int) -> int:
-        """Bytes that one use of `weights` weights in a gear reads, when a scale or bias takes `scale_size` bytes."""
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        """Bytes that one use of a weight (..., O, I) in a gear reads.
+
+        A scale or bias takes `scale_size` bytes, the checkpoint's own, unless the format says what it takes.
+        """
         ...
+
+
+def whole_groups(width: int, group_size: int) -> str | None:
+    """`Format.fits` of formats in which every group of inputs is full."""
+    return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
 
 
 def quantized_module(

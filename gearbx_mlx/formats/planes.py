@@ -8,6 +8,7 @@ less one shared scale, and a shift copies nothing.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
-from .base import quantized_module
+from .base import quantized_module, whole_groups
 from .packing import pack, unpack
 
 # The smallest scale: groups of equal weights have no range.
@@ -126,9 +127,13 @@ class _PlanesModule(nn.Module):
             self.bias = dense.bias
         self.freeze()
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the weight that the planes stand for."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+
     def _extra_repr(self) -> str:
-        shape = (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
-        return f"shape={shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
+        return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
     def _stack(self) -> Stack:
         return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
@@ -167,6 +172,12 @@ class NestedPlanes:
 
     name = "planes"
 
+    def check(self, bits: int) -> None:
+        pass  # planes of any widths make up the bits of a ladder
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return whole_groups(width, group_size)
+
     def modules(
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
@@ -176,6 +187,9 @@ class NestedPlanes:
         kind = PlanesLinear if dense.weight.ndim == 2 else PlanesSwitchLinear
         return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
 
-    def bytes_read(self, weights: int, bits: int, ladder: Sequence[int], group_size: int, scale_size: int) -> int:
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        weights = math.prod(shape)
         planes = ladder.index(bits) + 1  # stock kernels read the shared scales again for every plane
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size

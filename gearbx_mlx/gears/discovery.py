@@ -9,14 +9,24 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
+from ..formats import DEFAULT_FORMAT, FORMATS
+from ..formats.base import Format
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
+from ..formats.reconstruct import Reconstructed
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
 DENSE = (nn.Linear, SwitchLinear)
-QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding, PlanesLinear, PlanesSwitchLinear)
+QUANTIZED = (
+    nn.QuantizedLinear,
+    QuantizedSwitchLinear,
+    nn.QuantizedEmbedding,
+    PlanesLinear,
+    PlanesSwitchLinear,
+    Reconstructed,
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,15 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def discover(
-    model: nn.Module, manage: str | Predicate = "all", group_size: int = 64
+    model: nn.Module,
+    manage: str | Predicate = "all",
+    group_size: int = 64,
+    format: Format = FORMATS[DEFAULT_FORMAT],
 ) -> tuple[list[Layer], dict[str, str]]:
     """Sort all linear layers into those that are managed and those that are not.
 
     A layer is managed if the predicate takes it, the model class does not object (`quant_predicate`, which may also
-    ask for more bits, as for the routers of some mixtures of experts), and its input width is a multiple of
-    group_size.
+    ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
     Returns:
         managed layers in the order of the model, and path to reason for the linear layers that stay as they are.
@@ -91,13 +103,13 @@ def discover(
                 unmanaged[path] = f"layers of class {kind} are not known"
             continue
         choice, objection = wanted(path, module), own(path, module)
-        width = module.weight.shape[-1]
+        misfit = format.fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = "not selected by manage"
         elif objection is False:
             unmanaged[path] = "kept dense by the model class"
-        elif width % group_size:
-            unmanaged[path] = f"input width {width} is not a multiple of the group size {group_size}"
+        elif misfit:
+            unmanaged[path] = misfit
         elif not mx.issubdtype(module.weight.dtype, mx.floating):
             unmanaged[path] = f"weights of type {module.weight.dtype}"
         else:

@@ -1,6 +1,7 @@
 """The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6)."""
 
 import copy
+import math
 import time
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError, GearbxWarning
 from ..formats import DEFAULT_FORMAT, get_format
+from ..formats.base import Format
 from .activations import compute_in, stored_dtype
 from .cost import token_bytes
 from .discovery import Layer, Predicate, discover, is_quantized
@@ -38,15 +40,16 @@ class Gearbox:
     Args:
         model: an mlx-lm model that is not quantized.
         ladder: a Ladder, or text such as "4,8,16".
-        format: how quantized gears are stored, "planes" or "affine".
+        format: how quantized gears are stored: "planes", "affine", "rowwise", "groupwise", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
-        group_size: inputs that share a scale: 32, 64 or 128.
+        group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
         residency: of gears that are not engaged: "resident", "host" or "disk".
         checkpoint: the model's directory, for "disk".
         dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
 
     Raises:
-        GearbxError: an argument that does not exist, a quantized model, no layer to manage.
+        GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
+            manage.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Gearbox:
         model: nn.Module,
         ladder: Ladder | str = DEFAULT_LADDER,
         *,
-        format: str = DEFAULT_FORMAT,
+        format: str | Format = DEFAULT_FORMAT,
         manage: str | Predicate = "all",
         group_size: int = 64,
         residency: str = "resident",
@@ -63,6 +66,8 @@ class Gearbox:
     ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.format = get_format(format)
+        for bits in self.ladder.quantized_bits:
+            self.format.check(bits)
         if group_size not in GROUP_SIZES:
             raise GearbxError(f"group size {group_size} is not supported; choose from 32, 64, 128")
         if is_quantized(model):
@@ -72,7 +77,7 @@ class Gearbox:
             )
         self.model = model
         self.group_size = group_size
-        self.layers, self.unmanaged = discover(model, manage, group_size)
+        self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
         if quantized and not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
@@ -93,7 +98,7 @@ class Gearbox:
             )
 
         self._keeps_all = isinstance(self.residency, Resident)
-        self._weights = {layer.path: layer.module.weight.size for layer in self.layers}
+        self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
         self._prepared: set[Gear] = set()
@@ -101,6 +106,7 @@ class Gearbox:
         self._original = Gear(len(self.ladder), "original", DENSE)
         self.gear = self.ladder.top if self.ladder.top.dense else self._original
         self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
+        self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts = 0
         self.shift_seconds = 0.0
         self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
@@ -150,6 +156,8 @@ class Gearbox:
             self._complete(before)
             self.model.update_modules(self._trees[before])
             raise
+        for module in self._caches.get(before, ()):
+            module.forget()
         seconds = time.perf_counter() - start
         self.shifts += 1
         self.shift_seconds += seconds
@@ -158,17 +166,17 @@ class Gearbox:
 
     def layer_bytes(self, layer: Layer, gear: Gear) -> int:
         """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
-        bits, weights = self.bits_of(layer, gear), self._weights[layer.path]
+        bits, shape = self.bits_of(layer, gear), self._shapes[layer.path]
         size = self.storage[layer.path].size
         if bits == DENSE:
-            read = weights * size
+            read = math.prod(shape) * size
         else:
-            read = self.format.bytes_read(weights, bits, self.ladder.quantized_bits, self.group_size, size)
+            read = self.format.bytes_read(shape, bits, self.ladder.quantized_bits, self.group_size, size)
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
         """Bits that a managed weight takes in a gear as it is read, scales included."""
-        weights = sum(self._weights.values())
+        weights = sum(map(math.prod, self._shapes.values()))
         if not weights:
             return 8.0 * self.storage[""].size
         return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
@@ -217,6 +225,7 @@ class Gearbox:
                 if scales is not None and not mx.isfinite(scales).all().item():
                     raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
             self._trees[gear] = tree_unflatten(list(modules.items()))
+            self._caches[gear] = [module for module in modules.values() if hasattr(module, "forget")]
         if not self._keeps_all:
             bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
             self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})

@@ -1,5 +1,7 @@
 """A gearbox that only watches: for a checkpoint that is quantized already, or when nothing is to be changed."""
 
+import math
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -56,5 +58,8 @@ class Observer:
 
 def weight_count(module: nn.Module) -> int:
     """How many weights a linear layer has, packed or not."""
+    shape = getattr(module, "weight_shape", None)
+    if shape is not None:
+        return math.prod(shape)
     bits = getattr(module, "bits", None)
     return module.weight.size * 32 // bits if bits else module.weight.size

@@ -1,0 +1,89 @@
+"""Symmetric quantization to 4 bits with one float32 scale per group of 32 inputs, two codes to a byte (AION 3.2).
+
+AION says symmetric and no range: codes are -7 to 7 here, since with -8 it would not be symmetric. Nibbles are those of
+`rowwise`, low first, with an offset of 8. A group is 16 bytes, so that rows are aligned without padding of their own;
+a last group that is not full is filled up with zeros.
+"""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import GearbxError
+from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .rowwise import pack, unpack
+
+BITS, Q_MAX, GROUP = 4, 7, 32
+GROUP_BYTES = GROUP * BITS // 8
+SCALE_SIZE = 4  # bytes: float32, whatever the checkpoint has
+SCALE_FLOOR = 1e-8  # that of rowwise for float32: AION names none, and a group of zeros needs one
+
+
+def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
+    """Quantize a matrix (..., O, I).
+
+    Returns:
+        codes (..., O, G * 32) int8 and scales (..., O, G) float32, G = I / 32 rounded up. Scales of groups with NaN or
+        infinity are not finite.
+    """
+    missing = -weight.shape[-1] % GROUP
+    w = mx.pad(weight.astype(mx.float32), [(0, 0)] * (weight.ndim - 1) + [(0, missing)])
+    w = w.reshape(*weight.shape[:-1], -1, GROUP)
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX, SCALE_FLOOR)
+    codes = mx.clip(mx.round(w / scales[..., None]), -Q_MAX, Q_MAX).astype(mx.int8)
+    return codes.reshape(*weight.shape[:-1], -1), scales
+
+
+def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The weights (..., O, width); multiplied in float32 and rounded once, to `dtype`."""
+    groups = codes.reshape(*scales.shape, GROUP).astype(mx.float32) * scales[..., None].astype(mx.float32)
+    return groups.reshape(*scales.shape[:-1], -1)[..., :width].astype(dtype)
+
+
+class _Groupwise(Reconstructed):
+    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+        codes = unpack(weight, BITS, scales.shape[-1] * GROUP)
+        return dequantize(codes, scales, self.input_dims, dtype)
+
+
+class GroupwiseLinear(_Groupwise, ReconstructedLinear):
+    """A linear layer over groupwise codes."""
+
+
+class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
+    """mlx-lm's SwitchLinear over groupwise codes."""
+
+
+class Groupwise:
+    """One gear of 4 bits, 5 bits per weight with its scales.
+
+    Args:
+        cache: whether the modules keep what they reconstruct until their gear is left.
+    """
+
+    name = "groupwise"
+
+    def __init__(self, cache: bool = False):
+        self.cache = cache
+
+    def check(self, bits: int) -> None:
+        if bits != BITS:
+            raise GearbxError(f"format 'groupwise' has no gear of {bits} bits; choose from 4, 16")
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return None  # the last group is filled up
+
+    def modules(
+        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        codes, scales = quantize(dense.weight)
+        kind = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        return {BITS: kind(dense, BITS, pack(codes, BITS), scales, self.cache)}
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
+        return groups * (GROUP_BYTES + SCALE_SIZE)

@@ -1,0 +1,136 @@
+"""Symmetric quantization with one scale per output row (GEARBX 5.1, 5.2): w = scale * code, codes of 8, 6, 4 or 2 bits.
+
+A row is packed by itself and padded to 16 bytes, so that every row of a matrix begins where a vector register may be
+loaded from. Codes are stored with an offset added, which makes them unsigned; the padding holds the offset itself,
+which is a weight of 0. Codes of 8 bits are int8 as they are.
+"""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import GearbxError
+from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+
+Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
+OFFSET = {6: 32, 4: 8, 2: 2}
+UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # so many codes lie in so many bytes
+ALIGNMENT = 16  # bytes
+
+# GEARBX names a floor for sources of fp16 (where a smaller scale would soon be subnormal) and of fp32. bfloat16 has
+# the exponents of fp32, so its scales get as small, and it takes that floor.
+SCALE_FLOOR = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
+
+
+def row_bytes(width: int, bits: int) -> int:
+    """Bytes of one packed row of `width` codes, padding included."""
+    codes, size = UNIT[bits]
+    return math.ceil(math.ceil(width / codes) * size / ALIGNMENT) * ALIGNMENT
+
+
+def pack(codes: mx.array, bits: int) -> mx.array:
+    """Signed codes to rows of bytes.
+
+    Little-endian: the first of the codes that share bytes is in the lowest bits of the first byte.
+
+    Args:
+        codes: (..., I) integers from -Q_MAX[bits] to Q_MAX[bits].
+        bits: 8, 6, 4 or 2.
+
+    Returns:
+        (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
+    """
+    held, size = UNIT[bits]
+    total = row_bytes(codes.shape[-1], bits)
+    missing = math.ceil(total / size) * held - codes.shape[-1]
+    codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    if bits == 8:
+        return codes.astype(mx.int8)
+    units = (codes + OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, held)
+    word = units[..., 0]
+    for i in range(1, held):
+        word = word | (units[..., i] << (i * bits))
+    parts = [((word >> (8 * i)) & 255).astype(mx.uint8) for i in range(size)]
+    # 16 is no multiple of 3: with 6 bits, the last unit of a row's padding may be cut.
+    return mx.stack(parts, axis=-1).reshape(*codes.shape[:-1], -1)[..., :total]
+
+
+def unpack(rows: mx.array, bits: int, width: int) -> mx.array:
+    """The inverse of pack: (..., bytes) to (..., width) int8 codes."""
+    if bits == 8:
+        return rows[..., :width]
+    held, size = UNIT[bits]
+    units = rows[..., : math.ceil(width / held) * size].reshape(*rows.shape[:-1], -1, size).astype(mx.uint32)
+    word = units[..., 0]
+    for i in range(1, size):
+        word = word | (units[..., i] << (8 * i))
+    codes = mx.stack([(word >> (i * bits)) & (2**bits - 1) for i in range(held)], axis=-1)
+    return (codes.astype(mx.int32) - OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
+
+
+def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
+    """Quantize a matrix (..., O, I).
+
+    The scale is rounded to the weight's own type before the codes are fitted to it, so that it may be stored in that
+    type; no element is then further off than half a scale.
+
+    Returns:
+        codes (..., O, I) int8, and scales (..., O) in the weight's type. Scales of rows with NaN or infinity are not
+        finite.
+    """
+    w = weight.astype(mx.float32)
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], SCALE_FLOOR[weight.dtype]).astype(weight.dtype)
+    codes = mx.round(w / scales.astype(mx.float32)[..., None])
+    return mx.clip(codes, -Q_MAX[bits], Q_MAX[bits]).astype(mx.int8), scales
+
+
+def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """codes (..., O, I) times scales (..., O); multiplied in float32 and rounded once, to `dtype`."""
+    return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
+
+
+class _Rowwise(Reconstructed):
+    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+        return dequantize(unpack(weight, self.bits, self.input_dims), scales, dtype)
+
+
+class RowwiseLinear(_Rowwise, ReconstructedLinear):
+    """A linear layer over rowwise codes."""
+
+
+class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):
+    """mlx-lm's SwitchLinear over rowwise codes."""
+
+
+class Rowwise:
+    """Every gear has codes of its own. Scales cost next to nothing; a row's largest weight sets the error of all of it.
+
+    Args:
+        cache: whether the modules keep what they reconstruct until their gear is left.
+    """
+
+    name = "rowwise"
+
+    def __init__(self, cache: bool = False):
+        self.cache = cache
+
+    def check(self, bits: int) -> None:
+        if bits not in Q_MAX:
+            raise GearbxError(f"format 'rowwise' has no gear of {bits} bits; choose from 2, 4, 6, 8, 16")
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return None  # rows are padded
+
+    def modules(
+        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        codes, scales = quantize(dense.weight, wanted)
+        kind = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
+        return {wanted: kind(dense, wanted, pack(codes, wanted), scales.astype(dtype), self.cache)}
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        return math.prod(shape[:-1]) * (row_bytes(shape[-1], bits) + scale_size)
