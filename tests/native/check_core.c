@@ -151,9 +151,11 @@ int main(void) {
     for (int group = 32; group <= 128; group *= 2)
       for (int type = 0; type < 3; type++)
         for (int h = 0; h < 3; h++)
-          for (int v = 0; v < 4; v++) check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v]);
+          for (int v = 0; v < 4; v++)
+            check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v]);
   const int four = 4;
-  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3); /* several pieces, and more groups than are widened at once */
+  /* Several pieces, and more groups than are widened at once. */
+  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3);
   for (int type = 0; type < 3; type++) {
     static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};
     for (int w = 0; w < 7; w++)

@@ -19,7 +19,7 @@ typedef struct {
   int64_t rows, columns;  // columns is a multiple of group
   int group;              // 32, 64 or 128
   int planes;             // widths of 1 to 6 or 8 bits, 8 together at most
-  int widths[GEARBX_MAX_PLANES];
+  int widths[GEARBX_MAX_PLANES];           // zeros after the last
   const void* weights[GEARBX_MAX_PLANES];  // (rows, columns * width / 32) uint32
   const void* scales;                      // (rows, columns / group)
   const void* biases[GEARBX_MAX_PLANES];   // (rows, columns / group)

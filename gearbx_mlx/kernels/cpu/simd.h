@@ -57,6 +57,12 @@ inline F8 load8_fp16(const uint16_t* p) {
 
 inline void store8(float* p, F8 a) { _mm256_storeu_ps(p, a); }
 
+// A value that is to be loaded once and stay in a register: compilers read it again for each use otherwise.
+inline F8 hold(F8 a) {
+  asm("" : "+x"(a));
+  return a;
+}
+
 #else
 
 typedef float F8 __attribute__((vector_size(32)));
@@ -85,6 +91,7 @@ inline F8 load8_fp16(const uint16_t* p) {
 }
 
 inline void store8(float* p, F8 a) { std::memcpy(p, &a, sizeof a); }
+inline F8 hold(F8 a) { return a; }
 
 #endif
 

@@ -13,6 +13,7 @@ namespace gearbx {
 namespace {
 
 constexpr int SEGMENT = 64;  // groups whose scales are widened at a time
+constexpr int MOST_BLOCKS = 128 / BLOCK;  // in a group
 
 struct Job {
   const gearbx_stack* matrix;
@@ -22,24 +23,29 @@ struct Job {
   Pieces pieces;
 };
 
-// One row's packed bytes, by the widths of its planes: known to the compiler for one and two planes.
-template <int W>
-struct OnePlane {
-  const uint8_t* first;
-  OnePlane(const gearbx_stack& m, int64_t row)
-      : first(static_cast<const uint8_t*>(m.weights[0]) + row * (m.columns / 8 * W)) {}
-  Bytes32 block(int64_t i) const { return unpack<W>(first + i * 4 * W); }
+// One row's packed bytes, by the widths of its planes, known to the compiler.
+template <int... W>
+struct Planes {
+  static constexpr int COUNT = sizeof...(W);
+  static constexpr int WIDTHS[COUNT] = {W...};
+  const uint8_t* rows[COUNT];
+
+  Planes(const gearbx_stack& m, int64_t row) {
+    for (int p = 0; p < COUNT; p++)
+      rows[p] = static_cast<const uint8_t*>(m.weights[p]) + row * (m.columns / 8 * WIDTHS[p]);
+  }
+
+  template <int P = COUNT - 1>
+  Bytes32 block(int64_t i) const {
+    const Bytes32 codes = unpack<WIDTHS[P]>(rows[P] + i * 4 * WIDTHS[P]);
+    if constexpr (P == 0)
+      return codes;
+    else
+      return put_below(block<P - 1>(i), codes, WIDTHS[P]);
+  }
 };
 
-template <int W0, int W1>
-struct TwoPlanes {
-  OnePlane<W0> above;
-  const uint8_t* second;
-  TwoPlanes(const gearbx_stack& m, int64_t row)
-      : above(m, row), second(static_cast<const uint8_t*>(m.weights[1]) + row * (m.columns / 8 * W1)) {}
-  Bytes32 block(int64_t i) const { return put_below(above.block(i), unpack<W1>(second + i * 4 * W1), W1); }
-};
-
+// The same for other widths.
 struct AnyPlanes {
   const gearbx_stack& matrix;
   const uint8_t* planes[GEARBX_MAX_PLANES];
@@ -88,82 +94,118 @@ void scales_and_offsets(const gearbx_stack& m, int64_t from, int count, float* s
   widen(m.scale_type, m.scales, from, count, factor, false, scales);
 }
 
-// V: the number of vectors, or 0 for any.
-template <class Planes, int V>
-void do_rows(const Job& job, int64_t first, int64_t end) {
+template <class Row>
+void one_vector(const Job& job, int64_t row) {
   const gearbx_stack& m = *job.matrix;
-  const int vectors = V ? V : job.vectors;
   const int64_t groups = m.columns / m.group, blocks = m.group / BLOCK;
-  const float* x = job.prepared->x.data();
   const float* sums = job.prepared->sums.data();
-  F8 total[V ? V : GEARBX_MAX_VECTORS], even[V ? V : GEARBX_MAX_VECTORS], odd[V ? V : GEARBX_MAX_VECTORS];
   alignas(32) float scales[SEGMENT], offsets[SEGMENT];
+  const Row planes(m, row);
+  F8 total = zero8();
+  for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
+    const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
+    scales_and_offsets(m, row * groups + segment, count, scales, offsets);
+    for (int g = 0; g < count; g++) {
+      F8 even = zero8(), odd = zero8();
+      for (int64_t b = (segment + g) * blocks; b < (segment + g + 1) * blocks; b++) {
+        const float* x = job.prepared->x.data() + b * BLOCK;
+        F8 codes[4];
+        to_floats(planes.block(b), codes);
+        even = multiply_add8(codes[0], load8(x), even);
+        odd = multiply_add8(codes[1], load8(x + 8), odd);
+        even = multiply_add8(codes[2], load8(x + 16), even);
+        odd = multiply_add8(codes[3], load8(x + 24), odd);
+      }
+      total = multiply_add8(all8(scales[g]), add8(even, odd), total);
+    }
+    for (int g = 0; g < count; g += 8) total = multiply_add8(load8(offsets + g), load8(sums + segment + g), total);
+  }
+  job.y[row] = sum8(total);
+}
 
-  for (int64_t row = first; row < end; row++) {
-    const Planes planes(m, row);
-    for (int v = 0; v < vectors; v++) total[v] = zero8();
-    for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
-      const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
-      scales_and_offsets(m, row * groups + segment, count, scales, offsets);
-      for (int g = 0; g < count; g++) {
-        for (int v = 0; v < vectors; v++) even[v] = odd[v] = zero8();
-        for (int64_t b = (segment + g) * blocks; b < (segment + g + 1) * blocks; b++) {
-          F8 codes[4];
-          to_floats(planes.block(b), codes);
-          for (int v = 0; v < vectors; v++) {
-            const float* at = x + v * m.columns + b * BLOCK;
-            even[v] = multiply_add8(codes[0], load8(at), even[v]);
-            odd[v] = multiply_add8(codes[1], load8(at + 8), odd[v]);
-            even[v] = multiply_add8(codes[2], load8(at + 16), even[v]);
-            odd[v] = multiply_add8(codes[3], load8(at + 24), odd[v]);
+// R rows at a time, a group at a time: the codes become floats once for all vectors, and a vector's activations are
+// read once for all rows. For each row and vector the same sums as in one_vector, in the same order.
+template <class Row, int R>
+void several_vectors(const Job& job, int64_t first) {
+  const gearbx_stack& m = *job.matrix;
+  const int64_t groups = m.columns / m.group;
+  const int blocks = m.group / BLOCK;
+  const float* sums = job.prepared->sums.data();
+  alignas(32) float scales[R][SEGMENT], offsets[R][SEGMENT];
+  F8 total[GEARBX_MAX_VECTORS][R], codes[R][4 * MOST_BLOCKS];
+  for (int v = 0; v < job.vectors; v++)
+    for (int r = 0; r < R; r++) total[v][r] = zero8();
+
+  for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
+    const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
+    for (int r = 0; r < R; r++)
+      scales_and_offsets(m, (first + r) * groups + segment, count, scales[r], offsets[r]);
+    for (int g = 0; g < count; g++) {
+      for (int r = 0; r < R; r++) {
+        const Row planes(m, first + r);
+        for (int b = 0; b < blocks; b++) to_floats(planes.block((segment + g) * blocks + b), codes[r] + 4 * b);
+      }
+      for (int v = 0; v < job.vectors; v++) {
+        const float* x = job.prepared->x.data() + v * m.columns + (segment + g) * m.group;
+        F8 even[R], odd[R];
+        for (int r = 0; r < R; r++) even[r] = odd[r] = zero8();
+        for (int b = 0; b < 4 * blocks; b += 2) {
+          const F8 x_even = hold(load8(x + 8 * b)), x_odd = hold(load8(x + 8 * b + 8));
+          for (int r = 0; r < R; r++) {
+            even[r] = multiply_add8(codes[r][b], x_even, even[r]);
+            odd[r] = multiply_add8(codes[r][b + 1], x_odd, odd[r]);
           }
         }
-        const F8 scale = all8(scales[g]);
-        for (int v = 0; v < vectors; v++) total[v] = multiply_add8(scale, add8(even[v], odd[v]), total[v]);
-      }
-      for (int g = 0; g < count; g += 8) {
-        const F8 offset = load8(offsets + g);
-        for (int v = 0; v < vectors; v++)
-          total[v] = multiply_add8(offset, load8(sums + v * job.prepared->sums_stride + segment + g), total[v]);
+        for (int r = 0; r < R; r++)
+          total[v][r] = multiply_add8(all8(scales[r][g]), add8(even[r], odd[r]), total[v][r]);
       }
     }
-    for (int v = 0; v < vectors; v++) job.y[v * m.rows + row] = sum8(total[v]);
+    for (int v = 0; v < job.vectors; v++)
+      for (int g = 0; g < count; g += 8) {
+        const F8 x = load8(sums + v * job.prepared->sums_stride + segment + g);
+        for (int r = 0; r < R; r++) total[v][r] = multiply_add8(load8(offsets[r] + g), x, total[v][r]);
+      }
+  }
+  for (int v = 0; v < job.vectors; v++)
+    for (int r = 0; r < R; r++) job.y[v * m.rows + first + r] = sum8(total[v][r]);
+}
+
+template <class Row>
+void do_piece(const void* context, int piece) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t end = job.pieces.first(piece + 1);
+  int64_t row = job.pieces.first(piece);
+  if (job.vectors == 1) {
+    for (; row < end; row++) one_vector<Row>(job, row);
+  } else {
+    for (; row + 4 <= end; row += 4) several_vectors<Row, 4>(job, row);
+    for (; row < end; row++) several_vectors<Row, 1>(job, row);
   }
 }
 
-template <class Planes>
-void do_piece(const void* context, int piece) {
-  const Job& job = *static_cast<const Job*>(context);
-  const int64_t first = job.pieces.first(piece), end = job.pieces.first(piece + 1);
-  if (job.vectors == 1)
-    do_rows<Planes, 1>(job, first, end);
-  else
-    do_rows<Planes, 0>(job, first, end);
+struct Form {
+  int widths[GEARBX_MAX_PLANES];
+  void (*work)(const void*, int);
+};
+
+template <int... W>
+constexpr Form form() {
+  return {{W...}, do_piece<Planes<W...>>};
 }
 
-typedef void (*Work)(const void*, int);
+// The weights of stock quantization, and the stacks of the usual ladders.
+constexpr Form FORMS[] = {
+    form<1>(),    form<2>(),       form<3>(),    form<4>(),          form<5>(),       form<6>(),
+    form<8>(),    form<2, 1>(),    form<2, 2>(), form<2, 4>(),       form<2, 6>(),    form<3, 1>(),
+    form<3, 5>(), form<4, 1>(),    form<4, 2>(), form<4, 4>(),       form<6, 2>(),    form<2, 2, 4>(),
+    form<3, 1, 4>(), form<4, 1, 1>(), form<4, 2, 2>(), form<4, 1, 1, 2>(),
+};
 
-Work find_work(const gearbx_stack& m) {
-  if (m.planes == 1) switch (m.widths[0]) {
-      case 1: return do_piece<OnePlane<1>>;
-      case 2: return do_piece<OnePlane<2>>;
-      case 3: return do_piece<OnePlane<3>>;
-      case 4: return do_piece<OnePlane<4>>;
-      case 5: return do_piece<OnePlane<5>>;
-      case 6: return do_piece<OnePlane<6>>;
-      default: return do_piece<OnePlane<8>>;
-    }
-  if (m.planes == 2) switch (10 * m.widths[0] + m.widths[1]) {
-      case 22: return do_piece<TwoPlanes<2, 2>>;
-      case 24: return do_piece<TwoPlanes<2, 4>>;
-      case 31: return do_piece<TwoPlanes<3, 1>>;
-      case 35: return do_piece<TwoPlanes<3, 5>>;
-      case 41: return do_piece<TwoPlanes<4, 1>>;
-      case 42: return do_piece<TwoPlanes<4, 2>>;
-      case 44: return do_piece<TwoPlanes<4, 4>>;
-      case 62: return do_piece<TwoPlanes<6, 2>>;
-    }
-  return do_piece<AnyPlanes>;
+const Form& find_form(const gearbx_stack& m) {
+  static constexpr Form any = {{}, do_piece<AnyPlanes>};
+  for (const Form& known : FORMS)
+    if (std::memcmp(known.widths, m.widths, sizeof m.widths) == 0) return known;
+  return any;
 }
 
 }  // namespace
@@ -176,7 +218,7 @@ extern "C" void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, 
   int bits = 0;
   for (int p = 0; p < matrix->planes; p++) bits += matrix->widths[p];
   const Job job = {matrix, &prepared, vectors, y, Pieces(matrix->rows, matrix->columns * bits / 8, vectors)};
-  share_out(job.pieces.count, find_work(*matrix), &job);
+  share_out(job.pieces.count, find_form(*matrix).work, &job);
 }
 
 extern "C" int gearbx_threads(void) { return gearbx::thread_count(); }
