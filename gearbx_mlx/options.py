@@ -15,10 +15,11 @@ from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
 from .gears.discovery import MANAGE, is_quantized
-from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.gearbox import DEFAULT_KERNELS, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
+from .kernels.dispatch import KERNELS
 from .loading import DEMO_MODEL, context_length, find, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
@@ -80,6 +81,13 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         choices=RESIDENCIES,
         default="resident",
         help="Of gears not engaged: kept, moved out of MLX's memory, or dense originals read again from disk.",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=DEFAULT_KERNELS,
+        help="MLX's own, or native ones for the CPU, compiled when first used; auto: native where there are any. "
+        f"Default: {DEFAULT_KERNELS}",
     )
 
 
@@ -253,6 +261,7 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         residency=args.residency,
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,
+        kernels=args.kernels,
     )
 
 

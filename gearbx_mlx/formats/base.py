@@ -7,6 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from .native import NativeDense, NativeQuantizedLinear
+
 
 class Format(Protocol):
     """A way to store one weight matrix at several precisions."""
@@ -59,10 +61,15 @@ def quantized_module(
 ) -> nn.Module:
     """The stock quantized module of a Linear or SwitchLinear, over given arrays; a bias is shared, not copied.
 
+    Of a NativeDense it is the native one.
+
     The constructors of these modules quantize a random weight. They are passed by, since a shift in the middle of a
     text must not draw from the random numbers that its tokens are sampled with.
     """
-    kind = nn.QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedSwitchLinear
+    if isinstance(dense, NativeDense):
+        kind = NativeQuantizedLinear
+    else:
+        kind = nn.QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedSwitchLinear
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     module.group_size, module.bits, module.mode = group_size, bits, "affine"

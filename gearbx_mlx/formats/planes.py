@@ -16,8 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.dispatch import stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
 from .base import quantized_module, whole_groups
+from .native import NativeDense
 from .packing import pack, unpack
 
 # The smallest scale: groups of equal weights have no range.
@@ -147,6 +149,14 @@ class PlanesLinear(_PlanesModule):
         return y + self["bias"] if "bias" in self else y
 
 
+class NativePlanesLinear(PlanesLinear):
+    """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = stack_product(x, *self._stack())
+        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+
+
 class PlanesSwitchLinear(_PlanesModule):
     """mlx-lm's SwitchLinear (E experts of one shape, chosen by `indices`) over bit planes."""
 
@@ -184,7 +194,9 @@ class NestedPlanes:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
         first = planes.weights[0], planes.scales, planes.biases[0]
         lowest = quantized_module(dense, ladder[0], group_size, *first)
-        kind = PlanesLinear if dense.weight.ndim == 2 else PlanesSwitchLinear
+        kind: type[_PlanesModule] = PlanesLinear if dense.weight.ndim == 2 else PlanesSwitchLinear
+        if isinstance(dense, NativeDense):
+            kind = NativePlanesLinear
         return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
 
     def bytes_read(

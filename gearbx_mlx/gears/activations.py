@@ -5,7 +5,7 @@ half-precision model that is to use quantized gears there is computed in float32
 float32 value: the weights stay what they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -44,13 +44,14 @@ def on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def compute_in(model: nn.Module, dtype: str, quantized: bool) -> mx.Dtype:
+def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.Module] = ()) -> mx.Dtype:
     """Put the model's floating parameters into the type that it is to be computed in.
 
     Args:
         model: changed in place, unless it has that type already.
         dtype: "auto" (what is fast on this device without changing a value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
+        kept: modules of the model whose own parameters stay in their type: native kernels widen as they read.
 
     Returns:
         the type computed in.
@@ -66,14 +67,19 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool) -> mx.Dtype:
         wanted = DTYPES[dtype]
     else:
         raise GearbxError(f"dtype '{dtype}' does not exist; choose from auto, {', '.join(DTYPES)}")
-    if wanted != own:
+    if wanted != own or hasattr(model, STORED):  # put into another type before, and perhaps not all of it
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
             setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
+        held = [
+            (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
+        ]
         if wanted == checkpoint:  # back to what it was, parameters of another type than most included
-            held = tree_flatten(model.parameters())
-            model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in held]))
+            now = tree_flatten(model.parameters())
+            model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in now]))
         else:
             model.set_dtype(wanted)
+        for module, name, value in held:
+            module[name] = value
         mx.eval(model.parameters())
     return wanted

@@ -1,6 +1,7 @@
 """The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6)."""
 
 import copy
+import dataclasses
 import math
 import time
 import warnings
@@ -13,6 +14,8 @@ from mlx.utils import tree_unflatten
 from ..errors import GearbxError, GearbxWarning
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
+from ..formats.native import NativeDense, is_stock_linear, with_kernels
+from ..kernels.dispatch import KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import token_bytes
 from .discovery import Layer, Predicate, discover, is_quantized
@@ -21,6 +24,7 @@ from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Resident, make_residency
 
 DEFAULT_LADDER = "4,8,16"
+DEFAULT_KERNELS = "mlx"
 GROUP_SIZES = (32, 64, 128)
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
@@ -46,6 +50,8 @@ class Gearbox:
         residency: of gears that are not engaged: "resident", "host" or "disk".
         checkpoint: the model's directory, for "disk".
         dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
+        kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
+            for a CPU; the top gear then differs from mlx-lm in the last bits. "auto": native where there are any.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -63,6 +69,7 @@ class Gearbox:
         residency: str = "resident",
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
+        kernels: str = DEFAULT_KERNELS,
     ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.format = get_format(format)
@@ -83,12 +90,21 @@ class Gearbox:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
 
-        self.compute_dtype = compute_in(model, dtype, bool(quantized))
+        self.kernels = choose_kernels(kernels)
+        self.layers = [
+            dataclasses.replace(layer, module=with_kernels(layer.module, self.kernels.native)) for layer in self.layers
+        ]
+        if self.layers:
+            model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in self.layers]))
+        native = [layer.module for layer in self.layers if isinstance(layer.module, NativeDense)]
+        self.compute_dtype = compute_in(model, dtype, bool(quantized), native)
         # What the checkpoint holds decides what a gear is, whatever it is computed in.
         self.storage = {
             path: stored_dtype(model, path and f"{path}.weight") for path in ("", *(e.path for e in self.layers))
         }
-        self.residency = make_residency(residency, model, checkpoint, dict.fromkeys(self.storage, self.compute_dtype))
+        held_in = dict.fromkeys(self.storage, self.compute_dtype)
+        held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, NativeDense)}
+        self.residency = make_residency(residency, model, checkpoint, held_in)
         if quantized and looks_quantized([layer.module.weight for layer in self.layers]):
             warnings.warn(
                 "the weights have few different values, as if they had been quantized before: "
@@ -193,11 +209,20 @@ class Gearbox:
         return self._token_bytes[gear]
 
     def describe(self) -> str:
-        """One line for each managed layer, and the reason for each that is not."""
+        """One line for each managed layer, with the kernels it runs on, and the reason for each that is not."""
         lines = [
-            f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}" for layer in self.layers
+            f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}; {self.path_of(layer)}"
+            for layer in self.layers
         ]
         return "\n".join([*lines, *(f"{path}: dense ({reason})" for path, reason in self.unmanaged.items())])
+
+    def path_of(self, layer: Layer) -> str:
+        """Which kernels a layer runs on, and why: "native (up to 16 vectors, MLX beyond)"."""
+        if isinstance(layer.module, NativeDense):
+            return f"native ({self.kernels.reason})"
+        if self.kernels.native and not is_stock_linear(layer.module):
+            return f"mlx (no native kernel for {type(layer.module).__name__})"
+        return f"mlx ({self.kernels.reason})"
 
     def _make(self, gear: Gear) -> dict[str, nn.Module]:
         """Path to module of a gear; what is missing is made, unevaluated."""
@@ -207,9 +232,9 @@ class Gearbox:
         for layer in missing:
             dense = copy.copy(layer.module)
             dense.weight = dense.weight.astype(self.storage[layer.path])
-            made = self.format.modules(
-                dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, self.compute_dtype
-            )
+            # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
+            held_in = self.storage[layer.path] if isinstance(dense, NativeDense) else self.compute_dtype
+            made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
 
@@ -249,3 +274,13 @@ class Gearbox:
         for layer in self.layers:
             if {self.bits_of(layer, gear) for gear in self.ladder} <= self._made[layer.path].keys() - {DENSE}:
                 layer.module.weight = EMPTY
+
+
+def choose_kernels(kernels: str) -> Choice:
+    """Raises GearbxError for a name that does not exist; warns where native ones were asked for and there are none."""
+    if kernels not in KERNELS:
+        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    choice = choose(kernels)
+    if kernels == "native" and not choice.native:
+        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    return choice

@@ -1,0 +1,146 @@
+// 32 packed codes to 32 floats, for any width that MLX packs: a little-endian stream of bits, 4 * width bytes a block.
+//
+// A block becomes one byte per code first. There planes are put together (a code of 8 bits at most), and only then it
+// becomes floats, so that a stack of planes costs little more than one plane. Byte k of the dword l is masked where it
+// stands: register k holds code 4 l + k, times PLACE[k]. The activations are put in that order, and divided by the same
+// powers of two, once for all rows (prepare.h). Nothing is read beyond the block.
+
+#pragma once
+
+#include "simd.h"
+
+namespace gearbx {
+
+constexpr int BLOCK = 32;
+// The last byte is shifted down instead: where it stands, it would be a sign.
+constexpr float PLACE[4] = {1.0f, 256.0f, 65536.0f, 1.0f};
+
+#ifdef GEARBX_AVX2
+
+typedef __m256i Bytes32;
+
+inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+inline __m128i load8_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+
+// Widths that divide no byte: the two bytes around each code go to 16 bits of their own, a multiplication puts the code
+// at their top, one shift brings it down. Eight codes are `W` bytes, loaded as eight; where that would read beyond the
+// block, the load begins earlier and `skipped` bytes are passed over.
+template <int W>
+struct Windows {
+  alignas(32) uint8_t bytes[2][32];
+  alignas(32) uint16_t factors[16];
+
+  static constexpr int begin(int eighth) { return eighth * W + 8 <= 4 * W ? eighth * W : 4 * W - 8; }
+
+  constexpr Windows() : bytes(), factors() {
+    for (int i = 0; i < 2; i++)
+      for (int half = 0; half < 2; half++)
+        for (int j = 0; j < 8; j++) {
+          const int eighth = i + 2 * half, skipped = eighth * W - begin(eighth);
+          bytes[i][16 * half + 2 * j] = static_cast<uint8_t>(skipped + j * W / 8);
+          bytes[i][16 * half + 2 * j + 1] = static_cast<uint8_t>(skipped + j * W / 8 + 1);
+          factors[8 * half + j] = static_cast<uint16_t>(1u << (16 - W - j * W % 8));
+        }
+  }
+};
+
+template <int W>
+inline __m256i sixteen_codes(const uint8_t* p, int i) {
+  static constexpr Windows<W> windows;
+  const __m256i packed =
+      _mm256_set_m128i(load8_bytes(p + Windows<W>::begin(i + 2)), load8_bytes(p + Windows<W>::begin(i)));
+  const __m256i around =
+      _mm256_shuffle_epi8(packed, _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.bytes[i])));
+  const __m256i factors = _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.factors));
+  return _mm256_srli_epi16(_mm256_mullo_epi16(around, factors), 16 - W);
+}
+
+template <int W>
+inline Bytes32 unpack(const uint8_t* p) {
+  return _mm256_packus_epi16(sixteen_codes<W>(p, 0), sixteen_codes<W>(p, 1));
+}
+
+template <>
+inline Bytes32 unpack<8>(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+template <>
+inline Bytes32 unpack<4>(const uint8_t* p) {
+  const __m256i pairs = _mm256_cvtepu8_epi16(load16(p));
+  return _mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(15));
+}
+
+template <>
+inline Bytes32 unpack<2>(const uint8_t* p) {
+  const __m256i fours = _mm256_cvtepu8_epi32(load8_bytes(p));
+  const __m256i twos = _mm256_or_si256(fours, _mm256_slli_epi32(fours, 6));
+  return _mm256_and_si256(_mm256_or_si256(twos, _mm256_slli_epi32(twos, 12)), _mm256_set1_epi8(3));
+}
+
+template <>
+inline Bytes32 unpack<1>(const uint8_t* p) {
+  int word;
+  std::memcpy(&word, p, 4);
+  const __m256i repeat = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                          2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+  const __m256i bits = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), repeat), bit);
+  return _mm256_min_epu8(bits, _mm256_set1_epi8(1));
+}
+
+// The codes stay below 2^8, so that no bit crosses from one byte into the next.
+inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
+  return _mm256_or_si256(_mm256_sll_epi32(above, _mm_cvtsi32_si128(width)), below);
+}
+
+inline void to_floats(Bytes32 codes, F8 out[4]) {
+  out[0] = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(0xff)));
+  out[1] = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(0xff00)));
+  out[2] = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(0xff0000)));
+  out[3] = _mm256_cvtepi32_ps(_mm256_srli_epi32(codes, 24));
+}
+
+#else
+
+struct Bytes32 {
+  uint8_t byte[BLOCK];
+};
+
+template <int W>
+inline Bytes32 unpack(const uint8_t* p) {
+  Bytes32 codes;
+  for (int i = 0; i < BLOCK; i++) {
+    const int bit = i * W;
+    unsigned around = p[bit / 8];
+    if (bit % 8 + W > 8) around |= static_cast<unsigned>(p[bit / 8 + 1]) << 8;
+    codes.byte[i] = static_cast<uint8_t>((around >> bit % 8) & ((1u << W) - 1));
+  }
+  return codes;
+}
+
+inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
+  for (int i = 0; i < BLOCK; i++) above.byte[i] = static_cast<uint8_t>(above.byte[i] << width | below.byte[i]);
+  return above;
+}
+
+inline void to_floats(Bytes32 codes, F8 out[4]) {
+  for (int k = 0; k < 4; k++)
+    for (int l = 0; l < 8; l++) out[k][l] = static_cast<float>(codes.byte[4 * l + k]) * PLACE[k];
+}
+
+#endif
+
+inline Bytes32 unpack(int width, const uint8_t* p) {
+  switch (width) {
+    case 1: return unpack<1>(p);
+    case 2: return unpack<2>(p);
+    case 3: return unpack<3>(p);
+    case 4: return unpack<4>(p);
+    case 5: return unpack<5>(p);
+    case 6: return unpack<6>(p);
+    default: return unpack<8>(p);
+  }
+}
+
+}  // namespace gearbx

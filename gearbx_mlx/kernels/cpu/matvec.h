@@ -1,0 +1,46 @@
+// Matrix times a few vectors, over weights as MLX holds them. Plain C, so that a test can call it without Python.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { GEARBX_FLOAT32 = 0, GEARBX_BFLOAT16 = 1, GEARBX_FLOAT16 = 2 };
+enum { GEARBX_MAX_PLANES = 8, GEARBX_MAX_VECTORS = 16 };
+
+// A stack of bit planes, most significant first; one plane is an ordinary affine weight of MLX.
+//
+// A weight stands for scale * code + bias per group of inputs, where the planes of a stack share the scale, each has
+// biases of its own, and plane i counts 2^-(widths[1] + ... + widths[i]).
+typedef struct {
+  int64_t rows, columns;  // columns is a multiple of group
+  int group;              // 32, 64 or 128
+  int planes;             // widths of 1 to 6 or 8 bits, 8 together at most
+  int widths[GEARBX_MAX_PLANES];           // zeros after the last
+  const void* weights[GEARBX_MAX_PLANES];  // (rows, columns * width / 32) uint32
+  const void* scales;                      // (rows, columns / group)
+  const void* biases[GEARBX_MAX_PLANES];   // (rows, columns / group)
+  int scale_type;                          // of scales and biases
+} gearbx_stack;
+
+typedef struct {
+  int64_t rows, columns;
+  const void* weights;  // (rows, columns)
+  int type;
+} gearbx_dense;
+
+// y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors.
+// The weights are read once. A vector's result has the same bits whatever the other vectors are, and on however many
+// threads.
+void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y);
+void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y);
+
+// Threads that work on one product, the caller's included: the number of cores, or GEARBX_THREADS.
+int gearbx_threads(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,118 @@
+// Eight floats side by side: AVX2 where the compiler targets it, else GCC/Clang vectors, which any processor has.
+//
+// Everything that rounds is spelled out here, so that a result does not depend on how a loop around it was compiled.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(GEARBX_PORTABLE)
+#define GEARBX_AVX2 1
+#include <immintrin.h>
+#endif
+
+namespace gearbx {
+
+inline float bf16_to_float(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// IEEE binary16 without compiler support for it: normal, subnormal, infinite and NaN.
+inline float fp16_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  const uint32_t exponent = (half >> 10) & 31, mantissa = half & 1023;
+  if (exponent == 0) {
+    const float value = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -value : value;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+#ifdef GEARBX_AVX2
+
+typedef __m256 F8;
+
+inline F8 zero8() { return _mm256_setzero_ps(); }
+inline F8 all8(float value) { return _mm256_set1_ps(value); }
+inline F8 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline F8 add8(F8 a, F8 b) { return _mm256_add_ps(a, b); }
+inline F8 multiply_add8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
+inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+inline F8 load8_bf16(const uint16_t* p) {
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+
+inline F8 load8_fp16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline void store8(float* p, F8 a) { _mm256_storeu_ps(p, a); }
+
+// A value that is to be loaded once and stay in a register: compilers read it again for each use otherwise.
+inline F8 hold(F8 a) {
+  asm("" : "+x"(a));
+  return a;
+}
+
+#else
+
+typedef float F8 __attribute__((vector_size(32)));
+
+inline F8 zero8() { return F8{}; }
+inline F8 all8(float value) { return F8{} + value; }
+inline F8 load8(const float* p) {
+  F8 a;
+  std::memcpy(&a, p, sizeof a);
+  return a;
+}
+inline F8 add8(F8 a, F8 b) { return a + b; }
+inline F8 multiply_add8(F8 a, F8 b, F8 c) { return a * b + c; }
+inline float multiply_add(float a, float b, float c) { return a * b + c; }
+
+inline F8 load8_bf16(const uint16_t* p) {
+  F8 a;
+  for (int i = 0; i < 8; i++) a[i] = bf16_to_float(p[i]);
+  return a;
+}
+
+inline F8 load8_fp16(const uint16_t* p) {
+  F8 a;
+  for (int i = 0; i < 8; i++) a[i] = fp16_to_float(p[i]);
+  return a;
+}
+
+inline void store8(float* p, F8 a) { std::memcpy(p, &a, sizeof a); }
+inline F8 hold(F8 a) { return a; }
+
+#endif
+
+// The sum of all eight, always in this order.
+inline float sum8(F8 a) {
+  float v[8];
+  store8(v, a);
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// Overloads by the type that a value is stored in.
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+inline F8 load8(const Bf16* p) { return load8_bf16(&p->bits); }
+inline F8 load8(const Fp16* p) { return load8_fp16(&p->bits); }
+inline float to_float(float value) { return value; }
+inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }
+inline float to_float(Fp16 value) { return fp16_to_float(value.bits); }
+
+}  // namespace gearbx

@@ -1,0 +1,27 @@
+// How the rows of a matrix are cut into pieces of work.
+
+#pragma once
+
+#include <cstdint>
+
+namespace gearbx {
+
+// Pieces large enough that taking one costs nothing beside doing it, and small enough that a thread which is not
+// running holds up little.
+struct Pieces {
+  int64_t rows, height;
+  int count;
+
+  Pieces(int64_t rows, int64_t row_bytes, int vectors) : rows(rows) {
+    constexpr int64_t BYTES = 64 << 10, MOST = 1024;
+    const int64_t cost = (row_bytes > 0 ? row_bytes : 1) * (1 + vectors / 4);
+    height = BYTES / cost;
+    if (height < (rows + MOST - 1) / MOST) height = (rows + MOST - 1) / MOST;
+    if (height < 1) height = 1;
+    count = static_cast<int>((rows + height - 1) / height);
+  }
+
+  int64_t first(int piece) const { return piece * height < rows ? piece * height : rows; }
+};
+
+}  // namespace gearbx

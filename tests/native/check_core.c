@@ -1,0 +1,169 @@
+/* The CPU kernels without Python or MLX, to be built with sanitizers: every width, group, type and number of vectors,
+   over buffers of exactly the size that a matrix needs, against a plain loop in double precision. */
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "matvec.h"
+
+static uint64_t state = 1;
+
+static uint32_t random_bits(void) {
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return (uint32_t)(state >> 32);
+}
+
+static float random_float(void) { return (float)((int)(random_bits() % 2001) - 1000) / 500.0f; }
+
+static int size_of(int type) { return type == GEARBX_FLOAT32 ? 4 : 2; }
+
+/* Random values of a type, and what they are as doubles. */
+static void* random_values(size_t count, int type, double* values) {
+  char* held = malloc(count * (size_t)size_of(type));
+  for (size_t i = 0; i < count; i++) {
+    float value = random_float();
+    uint32_t bits;
+    if (type == GEARBX_FLOAT32) {
+      memcpy(held + 4 * i, &value, 4);
+    } else {
+      uint16_t half;
+      if (type == GEARBX_BFLOAT16) {
+        memcpy(&bits, &value, 4);
+        half = (uint16_t)(bits >> 16);
+        bits = (uint32_t)half << 16;
+        memcpy(&value, &bits, 4);
+      } else { /* 1 to 2, or a subnormal */
+        const uint32_t mantissa = random_bits() & 1023, sign = random_bits() & 1, tiny = random_bits() % 8 == 0;
+        half = (uint16_t)(sign << 15 | (tiny ? 0u : 15u << 10) | mantissa);
+        value = (tiny ? (float)mantissa * 0x1p-24f : 1.0f + (float)mantissa / 1024.0f) * (sign ? -1.0f : 1.0f);
+      }
+      memcpy(held + 2 * i, &half, 2);
+    }
+    values[i] = value;
+  }
+  return held;
+}
+
+static int failures = 0, products = 0;
+
+static void compare(const char* what, int64_t rows, int64_t columns, int vectors, const float* x, const double* weights,
+                    const double* sizes, const float* y) {
+  products++;
+  for (int v = 0; v < vectors; v++)
+    for (int64_t r = 0; r < rows; r++) {
+      double exact = 0, bound = 0;
+      for (int64_t i = 0; i < columns; i++) {
+        exact += weights[r * columns + i] * x[v * columns + i];
+        bound += sizes[r * columns + i] * fabs((double)x[v * columns + i]);
+      }
+      const double error = fabs(y[v * rows + r] - exact);
+      if (!(error <= ((double)columns / 8 + 16) * 0x1p-24 * bound + 1e-30)) {
+        failures++;
+        printf("%s rows %d columns %d vectors %d: row %d of vector %d is %g off\n", what, (int)rows, (int)columns,
+               vectors, (int)r, v, error);
+        return;
+      }
+    }
+}
+
+static float* random_x(int64_t count) {
+  float* x = malloc((size_t)count * 4);
+  for (int64_t i = 0; i < count; i++) x[i] = random_float();
+  return x;
+}
+
+static void check_stack(int planes, const int* widths, int group, int type, int64_t rows, int64_t groups, int vectors) {
+  const int64_t columns = groups * group;
+  gearbx_stack m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .scale_type = type};
+  double* scales = malloc((size_t)(rows * groups) * 8);
+  double* weights = calloc((size_t)(rows * columns), 8);
+  double* sizes = calloc((size_t)(rows * columns), 8);
+  m.scales = random_values((size_t)(rows * groups), type, scales);
+  double factor = 1;
+  for (int p = 0; p < planes; p++) {
+    const int width = widths[p];
+    const size_t bytes = (size_t)(rows * columns / 8 * width);
+    uint8_t* packed = malloc(bytes);
+    double* biases = malloc((size_t)(rows * groups) * 8);
+    for (size_t i = 0; i < bytes; i++) packed[i] = (uint8_t)random_bits();
+    if (p) factor /= 1 << width;
+    m.widths[p] = width;
+    m.weights[p] = packed;
+    m.biases[p] = random_values((size_t)(rows * groups), type, biases);
+    for (int64_t i = 0; i < rows * columns; i++) {
+      unsigned code = 0;
+      for (int b = 0; b < width; b++) {
+        const size_t bit = (size_t)i * (size_t)width + (size_t)b;
+        code |= (unsigned)(packed[bit / 8] >> bit % 8 & 1) << b;
+      }
+      weights[i] += factor * (scales[i / group] * code + biases[i / group]);
+      sizes[i] += factor * (fabs(scales[i / group]) * code + fabs(biases[i / group]));
+    }
+    free(biases);
+  }
+  float* x = random_x(vectors * columns);
+  float* y = malloc((size_t)(vectors * rows) * 4);
+  gearbx_stack_matvec(&m, x, vectors, y);
+  char what[64];
+  snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d,", planes, widths[0], group, type);
+  compare(what, rows, columns, vectors, x, weights, sizes, y);
+  for (int p = 0; p < planes; p++) {
+    free((void*)m.weights[p]);
+    free((void*)m.biases[p]);
+  }
+  free((void*)m.scales);
+  free(scales);
+  free(weights);
+  free(sizes);
+  free(x);
+  free(y);
+}
+
+static void check_dense(int type, int64_t rows, int64_t columns, int vectors) {
+  double* weights = malloc((size_t)(rows * columns) * 8);
+  double* sizes = malloc((size_t)(rows * columns) * 8);
+  void* held = random_values((size_t)(rows * columns), type, weights);
+  for (int64_t i = 0; i < rows * columns; i++) sizes[i] = fabs(weights[i]);
+  float* x = random_x(vectors * columns);
+  float* y = malloc((size_t)(vectors * rows) * 4);
+  const gearbx_dense m = {rows, columns, held, type};
+  gearbx_dense_matvec(&m, x, vectors, y);
+  char what[32];
+  snprintf(what, sizeof what, "dense, type %d,", type);
+  compare(what, rows, columns, vectors, x, weights, sizes, y);
+  free(weights);
+  free(sizes);
+  free(held);
+  free(x);
+  free(y);
+}
+
+int main(void) {
+  static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
+                                  {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
+                                  {2, 4, 2}, {2, 4, 4}, {2, 6, 2}, {2, 5, 1},    {2, 2, 6},    {3, 2, 2, 4},
+                                  {3, 3, 1, 4}, {4, 4, 1, 1, 2}, {4, 2, 2, 2, 2}};
+  static const int64_t heights[] = {1, 3, 17};
+  static const int counts[] = {1, 2, 5, 16};
+  for (size_t s = 0; s < sizeof stacks / sizeof *stacks; s++)
+    for (int group = 32; group <= 128; group *= 2)
+      for (int type = 0; type < 3; type++)
+        for (int h = 0; h < 3; h++)
+          for (int v = 0; v < 4; v++)
+            check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v]);
+  const int four = 4;
+  /* Several pieces, and more groups than are widened at once. */
+  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3);
+  for (int type = 0; type < 3; type++) {
+    static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};
+    for (int w = 0; w < 7; w++)
+      for (int h = 0; h < 3; h++)
+        for (int v = 0; v < 4; v++) check_dense(type, heights[h], widths[w], counts[v]);
+    check_dense(type, 3000, 130, 2);
+    check_dense(type, 0, 16, 1);
+  }
+  printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
+  return failures != 0;
+}

@@ -1,0 +1,395 @@
+"""Native CPU kernels: against float64, bit by bit over batches, and what happens where they cannot be had."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import tiny_model, weights_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
+from gearbx_mlx.formats.native import NativeDense
+from gearbx_mlx.formats.packing import unpack
+from gearbx_mlx.formats.planes import split
+from gearbx_mlx.kernels import cpu, dispatch
+from gearbx_mlx.kernels.reference import plane_shifts
+
+TYPES = [mx.float32, mx.bfloat16, mx.float16]
+ROWS = [1, 3, 17]
+ROOT = Path(__file__).parents[1]
+CHECK = Path(__file__).parent / "native" / "check_core.c"
+PROMPT = mx.array([[1, 5, 9, 2, 7]])
+
+pytestmark = pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
+)
+
+
+@pytest.fixture(scope="module")
+def native():
+    """The compiled kernels. Where there is no compiler the tests that need one fail, with the reason."""
+    assert cpu.why_not() is None, cpu.why_not()
+    return cpu.native()
+
+
+@pytest.fixture
+def afresh(monkeypatch):
+    """The kernels are looked for anew in the test, and again after it."""
+    cpu._outcome.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._outcome.cache_clear()
+
+
+def float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def assert_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: np.ndarray) -> None:
+    """Within the rounding of float32 sums, eight of which run side by side; sizes bound what is added up."""
+    exact = float64(x) @ weights.T
+    bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
+    assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
+    """What a stack stands for in float64, and the sizes of its terms."""
+    total, sizes = 0.0, 0.0
+    for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
+        codes = np.array(unpack(words, width)).astype(np.float64)
+        s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
+        total = total + (s * codes + z) * 2.0**-shift
+        sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
+    return total, sizes
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    @pytest.mark.parametrize("group_size", [32, 64, 128])
+    @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+    def test_affine_weights(self, native, bits, group_size, dtype):
+        for rows in ROWS:
+            weight, scales, biases = mx.quantize(mx.random.normal((rows, 384)), group_size, bits)
+            scales, biases = scales.astype(dtype), biases.astype(dtype)
+            exact = stack_weights([weight], scales, [biases], [bits], group_size)
+            for vectors in (1, 2, 16):
+                x = mx.random.normal((vectors, 384))
+                assert_close(native.stack_matvec(x, [weight], scales, [biases], [bits], group_size), x, *exact)
+
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    @pytest.mark.parametrize("group_size", [32, 64, 128])
+    @pytest.mark.parametrize(
+        "widths", [(4, 4), (2, 2, 4), (3, 1, 2, 2), (4, 1, 1, 2), (3, 5), (2, 6), (5, 1, 2)], ids=str
+    )
+    def test_every_prefix_of_planes(self, native, widths, group_size, dtype):
+        for rows in ROWS:
+            planes = split(mx.random.normal((rows, 256)).astype(dtype), widths, group_size)
+            for count in range(1, len(widths) + 1):
+                stack = planes.weights[:count], planes.scales, planes.biases[:count], widths[:count], group_size
+                x = mx.random.normal((3, 256))
+                assert_close(dispatch.stack_product(x, *stack), x, *stack_weights(*stack))
+
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    @pytest.mark.parametrize("columns", [1, 7, 8, 33, 100, 384])
+    def test_dense_weights(self, native, columns, dtype):
+        for rows in ROWS:
+            weight = mx.random.normal((rows, columns)).astype(dtype)
+            x = mx.random.normal((5, columns))
+            assert_close(native.dense_matvec(x, weight), x, float64(weight), np.abs(float64(weight)))
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+        rows=st.integers(1, 70),
+        groups=st.integers(1, 70),
+        vectors=st.integers(1, 16),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_any_shape(self, bits, rows, groups, vectors, seed):
+        key = mx.random.key(seed)
+        weight, scales, biases = mx.quantize(mx.random.normal((rows, groups * 32), key=key), 32, bits)
+        x = mx.random.normal((vectors, groups * 32), key=key)
+        y = cpu.native().stack_matvec(x, [weight], scales, [biases], [bits], 32)
+        assert_close(y, x, *stack_weights([weight], scales, [biases], [bits], 32))
+
+    def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
+        x = mx.random.normal((16, 512))
+        planes = split(mx.random.normal((300, 512)), (4, 1, 1, 2), 64)
+        dense = mx.random.normal((300, 512)).astype(mx.bfloat16)
+        products = [lambda x: native.dense_matvec(x, dense)]
+        for n in range(1, 5):
+            stack = planes.weights[:n], planes.scales, planes.biases[:n], list(planes.widths[:n]), 64
+            products.append(lambda x, stack=stack: native.stack_matvec(x, *stack))
+        for product in products:
+            alone = [product(x[i : i + 1]) for i in range(16)]
+            for vectors in range(1, 17):
+                together = product(x[16 - vectors :])
+                assert mx.array_equal(together, mx.concatenate(alone[16 - vectors :])).item()
+
+    def test_activations_and_weights_that_are_not_in_rows(self, native):
+        weight = mx.random.normal((48, 64))
+        x = mx.random.normal((64, 6))
+        y = native.dense_matvec(x.T[::2], weight[::3])
+        assert mx.allclose(y, x.T[::2] @ weight[::3].T, atol=1e-5).item()
+        words, scales, biases = mx.quantize(mx.random.normal((48, 64)), 32, 4)
+        y = native.stack_matvec(x.T[::2], [words[::3]], scales[::3], [biases[::3]], [4], 32)
+        expected = native.stack_matvec(mx.contiguous(x.T[::2]), [words], scales, [biases], [4], 32)
+        assert mx.array_equal(y, expected[:, ::3]).item()
+
+    def test_shapes_and_types_of_activations(self, native):
+        weight = mx.random.normal((5, 64)).astype(mx.bfloat16)
+        for shape in [(64,), (1, 64), (2, 1, 4, 64)]:
+            assert native.dense_matvec(mx.ones(shape), weight).shape == (*shape[:-1], 5)
+        assert dispatch.dense_product(mx.ones((1, 64), mx.float16), weight).dtype == mx.float16
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_what_is_not_finite_shows_in_its_row_alone(self, native, value):
+        spot = mx.arange(17)[:, None] == 3
+        x = mx.random.normal((2, 64))
+        for dtype in TYPES:
+            weight = mx.where(spot & (mx.arange(64) == 40), value, mx.random.normal((17, 64))).astype(dtype)
+            finite = np.isfinite(float64(native.dense_matvec(x, weight)))
+            assert not finite[:, 3].any()
+            assert finite.sum() == 2 * 16
+            words, scales, biases = mx.quantize(mx.random.normal((17, 64)), 32, 4)
+            for damaged in ((mx.where(spot, value, scales), biases), (scales, mx.where(spot, value, biases))):
+                s, z = (a.astype(dtype) for a in damaged)
+                finite = np.isfinite(float64(native.stack_matvec(x, [words], s, [z], [4], 32)))
+                assert not finite[:, 3].any()
+                assert finite.sum() == 2 * 16
+
+    def test_wrong_arguments_are_refused(self, native):
+        words, scales, biases = mx.quantize(mx.random.normal((8, 64)), 32, 4)
+        one = mx.ones((1, 64))
+        for x, w, s, z, widths, group in [
+            (mx.ones((17, 64)), [words], scales, [biases], [4], 32),
+            (mx.ones((1, 32)), [words], scales, [biases], [4], 32),
+            (one, [words], scales, [biases], [8], 32),
+            (one, [words], scales, [biases], [7], 32),
+            (one, [words], scales, [biases], [4], 64),
+            (one, [words[:4]], scales, [biases], [4], 32),
+            (one, [words], scales, [biases[:4]], [4], 32),
+            (one, [words] * 3, scales, [biases] * 3, [4] * 3, 32),
+            (one, [], scales, [], [], 32),
+        ]:
+            with pytest.raises(ValueError, match=r"."):
+                native.stack_matvec(x, w, s, z, widths, group)
+        with pytest.raises(ValueError, match="differ in width"):
+            native.dense_matvec(one, mx.ones((8, 63)))
+
+    def test_nothing_is_computed_before_it_is_asked_for(self, native):
+        x = mx.ones((1, 64)) * 2  # unevaluated, as is all that follows
+        y = native.dense_matvec(native.dense_matvec(x, mx.ones((64, 64))), mx.ones((3, 64)))
+        assert y.shape == (1, 3)
+        assert mx.array_equal(y + 0, mx.full((1, 3), 2.0 * 64 * 64)).item()
+
+
+class TestModel:
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_every_gear_differs_from_mlx_in_last_bits_only(self, format, dtype):
+        stock, fast = (
+            Gearbox(tiny_model(dtype=dtype), format=format, group_size=32, kernels=k) for k in ("mlx", "native")
+        )
+        for gear in ("low", "mid", "high"):
+            stock.shift(gear)
+            fast.shift(gear)
+            expected, found = stock.model(PROMPT), fast.model(PROMPT)
+            assert found.dtype == expected.dtype
+            assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
+            long = mx.arange(40)[None]  # more vectors than a native kernel takes
+            assert mx.allclose(fast.model(long), stock.model(long), rtol=1e-4, atol=1e-5).item()
+
+    def test_the_top_gear_keeps_its_two_bytes(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        weight = model.layers[0].mlp.up_proj.weight
+        gearbox = Gearbox(model, kernels="native")
+        assert model.layers[0].mlp.up_proj.weight is weight
+        assert model.layers[0].input_layernorm.weight.dtype == mx.float32
+        gearbox.shift("low")
+        assert model.layers[0].mlp.up_proj.scales.dtype == mx.bfloat16
+        assert isinstance(model.layers[0].mlp.up_proj, nn.QuantizedLinear)
+
+    def test_a_gearbox_with_mlx_kernels_after_one_with_native_ones(self):
+        model, untouched = tiny_model(dtype=mx.bfloat16), tiny_model(dtype=mx.bfloat16)
+        Gearbox(model, kernels="native")
+        Gearbox(model, kernels="mlx")
+        Gearbox(untouched)
+        assert not any(isinstance(m, NativeDense) for m in model.modules())
+        assert mx.array_equal(model(PROMPT), untouched(PROMPT)).item()
+        assert {p: a.dtype for p, a in weights_of(model).items()} == {
+            p: a.dtype for p, a in weights_of(untouched).items()
+        }
+
+    @pytest.mark.parametrize("residency", ["host", "disk"])
+    def test_residency(self, fresh_demo, residency):
+        gearbox = Gearbox(fresh_demo.model, residency=residency, checkpoint=fresh_demo.path, kernels="native")
+        before = gearbox.model(PROMPT)
+        types = {path: a.dtype for path, a in weights_of(gearbox.model).items()}
+        for gear in ("low", "mid", "high"):
+            gearbox.shift(gear)
+            after = gearbox.model(PROMPT)
+            mx.eval(after)
+        assert mx.array_equal(after, before).item()
+        assert {path: a.dtype for path, a in weights_of(gearbox.model).items()} == types
+
+    def test_describe_says_which_path_and_why(self):
+        assert (
+            "q_proj: 4, 8, 16; native (up to 16 vectors, MLX beyond)"
+            in Gearbox(tiny_model(), kernels="auto").describe()
+        )
+        assert "q_proj: 4, 8, 16; mlx (as asked)" in Gearbox(tiny_model(), kernels="mlx").describe()
+        mixture = Gearbox(tiny_model("mixtral"), kernels="native").describe()
+        assert "w" in mixture
+        assert "mlx (no native kernel for SwitchLinear)" in mixture
+
+    def test_biases(self):
+        stock, fast = (Gearbox(tiny_model("gpt_neox"), kernels=k) for k in ("mlx", "native"))
+        for gear in ("low", "mid", "high"):
+            stock.shift(gear)
+            fast.shift(gear)
+            assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
+
+    def test_the_flag(self, command):
+        done = command("generate", "--kernels", "native", "--max-tokens", 8)
+        assert done.status == 0, done.err
+
+    def test_names_that_do_not_exist(self):
+        with pytest.raises(GearbxError, match="kernels 'fast' do not exist; choose from auto, native, mlx"):
+            Gearbox(tiny_model(), kernels="fast")
+
+
+class TestWithoutACompiler:
+    def test_mlx_is_used_and_the_reason_is_told(self, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        afresh.setenv("PATH", str(tmp_path))
+        afresh.delenv("CXX", raising=False)
+        assert cpu.why_not() == "no C++ compiler was found; install g++ or clang, or set CXX"
+        gearbox = Gearbox(tiny_model(), kernels="auto")
+        assert "mlx (no C++ compiler was found" in gearbox.describe()
+        expected = Gearbox(tiny_model()).model(PROMPT)
+        assert mx.array_equal(gearbox.model(PROMPT), expected).item()
+        with pytest.warns(GearbxWarning, match="MLX's own kernels are used: no C\\+\\+ compiler was found"):
+            Gearbox(tiny_model(), kernels="native")
+
+    def test_a_compiler_that_is_named_and_not_there(self, afresh):
+        afresh.setenv("CXX", "no-such-compiler -O3")
+        assert cpu.why_not() == "CXX is 'no-such-compiler -O3', and there is no such compiler"
+
+    def test_a_compiler_that_fails(self, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        failing = tmp_path / "failing"
+        failing.write_text("#!/bin/sh\necho 'error: out of luck' >&2\nexit 3\n", encoding="utf-8")
+        failing.chmod(0o755)
+        afresh.setenv("CXX", str(failing))
+        assert cpu.why_not() == "failing could not compile the CPU kernels: error: out of luck"
+        assert list((tmp_path / "gearbx-mlx").iterdir()) == []
+
+    def test_no_nanobind(self, afresh):
+        afresh.setitem(sys.modules, "nanobind", None)
+        assert cpu.why_not() == "nanobind is not installed; pip install 'gearbx-mlx[native]'"
+
+
+class TestCache:
+    @pytest.fixture
+    def copying(self, native, afresh):
+        """A compiler that hands out what was compiled before: what these tests are about is where it goes."""
+        made = Path(native.__file__)
+        commands = []
+
+        def copy(command: list[str]) -> None:
+            commands.append(command)
+            shutil.copy(made, command[-1])
+
+        afresh.setattr(cpu, "_compile", copy)
+        return commands
+
+    def test_compiled_once(self, afresh, copying, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert cpu.why_not() is None
+        cpu._outcome.cache_clear()
+        assert cpu.why_not() is None
+        assert len(copying) == 1
+        assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
+
+    def test_a_damaged_file_is_made_anew(self, native, afresh, copying, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        file = tmp_path / "gearbx-mlx" / Path(native.__file__).name
+        file.parent.mkdir()
+        file.write_bytes(b"half of a file")
+        assert cpu.why_not() is None
+        assert len(copying) == 1
+        assert file.stat().st_size > 1000
+
+    def test_kernels_that_do_not_work_are_compiled_once(self, afresh, copying, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+        def refuse(module: object) -> None:
+            raise cpu._Unavailable("incompatible function arguments")
+
+        afresh.setattr(cpu, "_checked", refuse)
+        for _ in range(2):
+            cpu._outcome.cache_clear()
+            assert cpu.why_not() == "incompatible function arguments"
+        assert len(copying) == 1
+
+    def test_a_place_that_cannot_be_written_to(self, afresh, copying, tmp_path):
+        (tmp_path / "file").write_text("in the way", encoding="utf-8")
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert cpu.why_not() is None
+        assert not Path(cpu.native().__file__).is_relative_to(tmp_path)
+
+    def test_the_name_changes_with_all_that_the_result_depends_on(self, afresh, tmp_path):
+        command, inputs = cpu.build_command(["c++"])
+        afresh.setattr(cpu, "version", lambda name: "1")
+        keys = {cpu._key(command, inputs), cpu._key([*command, "-g"], inputs), cpu._key(command, inputs[1:])}
+        afresh.setattr(cpu, "processor_features", lambda: "another")
+        keys.add(cpu._key(command, inputs))
+        afresh.setattr(cpu, "version", lambda name: "2")
+        keys.add(cpu._key(command, inputs))
+        assert len(keys) == 5
+
+    def test_two_processes_at_once(self, native, tmp_path):
+        code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        both = [
+            subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        assert [process.communicate(timeout=300)[0] for process in both] == ["None\n", "None\n"]
+        assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "path"),
+    [("address,undefined", "native"), ("address,undefined", "portable"), ("thread", "native")],
+)
+def test_the_core_under_sanitizers(tmp_path, sanitizer, path):
+    compiler = cpu.find_compiler()
+    program = tmp_path / "check"
+    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{cpu.SOURCES}"]
+    flags += ["-ffp-contract=off", processor if path == "native" else "-DGEARBX_PORTABLE"]
+    main = [*compiler, "-x", "c", "-std=c11", *flags, "-c", str(CHECK), "-o", f"{program}.o"]
+    sources = [str(cpu.SOURCES / name) for name in ("stack.cpp", "dense.cpp", "pool.cpp")]
+    link = [*compiler, "-std=c++20", *flags, "-pthread", *sources, f"{program}.o", "-o", str(program)]
+    for step in (main, link):
+        built = subprocess.run(step, capture_output=True, text=True)
+        if built.returncode:
+            break
+    if "cannot find" in built.stderr and "san" in built.stderr:
+        pytest.skip(f"this compiler has no {sanitizer} sanitizer")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run(
+        [program], capture_output=True, text=True, env=os.environ | {"GEARBX_THREADS": "4"}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 wrong, 4 threads" in done.stdout
