@@ -7,7 +7,7 @@ anywhere.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ class Spec:
 
 
 @functools.cache
-def build(spec: Spec) -> Callable[..., list[mx.array]]:
+def build(spec: Spec) -> Any:
     """The kernel as MLX's callable. MLX compiles it at its first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,

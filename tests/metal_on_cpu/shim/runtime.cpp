@@ -272,7 +272,7 @@ void metal_run(Job* the_job, Kernel kernel, void** arguments) {
         const uint32_t left = job->threads - group * job->group_size;
         const uint32_t size = left < job->group_size ? left : job->group_size;
         body = [=](int i) {
-            const Position position{group, uint32_t(i), uint32_t(i % LANES), uint32_t(i / LANES), size};
+            const Position position{group, uint32_t(i), uint32_t(i % LANES), uint32_t(i / LANES), job->group_size};
             kernel(arguments, &position);
         };
         forget_threadgroup_memory();
