@@ -181,8 +181,9 @@ class Launch:
 
 def _readable(array: mx.array) -> mx.array:
     """Arrays of fewer than 8 elements, padded: what a kernel does not read may be anything."""
-    flat = array.reshape(-1) if array.size < LEAST_ELEMENTS else array
-    return mx.pad(flat, (0, LEAST_ELEMENTS - flat.size)) if flat.size < LEAST_ELEMENTS else array
+    if array.size >= LEAST_ELEMENTS:
+        return array
+    return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
 def _check(

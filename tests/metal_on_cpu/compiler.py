@@ -5,13 +5,15 @@ import hashlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from .text import instance, parameters
 
 SHIM = Path(__file__).parent / "shim"
-OLDEST, NEWEST = 16, 30  # 14 has neither __bf16 arithmetic nor the flags below
+_FOLDER = tempfile.TemporaryDirectory(prefix="metal_on_cpu_")  # of what is compiled; goes when the process ends
+OLDEST, NEWEST = 17, 30  # 16 cannot compute with __bf16
 
 # Metal rounds half-precision operations one by one, takes 0.1 for a float, and knows no other char than a signed one.
 # Vectors and recognized builtins (a loop that copies becomes memcpy) would merge loads that are counted one by one.
@@ -59,7 +61,9 @@ class DoesNotCompile(Exception):
 
 @functools.cache
 def find_clang() -> str | None:
-    """The newest clang++ of 16 or later, or None."""
+    """A clang++ of 17 or later, or None. Linux only: the runtime is not written for other systems."""
+    if sys.platform != "linux":
+        return None
     names = ["clang++", *(f"clang++-{version}" for version in range(NEWEST, OLDEST - 1, -1))]
     for path in filter(None, map(shutil.which, names)):
         told = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
@@ -103,13 +107,6 @@ def translation_unit(text: str) -> str:
     return PRELUDE + '#line 1 "kernel.metal"\n' + body + entry
 
 
-@functools.cache
-def _folder() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="metal_on_cpu_")
-    _folder.keep = folder  # type: ignore[attr-defined]  # removed when the process ends
-    return Path(folder.name)
-
-
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -118,7 +115,7 @@ def _run(command: list[str]) -> None:
 
 @functools.cache
 def _runtime(clang: str) -> Path:
-    made = _folder() / "runtime.o"
+    made = Path(_FOLDER.name) / "runtime.o"
     _run([clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-c", str(SHIM / "runtime.cpp"), "-o", str(made)])
     return made
 
@@ -132,7 +129,7 @@ def library(text: str) -> Path:
     """
     clang = find_clang()
     assert clang
-    stem = _folder() / hashlib.sha256(text.encode()).hexdigest()[:24]
+    stem = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:24]
     source, made = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text(translation_unit(text))
     _run([clang, *_flags(clang), "-I", str(SHIM), "-c", str(source), "-o", str(stem.with_suffix(".o"))])

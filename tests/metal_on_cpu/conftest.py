@@ -2,7 +2,7 @@ import pytest
 
 from .compiler import find_clang
 
-NOT_CHECKED = "METAL WAS NOT CHECKED: no clang++ of version 16 or later (Debian, Ubuntu: apt-get install clang-19)"
+NOT_CHECKED = "METAL WAS NOT CHECKED: that needs Linux and clang++ 17 or later (apt-get install clang-19)"
 
 
 def pytest_collection_modifyitems(items):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.clang
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = [(bits,) for bits in (2, 3, 4, 5, 6, 8)]
-STACKS = [(4, 4), (3, 5), (2, 2, 4), (4, 1, 1, 2), (3, 1, 4), (2, 1)]
+STACKS = [(4, 4), (3, 5), (2, 2, 4), (4, 1, 1, 2), (3, 1, 4), (2, 1), (1, 7)]
 
 
 def cases():
@@ -56,8 +56,8 @@ def test_any_width(columns):
 
 
 def test_float64_expectation_is_the_reference():
-    """The tests compare with float64; that is what MLX's own kernels compute."""
-    for widths in AFFINE + STACKS:
+    """The tests compare with float64; that is what MLX's own kernels compute. They have no 7 bits."""
+    for widths in (w for w in AFFINE + STACKS if 7 not in w):
         case = Case(widths, 9, 256, dtype=mx.float32, vectors=2)
         p = problem(case)
         y = exact(planes_matmul(p.x, p.weights, p.scales, p.biases, widths, case.group_size))
