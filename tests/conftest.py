@@ -9,10 +9,12 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx.loading import DEMO_MODEL
 
 VOCABULARY = 128
+PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
 COMMON = {
     "hidden_size": 64,
@@ -63,6 +65,10 @@ def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | SwitchLinear)}
 
 
 def weights_of(model: nn.Module) -> dict[str, mx.array]:

@@ -1,0 +1,186 @@
+"""What a gearbox does to types and memory, and what it counts."""
+
+import shutil
+import warnings
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
+from gearbx_mlx.loading import DEMO_MODEL
+
+
+class TestDtype:
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+    def test_half_precision_is_computed_in_single_on_a_cpu_and_keeps_its_values(self, dtype):
+        model = tiny_model(dtype=dtype)
+        before = weights_of(model)
+        gearbox = Gearbox(model, "4,8,16")
+        expected = mx.float32 if mx.default_device().type == mx.DeviceType.cpu else dtype
+        assert gearbox.compute_dtype == expected
+        assert same_weights(weights_of(model), before)
+        assert gearbox.bits_per_weight(gearbox.ladder.top) == 16.0
+        gearbox.shift("low")
+        assert gearbox.bits_per_weight(gearbox.gear) == 4.5
+        assert model(PROMPT).dtype == expected
+
+    def test_one_dense_gear_changes_nothing(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        assert Gearbox(model, "16").compute_dtype == mx.bfloat16
+        assert model(PROMPT).dtype == mx.bfloat16
+
+    def test_a_later_gearbox_still_knows_the_checkpoints_type(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        bits = [Gearbox(model).bits_per_weight(Ladder.parse("4,8,16")[0]) for _ in range(2)]
+        assert bits == [4.5, 4.5]
+
+    def test_parameters_of_a_type_of_their_own_get_it_back(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        model.model.norm.weight = mx.random.normal((64,))
+        before = weights_of(model)
+        Gearbox(model, "4,16")
+        Gearbox(model, "16")
+        assert model.model.norm.weight.dtype == mx.float32
+        assert model.model.layers[0].mlp.up_proj.weight.dtype == mx.bfloat16
+        assert same_weights(weights_of(model), before)
+
+    def test_full_precision_counts_four_bytes(self, tiny):
+        assert Gearbox(tiny).ladder_report()[-1] == {"name": "high", "bits": 16, "bytes_per_weight": 4.0}
+
+
+class TestResidency:
+    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL)
+        dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
+        before = mx.get_active_memory()
+        gearbox.shift("low")
+        # Held in float32 here: 4 bits and two numbers per group, or both planes and three numbers.
+        packed = dense * (5 if residency == "host" else 9.5) / 32
+        gained = gearbox.active_memory["low"] - before
+        assert gained == pytest.approx(packed if residency == "resident" else packed - dense, abs=0.02 * dense)
+        gearbox.shift("high")
+        gained = mx.get_active_memory() - before
+        assert gained == pytest.approx(0 if residency == "host" else packed, abs=0.02 * dense)
+
+    def test_host_keeps_shared_planes_shared(self):
+        model = tiny_model()
+        gearbox = Gearbox(model, "4,8,16", residency="host")
+        for gear in ("low", "mid", "high", "mid"):
+            gearbox.shift(gear)
+        mid = model.model.layers[0].mlp.up_proj
+        gearbox.shift("low")
+        assert model.model.layers[0].mlp.up_proj.weight is mid.weights[0]
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_disk_reads_every_architecture_back(self, architecture, tmp_path):
+        model = tiny_model(architecture)
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), weights_of(model))
+        model.load_weights(list(getattr(model, "sanitize", dict)(weights_of(model)).items()))
+        before = weights_of(model)
+        gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=tmp_path)
+        for gear in ("low", "high", "low", "high"):
+            gearbox.shift(gear)
+        assert same_weights(weights_of(model), before)
+
+    def test_disk_reads_a_model_that_ties_its_head_in_sanitize(self, tmp_path):
+        model = tiny_model("gemma3_text")
+        weights = {name: array for name, array in weights_of(model).items() if "lm_head" not in name}
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+        model.load_weights(list(model.sanitize(dict(weights)).items()))
+        before = weights_of(model)
+        gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=tmp_path)
+        for gear in ("low", "high", "low", "high"):
+            gearbox.shift(gear)
+        assert same_weights(weights_of(model), before)
+
+    def test_disk_without_the_layers_in_the_checkpoint_is_refused_at_once(self, tiny):
+        with pytest.raises(GearbxError, match=r"is not in the checkpoint; use residency 'host'"):
+            Gearbox(tiny, residency="disk", checkpoint=DEMO_MODEL, manage=lambda path, m: "lm_head" in path)
+
+    @pytest.mark.parametrize("residency", ["host", "disk"])
+    def test_gears_are_prepared_where_idle_ones_are_given_up_too(self, fresh_demo, residency):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine", residency=residency, checkpoint=DEMO_MODEL)
+        gearbox.shift("low")
+        gearbox.prepare(gearbox.ladder[1])
+        assert gearbox.gear.name == "low"
+        assert all(8 in made for made in gearbox._made.values())
+        gearbox.shift("mid")
+        assert mx.isfinite(fresh_demo.model(PROMPT)).all().item()
+
+    def test_a_checkpoint_that_is_gone_leaves_the_gear_as_it_was(self, tmp_path):
+        copied = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+        model, _ = mlx_lm.load(str(copied))
+        gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=copied)
+        gearbox.shift("low")
+        before = weights_of(model)
+        shutil.rmtree(copied)
+        with pytest.raises(GearbxError, match=r"no model\*\.safetensors to read weights back from"):
+            gearbox.shift("high")
+        assert gearbox.gear.name == "low"
+        assert same_weights(weights_of(model), before)
+
+
+class TestDoubleQuantization:
+    @pytest.mark.parametrize("bits", [2, 4])
+    def test_weights_that_were_quantized_before_are_warned_about(self, bits):
+        model = tiny_model()
+        for layer in linear_layers(model).values():
+            layer.weight = mx.dequantize(*mx.quantize(layer.weight, 64, bits), 64, bits)
+        with pytest.warns(GearbxWarning, match="quantized before"):
+            Gearbox(model)
+
+    def test_eight_bits_per_row_are_noticed_in_long_rows(self):
+        from gearbx_mlx.gears.double_quantization import looks_quantized
+
+        weight = mx.random.normal((64, 4096)).astype(mx.bfloat16)
+        rounded = mx.round(weight.astype(mx.float32) * 31) / 31
+        assert looks_quantized([rounded])
+        assert not looks_quantized([weight])
+
+    def test_ordinary_weights_are_not(self, fresh_demo):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Gearbox(fresh_demo.model)
+
+
+class TestCost:
+    def test_every_parameter_once_in_the_top_gear(self, tiny):
+        gearbox = Gearbox(tiny)
+        embedding = tiny.model.embed_tokens.weight
+        expected = sum(a.nbytes for a in weights_of(tiny).values()) - embedding.nbytes + embedding[0].nbytes
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
+
+    def test_of_a_mixture_only_the_experts_that_are_used(self):
+        model = tiny_model("mixtral")  # 2 experts of 4
+        experts = sum(m.weight.nbytes for m in linear_layers(model).values() if isinstance(m, SwitchLinear))
+        embedding = model.model.embed_tokens.weight
+        every = sum(a.nbytes for a in weights_of(model).values()) - embedding.nbytes + embedding[0].nbytes
+        gearbox = Gearbox(model)
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == every - experts // 2
+
+    def test_a_tied_embedding_is_read_as_the_head(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model)
+        expected = sum(a.size * 2 for a in weights_of(fresh_demo.model).values())  # stored in bfloat16
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
+
+    def test_is_the_same_in_whatever_gear_it_is_asked(self, tiny):
+        gearbox = Gearbox(tiny)
+        before = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
+        other = Gearbox(tiny_model(), residency="host")
+        other.shift("low")
+        assert [other.weight_bytes_per_token(gear) for gear in other.ladder] == before
+        assert before == sorted(before)
+
+
+def test_an_observer_touches_no_module(tiny):
+    nn.quantize(tiny, group_size=64, bits=4)
+    before = dict(tiny.named_modules())
+    observer = Observer(tiny, "4,8,16")
+    observer.shift("low")
+    assert observer.gear.name == "low"
+    assert all(module is before[path] for path, module in tiny.named_modules())
