@@ -203,9 +203,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "quantized_kv_start": (0, math.inf),
     "num_draft_tokens": (1, math.inf),
     "num_prompts": (1, math.inf),
+    "rows": (1, 2**20),
+    "megabytes": (1, 2**20),
+    "trials": (1, math.inf),
+    "tokens": (1, math.inf),
     "window": (1, 2**31),
     "hysteresis": (0, sys.float_info.max),
 }
+MULTIPLES = {"cols": 64}
 CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
 
 
@@ -220,8 +225,13 @@ def check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and value not in choices:
             raise GearbxError(f"--{name.replace('_', '-')} is {value}; choose from {', '.join(map(str, choices))}")
-    if args.max_tokens == 0 or args.max_tokens < -1:
-        raise GearbxError(f"--max-tokens is {args.max_tokens}; give 1 or more, or -1 for as many as fit the context")
+    for name, unit in MULTIPLES.items():
+        value = getattr(args, name, None)
+        if value is not None and (value < unit or value % unit):
+            raise GearbxError(f"--{name} is {value}; give a multiple of {unit}")
+    max_tokens = getattr(args, "max_tokens", None)
+    if max_tokens is not None and (max_tokens == 0 or max_tokens < -1):
+        raise GearbxError(f"--max-tokens is {max_tokens}; give 1 or more, or -1 for as many as fit the context")
 
 
 def output_path(text: str | Path) -> Path:

@@ -162,10 +162,18 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
                 {in_rows_and_float32(x, s), in_rows(weight, s)});
 }
 
+// Eager, unlike the products: it is for timing. `words` is evaluated, contiguous uint32.
+uint32_t read_sum(const mx::array& words) {
+  require(words.dtype() == mx::uint32 && words.is_available() && words.flags().row_contiguous,
+          "evaluated uint32 words in a row");
+  return gearbx_read_sum(words.data<uint32_t>(), static_cast<int64_t>(words.size()));
+}
+
 }  // namespace
 
 NB_MODULE(_gearbx_cpu, m) {
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
+  m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

@@ -1,0 +1,96 @@
+"""The benchmark command at sizes that say nothing of speed: what it writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from gearbx_mlx.kernels import cpu
+from gearbx_mlx.loading import DEMO_MODEL
+
+pytestmark = pytest.mark.skipif(cpu.native() is None, reason=f"no native kernels: {cpu.why_not()}")
+
+
+def test_kernels(command, tmp_path):
+    result = command(
+        "benchmark",
+        "kernels",
+        "--rows",
+        64,
+        "--cols",
+        128,
+        "--megabytes",
+        1,
+        "--trials",
+        2,
+        "--json",
+        tmp_path / "k.json",
+    )
+    assert result.status == 0
+    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+    assert {(row["format"], row["bits"]) for row in rows} == {
+        ("dense bfloat16", 16),
+        ("dense float16", 16),
+        ("dense float32", 32),
+        *(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)),
+        ("planes 4+4", 8),
+        ("planes 4+1+1+2", 8),
+    }
+    for row in rows:
+        assert (row["rows"], row["cols"], row["threads"]) == (64, 128, cpu.native().threads())
+        assert row["path"] in ("native", "mlx")
+        assert row["trials"] == 2
+        assert row["seconds"] > 0
+        assert row["gigabytes_per_second"] > 0
+        assert row["spread"][0] <= row["bandwidth_ratio"] <= row["spread"][1]
+        assert row["read_bandwidth_gigabytes_per_second"] > 0.1
+        assert row["machine"]
+    assert "| affine" in result.out
+
+
+def test_decode(command, tmp_path):
+    result = command(
+        "benchmark",
+        "decode",
+        "--model",
+        DEMO_MODEL,
+        "--gears",
+        "4,16",
+        "--tokens",
+        3,
+        "--trials",
+        1,
+        "--json",
+        tmp_path / "d",
+    )
+    assert result.status == 0
+    rows = json.loads((tmp_path / "d").read_text())["rows"]
+    assert [(row["path"], row["gear"], row["bits"]) for row in rows] == [
+        ("native", "low", 4),
+        ("native", "high", 16),
+        ("mlx", "low", 4),
+        ("mlx", "high", 16),
+    ]
+    for row in rows:
+        assert row["tokens_per_second"] > 0
+        assert row["peak_memory_bytes"] > 0
+    assert rows[0]["weight_bytes_per_token"] < rows[1]["weight_bytes_per_token"]
+    assert rows[3]["ratio"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("kernels", "--cols", 100), "--cols is 100; give a multiple of 64"),
+        (("kernels", "--rows", 0), "--rows is 0"),
+        (("kernels", "--trials", 0), "--trials is 0"),
+        (("decode", "--shape", "wide"), "not WIDTHxLAYERS"),
+        (("decode", "--shape", "100x2"), "multiple of 256"),
+        (("decode", "--gears", "8,4"), "ascend"),
+        (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
+    ],
+)
+def test_bad_input_is_one_line(command, arguments, words):
+    result = command("benchmark", *arguments)
+    assert result.status == 2
+    assert len(result.err.strip().splitlines()) == 1
+    assert words in result.err
