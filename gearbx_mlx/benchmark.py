@@ -301,10 +301,9 @@ def run(args: argparse.Namespace) -> int:
     table = Table(*TABLES[args.what], box=box.MARKDOWN)
     for row in rows:
         table.add_row(*(show(row[name]) for name in TABLES[args.what]))
-    Console().print(table)
-    print(
-        f"read bandwidth {statistics.median(r['read_bandwidth_gigabytes_per_second'] for r in rows):.1f} GB/s, {machine}"
-    )
+    Console(width=160).print(table)
+    bandwidth = statistics.median(row["read_bandwidth_gigabytes_per_second"] for row in rows)
+    print(f"read bandwidth {bandwidth:.1f} GB/s, {rows[0]['threads']} threads, {machine}")
     if out:
         write_text(out, as_json({"rows": rows}))
     return 0
