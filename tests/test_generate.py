@@ -156,6 +156,23 @@ class TestRouting:
         assert [r.gear for r in responses] == ["low", "low", *(names[g] for g in chosen[:-2])]
         assert len({r.gear for r in responses}) > 1
 
+    def test_the_gear_that_the_forecast_points_to_is_made_before_it_is_needed(self, fresh_demo):
+        class Foreseeing(Script):
+            def peek(self, level):
+                return 1
+
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine")
+        gate = Foreseeing([0] * 8)
+        list(
+            stream_generate(
+                fresh_demo.model, fresh_demo.tokenizer, TALE, 8, gearbox=gearbox, gate=gate, initial_gear="low"
+            )
+        )
+        made = mx.get_active_memory()
+        gearbox.shift("mid")
+        assert gearbox.gear.name == "mid"
+        assert mx.get_active_memory() == pytest.approx(made, abs=2e5)  # nothing was left to make
+
     def test_the_same_seed_gives_the_same_text_whether_gears_were_made_before_or_not(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model)
         texts = []
