@@ -36,6 +36,8 @@ typedef struct {
 // The weights are read once. A vector's result has the same bits whatever the other vectors are, and on however many
 // threads.
 void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y);
+// The stack with activations of 8 bits, a step per vector and group: integer products, a vector's result as above.
+void gearbx_stack_matvec_int8(const gearbx_stack* matrix, const float* x, int vectors, float* y);
 void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y);
 
 // Shannon entropy in bits of each row of log-probabilities or logits (rows, count).

@@ -68,8 +68,8 @@ class Matvec : public mx::Primitive {
 // Inputs: x, the weights of each plane, scales, the biases of each plane.
 class StackMatvec : public Matvec {
  public:
-  StackMatvec(mx::Stream s, std::vector<int> widths, int group)
-      : Matvec(s), widths_(std::move(widths)), group_(group) {}
+  StackMatvec(mx::Stream s, std::vector<int> widths, int group, bool int8)
+      : Matvec(s), widths_(std::move(widths)), group_(group), int8_(int8) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     gearbx_stack m = {};
@@ -85,18 +85,20 @@ class StackMatvec : public Matvec {
       m.weights[p] = inputs[static_cast<size_t>(p + 1)].data<void>();
       m.biases[p] = inputs[static_cast<size_t>(m.planes + 2 + p)].data<void>();
     }
-    dispatch(inputs, outputs[0], [m](const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); });
+    dispatch(inputs, outputs[0], [m, product = int8_ ? gearbx_stack_matvec_int8 : gearbx_stack_matvec](
+                                     const float* x, int n, float* y) { product(&m, x, n, y); });
   }
 
   const char* name() const override { return "GearbxStackMatvec"; }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& o = static_cast<const StackMatvec&>(other);
-    return widths_ == o.widths_ && group_ == o.group_;
+    return widths_ == o.widths_ && group_ == o.group_ && int8_ == o.int8_;
   }
 
  private:
   std::vector<int> widths_;
   int group_;
+  bool int8_;
 };
 
 // Inputs: x, weights.
@@ -122,7 +124,7 @@ mx::array output(const mx::array& x, int rows, std::shared_ptr<mx::Primitive> pr
 }
 
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, bool int8) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const size_t planes = widths.size();
   require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
@@ -150,7 +152,7 @@ mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights
     require(b.dtype() == scales.dtype() && b.shape() == scales.shape(), "biases that do not go with the scales");
     inputs.push_back(in_rows(b, s));
   }
-  return output(x, rows, std::make_shared<StackMatvec>(s, widths, group), std::move(inputs));
+  return output(x, rows, std::make_shared<StackMatvec>(s, widths, group, int8), std::move(inputs));
 }
 
 mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
@@ -195,7 +197,8 @@ uint32_t read_sum(const mx::array& words) {
 }  // namespace
 
 NB_MODULE(_gearbx_cpu, m) {
-  m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
+  m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
+        "int8"_a = false);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   m.def("read_sum", &read_sum, "words"_a);
