@@ -16,8 +16,8 @@
 namespace gearbx {
 namespace {
 
-// Per vector: the activations as bytes, and per group their step and the sum of what the bytes stand for, filled up with
-// zeros to whole registers of groups.
+// The activations as bytes, per group all vectors one after the other; per vector and group their step, and the sum of what
+// the bytes stand for, filled up with zeros to whole registers of groups.
 struct Activations {
   std::vector<int8_t> q;
   std::vector<float> steps, sums;
@@ -51,7 +51,7 @@ void quantize(const gearbx_stack& m, const float* x, int vectors, Activations& o
   out.sums.assign(size, 0.0f);
   for (int v = 0; v < vectors; v++)
     for (int64_t g = 0; g < groups; g++) {
-      int8_t* q = out.q.data() + v * m.columns + g * m.group;
+      int8_t* q = out.q.data() + (g * vectors + v) * m.group;
       const size_t at = static_cast<size_t>(v * out.stride + g);
       const float step = quantize_group(x + v * m.columns + g * m.group, m.group, q);
       int total = 0;
@@ -98,7 +98,7 @@ void one_row(const Job& job, int64_t row) {
       const int64_t first = (segment + g) * blocks;
       for (int b = 0; b < blocks; b++) codes[b] = centered<Row::BITS>(planes.block(first + b));
       for (int v = 0; v < vectors; v++) {
-        const I8 sums = dot<Row::BITS>(codes, a.q.data() + v * m.columns + first * BLOCK, blocks);
+        const I8 sums = dot<Row::BITS>(codes, a.q.data() + first * BLOCK * vectors + v * m.group, blocks);
         total[v] = multiply_add8(all8(factors[v][g]), to_floats(sums), total[v]);
       }
     }

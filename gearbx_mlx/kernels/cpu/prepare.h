@@ -9,7 +9,8 @@
 
 namespace gearbx {
 
-// x: per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]. sums: per vector, of each group,
+// x: per group, per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]: vectors that are a power of
+// two apart would fall into the same lines of the cache. sums: per vector, of each group,
 // since an offset that all weights of a group share multiplies their sum; filled up with zeros to whole registers.
 struct Prepared {
   std::vector<float> x, sums;
@@ -23,11 +24,12 @@ inline void prepare(const gearbx_stack& matrix, const float* x, int vectors, Pre
   out.sums.assign(static_cast<size_t>(vectors * out.sums_stride), 0.0f);
   for (int v = 0; v < vectors; v++) {
     const float* from = x + v * columns;
-    float* to = out.x.data() + v * columns;
-    for (int64_t block = 0; block < columns; block += BLOCK)
-      for (int k = 0; k < 4; k++)
-        for (int l = 0; l < 8; l++) to[block + 8 * k + l] = from[block + 4 * l + k] * (1.0f / PLACE[k]);
     for (int64_t g = 0; g < groups; g++) {
+      float* to = out.x.data() + (g * vectors + v) * matrix.group;
+      for (int block = 0; block < matrix.group; block += BLOCK)
+        for (int k = 0; k < 4; k++)
+          for (int l = 0; l < 8; l++)
+            to[block + 8 * k + l] = from[g * matrix.group + block + 4 * l + k] * (1.0f / PLACE[k]);
       F8 sum = zero8();
       for (int i = 0; i < matrix.group; i += 8) sum = add8(sum, load8(from + g * matrix.group + i));
       out.sums[static_cast<size_t>(v * out.sums_stride + g)] = sum8(sum);

@@ -70,8 +70,8 @@ void several_vectors(const Job& job, int64_t first) {
         const Row planes(m, first + r);
         for (int b = 0; b < blocks; b++) to_floats(planes.block((segment + g) * blocks + b), codes[r] + 4 * b);
       }
-      for (int v = 0; v < job.vectors; v++) {
-        const float* x = job.prepared->x.data() + v * m.columns + (segment + g) * m.group;
+      const float* x = job.prepared->x.data() + (segment + g) * job.vectors * m.group;
+      for (int v = 0; v < job.vectors; v++, x += m.group) {
         F8 even[R], odd[R];
         for (int r = 0; r < R; r++) even[r] = odd[r] = zero8();
         for (int b = 0; b < 4 * blocks; b += 2) {
