@@ -12,7 +12,8 @@ import pytest
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import available, choose_variant, planes_matvec, prepare
+from gearbx_mlx.kernels.metal import available, choose_variant
+from gearbx_mlx.kernels.metal_formats import planes_launch
 from gearbx_mlx.kernels.reference import planes_matmul
 
 ROOT = Path(__file__).parents[1]
@@ -39,11 +40,11 @@ def test_without_metal_one_line_says_why():
     assert "Metal" in available().reason
     assert "\n" not in available().reason
     with pytest.raises(GearbxError, match="Metal"):
-        planes_matvec(**arguments())
+        planes_launch(**arguments()).run()
 
 
 def test_nothing_is_built_at_import():
-    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal"
+    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal_formats"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
@@ -52,7 +53,7 @@ def test_nothing_is_built_at_import():
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_on_metal_itself(bits, variant):
     given = arguments(bits=bits, rows=37, columns=576, dtype=mx.float32, vectors=3)
-    y = planes_matvec(**given, variant=variant)
+    y = planes_launch(**given, variant=variant).run()
     assert mx.allclose(y, planes_matmul(**given), atol=1e-3)
 
 
@@ -86,13 +87,13 @@ def test_selection():
 )
 def test_arguments_that_do_not_fit_are_refused(changed, said):
     with pytest.raises(GearbxError, match=said):
-        prepare(**arguments() | changed)
+        planes_launch(**arguments() | changed)
 
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
     launches = [
-        prepare(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
+        planes_launch(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
         for bits in (2, 4, 8)
         for vectors in (1, 2, 3)
         for columns in (128, 256)
@@ -105,7 +106,7 @@ def test_names_are_unique():
 def test_shape_of_the_result_is_that_of_the_activations():
     given = arguments()
     given["x"] = mx.zeros((2, 1, 128), mx.float16)
-    assert prepare(**given).shape == (2, 1, 8)
+    assert planes_launch(**given).shape == (2, 1, 8)
 
 
 def test_wheel_contains_the_kernels(tmp_path):
@@ -153,7 +154,7 @@ def test_benchmark_prints_a_table_and_sees_wrong_results(bench, capsys, monkeypa
     flags = ["--shapes", "64x128", "--vectors", "1,2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", ["bench_metal.py", *flags])
     monkeypatch.setattr(bench, "available", lambda: metal.Availability(True))
-    monkeypatch.setattr(bench, "planes_matvec", lambda x, *planes, variant: planes_matmul(x, *planes) * factor)
+    monkeypatch.setattr(bench, "planes_launch", lambda x, *planes, variant: planes_matmul(x, *planes) * factor)
     monkeypatch.setattr(bench, "copies", lambda made, total: [made])
     assert bench.main() == status
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
