@@ -101,11 +101,11 @@ MUTATIONS = {
 
 # What the formats with rows of any width have of their own, in rows that end in the middle of 16 codes.
 RAGGED = {
-    "rowwise-8": Case(8, 13, 530, bias=True, format="rowwise"),
+    "rowwise-8": Case(8, 13, 533, bias=True, format="rowwise"),
     "rowwise-6": Case(6, 13, 530, bias=True, format="rowwise"),  # where words of its last 16 codes lie beyond the row
-    "rowwise-4": Case(4, 13, 530, bias=True, format="rowwise"),
-    "rowwise-2": Case(2, 13, 530, bias=True, format="rowwise"),
-    "groupwise": Case(4, 13, 530, bias=True, format="groupwise"),
+    "rowwise-4": Case(4, 13, 533, bias=True, format="rowwise"),
+    "rowwise-2": Case(2, 13, 533, bias=True, format="rowwise"),
+    "groupwise": Case(4, 13, 533, bias=True, format="groupwise"),
 }
 OF_EACH = {
     "skipped tail": ("k < columns; k += LANES", "k + CODES <= columns; k += LANES", "bound off"),
