@@ -8,32 +8,13 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import dispatch, metal
-from gearbx_mlx.kernels.metal import Availability, Launch
+from gearbx_mlx.kernels.metal import Availability
 
-from .cases import run_launch
 from .checks import exact
 
 GEARS = {"planes": "4,8,16", "affine": "3,6,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 TOKEN = mx.array([[7]])
 PROMPT = mx.array([[1, 5, 9, 2, 7, 3, 3, 8, 11]])  # more vectors than a kernel takes
-
-
-@pytest.fixture
-def launches(monkeypatch) -> list[Launch]:
-    """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come."""
-    seen = []
-
-    def run(self: Launch) -> mx.array:
-        report = run_launch(self)
-        assert report.error == ""
-        packed = [name for name in self.spec.layout.arrays if name.startswith("w")]
-        assert all(report.reads[name].max() == 1 for name in packed)
-        seen.append(self)
-        return mx.array(report.out[0], self.options["output_dtypes"][0]).reshape(self.shape)
-
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
-    monkeypatch.setattr(Launch, "run", run)
-    return seen
 
 
 @pytest.mark.clang
