@@ -10,9 +10,10 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import available, choose_variant
-from gearbx_mlx.kernels.metal_formats import planes_launch
+from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from gearbx_mlx.kernels.reference import planes_matmul
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,17 @@ def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
         "widths": (bits,),
         "group_size": 64,
     }
+
+
+def rowwise_arguments(rows=8, width=21, bits=6):
+    codes, scales = rowwise.quantize(mx.random.normal((rows, width)), bits)
+    weight = rowwise.pack(codes, bits)
+    return {"x": mx.random.normal((1, width)), "weight": weight, "scales": scales, "bits": bits, "width": width}
+
+
+def groupwise_arguments(rows=8, width=70):
+    codes, scales = groupwise.quantize(mx.random.normal((rows, width)))
+    return {"x": mx.random.normal((1, width)), "weight": rowwise.pack(codes, 4), "scales": scales, "width": width}
 
 
 @without_metal
@@ -54,6 +66,20 @@ def test_on_metal_itself(bits, variant):
     given = arguments(bits=bits, rows=37, columns=576, dtype=mx.float32, vectors=3)
     y = planes_launch(**given, variant=variant).run()
     assert mx.allclose(y, planes_matmul(**given), atol=1e-3)
+
+
+@needs_metal
+@pytest.mark.parametrize("variant", metal.VARIANTS)
+@pytest.mark.parametrize("width", [533, 576])
+def test_other_formats_on_metal_itself(width, variant):
+    for bits in rowwise.Q_MAX:
+        given = rowwise_arguments(37, width, bits)
+        weight = rowwise.dequantize(rowwise.unpack(given["weight"], bits, width), given["scales"])
+        assert mx.allclose(rowwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
+    given = groupwise_arguments(37, width)
+    codes = rowwise.unpack(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
+    weight = groupwise.dequantize(codes, given["scales"], width)
+    assert mx.allclose(groupwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
 
 
 def test_selection():
@@ -89,6 +115,51 @@ def test_arguments_that_do_not_fit_are_refused(changed, said):
         planes_launch(**arguments() | changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": mx.zeros((1, 20))}, "do not fit weights of 21 columns"),
+        ({"x": mx.zeros((9, 21))}, "not 1 to 8 vectors"),
+        ({"bits": 5}, "5 bits are none of 8, 6, 4, 2"),
+        ({"bits": 8}, "not rows of 21 8-bit codes"),
+        ({"width": 0}, "not rows of 0"),
+        ({"width": 22}, "do not fit weights of 22 columns"),
+        ({"width": 200}, "not rows of 200"),
+        ({"weight": mx.zeros((8, 24), mx.uint8)}, "not rows of 21"),
+        ({"weight": mx.zeros((8, 512), mx.uint8)}, "not rows of 21"),
+        ({"weight": mx.zeros((1, 8, 32), mx.uint8)}, "not rows of 21"),
+        ({"scales": mx.zeros((7,))}, "do not fit 8 rows"),
+        ({"bias": mx.zeros((7,))}, "output bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_rowwise_arguments_that_do_not_fit_are_refused(changed, said):
+    with pytest.raises(GearbxError, match=said):
+        rowwise_launch(**rowwise_arguments() | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": mx.zeros((1, 71))}, "do not fit weights of 70 columns"),
+        ({"width": 100}, "not rows of 100"),
+        ({"width": 64}, "do not fit 8 rows of 2 groups"),
+        ({"weight": mx.zeros((8, 48), mx.int8)}, "not rows of 70"),
+        ({"scales": mx.zeros((8, 2))}, "do not fit 8 rows of 3 groups"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_groupwise_arguments_that_do_not_fit_are_refused(changed, said):
+    with pytest.raises(GearbxError, match=said):
+        groupwise_launch(**groupwise_arguments() | changed)
+
+
+def test_no_rows_are_no_launch(monkeypatch):
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    given = rowwise_arguments() | {"weight": mx.zeros((0, 16), mx.uint8), "scales": mx.zeros((0,))}
+    assert rowwise_launch(**given).run().shape == (1, 0)
+
+
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
     launches = [
@@ -98,8 +169,15 @@ def test_names_are_unique():
         for columns in (128, 256)
         for variant in metal.VARIANTS
     ]
+    launches += [
+        rowwise_launch(**rowwise_arguments(bits=bits, width=width), variant=variant)
+        for bits in rowwise.Q_MAX
+        for width in (21, 32)
+        for variant in metal.VARIANTS
+    ]
+    launches += [groupwise_launch(**groupwise_arguments(width=width)) for width in (70, 80)]
     texts = {launch.spec.name: launch.spec.header for launch in launches}
-    assert len(texts) == len(set(texts.values())) == 27
+    assert len(texts) == len(set(texts.values())) == 27 + 24 + 2
 
 
 def test_shape_of_the_result_is_that_of_the_activations():
