@@ -10,7 +10,7 @@ between "native" and "mlx" is made once for a model (`choose`); the number of ve
 dense weights stay with MLX, and `auto` does too: that the kernels there are faster is predicted, and not measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -38,7 +38,7 @@ def choose(kernels: str) -> Choice:
         if kernels == "auto":
             return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
         return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
@@ -48,8 +48,12 @@ def choose(kernels: str) -> Choice:
 
 def is_native(x: mx.array) -> bool:
     """Whether activations (..., I) are few enough for a native kernel of the CPU, and there is one."""
-    few = 0 < x.size <= MOST_VECTORS * x.shape[-1]
-    return few and mx.default_device().type == mx.DeviceType.cpu and cpu.native() is not None
+    return 0 < x.size <= MOST_VECTORS * x.shape[-1] and on_cpu() and cpu.native() is not None
+
+
+def on_cpu() -> bool:
+    """Where MLX computes. In a model that is native on Metal, the kernels of the CPU are not wanted."""
+    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def is_metal(x: mx.array) -> bool:
@@ -100,3 +104,9 @@ def dense_product(x: mx.array, weight: mx.array) -> mx.array:
     if module is None:
         return x @ weight.astype(x.dtype).T
     return module.dense_matvec(x, weight).astype(x.dtype)
+
+
+def native_entropy() -> Callable[[mx.array], mx.array] | None:
+    """`routing.entropy.entropy_bits` as a native kernel, 20 times faster on x86; None where there is none."""
+    module = cpu.native() if on_cpu() else None
+    return module.entropy_bits if module is not None else None

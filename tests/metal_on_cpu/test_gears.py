@@ -1,5 +1,7 @@
 """Whole models whose gears launch Metal kernels, every launch run on the CPU: all of a Mac but the Mac."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -63,6 +65,16 @@ def test_metal_is_used_when_asked_for_only(monkeypatch):
     assert not dispatch.choose("auto").native
     assert "not been timed" in dispatch.choose("auto").reason
     assert not dispatch.choose("mlx").native
+
+
+def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypatch):
+    def compiled() -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(dispatch.cpu, "native", compiled)
+    monkeypatch.setattr(dispatch.mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
+    assert not dispatch.is_native(mx.zeros((1, 64)))
+    assert dispatch.native_entropy() is None
 
 
 def test_what_goes_to_metal(monkeypatch):
