@@ -1,7 +1,5 @@
 """Layers over the arrays of stock ones, whose products go by the table in `kernels/dispatch.py`."""
 
-from typing import TypeVar
-
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -93,11 +91,8 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
     return made
 
 
-Kind = TypeVar("Kind", bound=nn.Module)
-
-
-def bare(kind: type[Kind]) -> Kind:
+def bare(kind: type[nn.Module]) -> nn.Module:
     """A module without arrays: the constructors of MLX's draw random numbers, which must not change with a shift."""
-    module = kind.__new__(kind)
+    module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
     nn.Module.__init__(module)
     return module

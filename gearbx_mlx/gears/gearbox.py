@@ -25,7 +25,7 @@ from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Resident, make_residency
 
 DEFAULT_LADDER = "4,8,16"
-DEFAULT_KERNELS = "auto"
+DEFAULT_KERNELS = "mlx"
 GROUP_SIZES = (32, 64, 128)
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 

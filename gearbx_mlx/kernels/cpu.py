@@ -2,7 +2,7 @@
 
 The sources are in `cpu/`. Two ways to make kernels of them are tried in turn (`BUILDS`): operations of MLX's own graph,
 built against the headers and the library of the MLX that is installed; and, where that does not work, plain C functions
-that are called eagerly. One compiler command makes them, into the user's cache; the name of the file is a hash of
+that are called eagerly. The sources are compiled side by side, into the user's cache; the name of the file is a hash of
 everything that the result depends on. Whatever goes wrong is kept as one line: `why_not` where everything then runs on
 MLX's own kernels, `why_eager` where the second way is the one that works.
 """
@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +36,7 @@ NAME = "_gearbx_cpu"
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 # nanobind's domain is that of MLX's own bindings: this is how arrays are passed between the two.
 DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
 SECONDS = 300  # for the compiler
@@ -48,12 +49,21 @@ class _Unavailable(Exception):
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What is compiled, and how: every source by `command`, the objects into one library with `link` added."""
+
+    command: list[str]
+    sources: list[Path]
+    link: list[str]
+
+
+@dataclass(frozen=True)
 class Build:
-    """A way to make kernels: the command (without its output) and the files compiled, and how the result is loaded."""
+    """A way to make kernels: a compiler to a recipe, and how the result is loaded."""
 
     name: str
     suffix: str
-    command: Callable[[list[str]], tuple[list[str], list[Path]]]
+    recipe: Callable[[list[str]], Recipe]
     load: Callable[[Path], "ModuleType | Library"]
 
 
@@ -87,9 +97,8 @@ def _outcome() -> "tuple[ModuleType | Library | None, str | None]":
 
 
 def _built(build: Build) -> "ModuleType | Library":
-    compiler = find_compiler()
-    command, inputs = build.command(compiler)
-    name = f"{build.name}-{_key(command, inputs)}{build.suffix}"
+    recipe = build.recipe(find_compiler())
+    name = f"{build.name}-{_key(recipe)}{build.suffix}"
     for directory in _cache_directories():
         file, note = directory / name, directory / f"{name}.why-not"
         try:
@@ -101,19 +110,19 @@ def _built(build: Build) -> "ModuleType | Library":
             elif note.exists():
                 raise _Unavailable(note.read_text(encoding="utf-8"))
             directory.mkdir(parents=True, exist_ok=True)
-            return _made(build, command, file, note)
+            return _made(build, recipe, file, note)
         except OSError:
             continue  # cannot be written to: the next one
     raise _Unavailable("there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one")
 
 
-def _made(build: Build, command: list[str], file: Path, note: Path) -> "ModuleType | Library":
+def _made(build: Build, recipe: Recipe, file: Path, note: Path) -> "ModuleType | Library":
     """Compile, check and keep the kernels; of kernels that do not work, the reason, so that they are compiled once."""
     # Beside its place, and moved there whole: another process may be doing the same.
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".building-") as beside:
         unfinished = Path(beside) / file.name
         with while_compiling():
-            _compile([*command, "-o", str(unfinished)])
+            _compile(recipe, unfinished)
         try:
             _checked(build.load(unfinished))
         except _Unavailable as reason:
@@ -139,8 +148,8 @@ def find_compiler() -> list[str]:
     return [found]
 
 
-def graph_command(compiler: list[str]) -> tuple[list[str], list[Path]]:
-    """The compiler command, without its output, for operations of MLX's graph, and the files that are compiled."""
+def graph_recipe(compiler: list[str]) -> Recipe:
+    """For operations of MLX's graph."""
     spec = importlib.util.find_spec("nanobind")
     if spec is None or spec.origin is None:
         raise _Unavailable("nanobind is not installed; pip install 'gearbx-mlx[native]'")
@@ -158,24 +167,21 @@ def graph_command(compiler: list[str]) -> tuple[list[str], list[Path]]:
     link = [f"-L{wheel / 'lib'}", "-lmlx", f"-Wl,-rpath,{wheel / 'lib'}"]
     if sys.platform == "darwin":
         link += ["-undefined", "dynamic_lookup"]
-    return _command(compiler, [*DEFINES, *(f"-I{path}" for path in include)], sources, link)
+    return _recipe(compiler, [*DEFINES, *(f"-I{path}" for path in include)], sources, link)
 
 
-def core_command(compiler: list[str]) -> tuple[list[str], list[Path]]:
-    """The same for plain C functions: all sources but those that know MLX."""
+def core_recipe(compiler: list[str]) -> Recipe:
+    """For plain C functions: all sources but those that know MLX."""
     sources = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
-    return _command(compiler, ["-fvisibility=default"], sources)
+    return _recipe(compiler, ["-fvisibility=default"], sources, [])
 
 
-def _command(
-    compiler: list[str], options: list[str], sources: list[Path], link: list[str] | None = None
-) -> tuple[list[str], list[Path]]:
+def _recipe(compiler: list[str], options: list[str], sources: list[Path], link: list[str]) -> Recipe:
     if os.name == "nt":
         raise _Unavailable("native CPU kernels are for Linux and macOS")
     processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     threads = [] if sys.platform == "darwin" else ["-pthread"]
-    command = [*compiler, *FLAGS, processor, *options, *map(str, sources), *(link or []), *threads]
-    return command, sorted(SOURCES.iterdir())
+    return Recipe([*compiler, *FLAGS, processor, *threads, *options], sources, link)
 
 
 def processor_features() -> str:
@@ -188,11 +194,12 @@ def processor_features() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _key(command: list[str], inputs: list[Path]) -> str:
+def _key(recipe: Recipe) -> str:
     digest = hashlib.sha256()
-    for text in (*command, processor_features(), version("mlx"), _version("nanobind"), sys.version):
+    commands = (*recipe.command, *map(str, recipe.sources), *recipe.link)
+    for text in (*commands, processor_features(), version("mlx"), _version("nanobind"), sys.version):
         digest.update(text.encode() + b"\0")
-    for path in inputs:
+    for path in sorted(SOURCES.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
@@ -229,7 +236,17 @@ def _temporary_directory() -> str:
 _holders: list[tempfile.TemporaryDirectory] = []  # removed when the process ends
 
 
-def _compile(command: list[str]) -> None:
+def _compile(recipe: Recipe, output: Path) -> None:
+    """Objects lie beside the output, and are the caller's to remove."""
+    objects = [output.with_name(f"{source.stem}.o") for source in recipe.sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        commands = ([*recipe.command, "-c", str(s), "-o", str(o)] for s, o in zip(recipe.sources, objects))
+        for _ in pool.map(_run, commands):
+            pass
+    _run([*recipe.command, "-shared", *map(str, objects), *recipe.link, "-o", str(output)])
+
+
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -290,6 +307,6 @@ def _checked(module: "ModuleType | Library") -> "ModuleType | Library":
     return module
 
 
-GRAPH = Build(NAME, sysconfig.get_config_var("EXT_SUFFIX") or ".so", graph_command, _loaded)
-CORE = Build("_gearbx_core", ".so", core_command, _loaded_core)
+GRAPH = Build(NAME, sysconfig.get_config_var("EXT_SUFFIX") or ".so", graph_recipe, _loaded)
+CORE = Build("_gearbx_core", ".so", core_recipe, _loaded_core)
 BUILDS = (GRAPH, CORE)  # in the order that they are tried

@@ -60,10 +60,10 @@ def require(holds: bool, what: str) -> None:
 
 def in_memory(arrays: Sequence[mx.array]) -> list[np.ndarray]:
     """The memory of arrays, evaluated, row after row; not a copy of those that lie so already."""
-    rows = [mx.contiguous(array) for array in arrays]
-    mx.eval(rows)
     # numpy has no bfloat16: its bits travel as integers.
-    return [np.asarray(memoryview(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)) for a in rows]
+    views = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in arrays]
+    mx.eval(views)
+    return [np.ascontiguousarray(view) for view in views]
 
 
 class Library:
