@@ -74,6 +74,7 @@ class Groupwise:
     """
 
     name = "groupwise"
+    native = False
 
     def __init__(self, cache: bool = False):
         self.cache = cache

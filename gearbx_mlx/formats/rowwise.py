@@ -122,6 +122,7 @@ class Rowwise:
     """
 
     name = "rowwise"
+    native = False
 
     def __init__(self, cache: bool = False):
         self.cache = cache
