@@ -22,8 +22,8 @@ class LayerPath:
     fixed: str | None = None
 
     def __str__(self) -> str:
-        fixed = f"; changes no gear: {self.fixed}" if self.fixed else ""
-        return f"{self.path}: {', '.join(map(str, self.bits))}; {self.kernels} ({self.why}){fixed}"
+        bits = ", ".join(map(str, self.bits)) if self.fixed is None else f"dense ({self.fixed})"
+        return f"{self.path}: {bits}; {self.kernels} ({self.why})"
 
 
 def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
