@@ -87,8 +87,8 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         choices=KERNELS,
         default="auto",
-        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU that "
-        "has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
+        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
+        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
         "Default: auto",
     )
 

@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from ..formats.base import Format
 from ..formats.native import Native
+from ..kernels import metal
 from ..kernels.dispatch import Choice
 
 
@@ -38,7 +39,7 @@ def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tupl
         return "mlx", choice.reason
     if not isinstance(module, Native):
         return "mlx", f"no native kernel for {type(module).__name__}"
-    if format is not None and not format.native:
+    if format is not None and not format.native and not metal.available():
         return "mlx, native at 16 bits", f"no native kernel for {format.name}"
     return "native", choice.reason
 

@@ -10,8 +10,8 @@
 "native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
 the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
 take 25 to 40 times as long for many vectors (docs/performance.md). The choice between "native" and "mlx" is made once
-for a model (`choose`); the number of vectors decides at each call. On Metal dense weights and experts stay with MLX, and
-`auto` does too: that the kernels there are faster is predicted, and not measured.
+for a model (`choose`); the number of vectors decides at each call. On Metal dense weights and experts stay with MLX,
+and `auto` does too: that the kernels there are faster is predicted, and not measured.
 """
 
 import sys
