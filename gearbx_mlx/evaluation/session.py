@@ -68,7 +68,7 @@ class Session:
     def path(self, name: str) -> Path:
         return self.directory / PARTS / name
 
-    def file(self, name: str, write: Callable[[Path], None]) -> Path:
+    def file(self, name: str, write: Callable[[Path], object]) -> Path:
         """A file of the session, written by `write` unless it is there already."""
         path = self.path(name)
         if not path.exists():
@@ -86,5 +86,7 @@ class Session:
 
         return Recording.load(self.file(f"{name}.npz", write))
 
-    def has(self, name: str) -> bool:
-        return self.path(f"{name}.npz").exists()
+    def rows(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Rows of plain values, made unless they are there already."""
+        path = self.file(f"{name}.json", lambda place: place.write_text(json.dumps(make()), encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
