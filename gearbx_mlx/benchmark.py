@@ -25,7 +25,10 @@ GROUP = 64
 SLOW_TRIALS, SLOW_TOKENS = 2, 2  # of MLX's own kernels
 TABLES = {
     "kernels": ("format", "bits", "path", "seconds", "gigabytes_per_second", "bandwidth_ratio", "spread"),
-    "decode": ("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
+    "decode": (
+        *("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
+        *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
+    ),
 }
 
 
@@ -237,6 +240,7 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     import mlx.core as mx
     from rich.progress import Progress
 
+    from .gears.cost import break_even_tokens
     from .gears.gearbox import Gearbox
     from .gears.ladder import Ladder
     from .loading import load
@@ -250,6 +254,7 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     cases = [(path, gear) for path in boxes for gear in ladder]
     seconds: dict[tuple, list[float]] = {case: [] for case in cases}
+    shifts: dict[tuple, list[float]] = {case: [] for case in cases}
     peaks: dict[tuple, int] = {}
     bandwidths: list[float] = []
     with Progress(console=terminal.messages, transient=True) as progress:
@@ -257,22 +262,33 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
             for case in cases:
                 path, gear = case
                 bandwidths.append(words.nbytes / timed(lambda: module.read_sum(words)) / GIGABYTE)
-                boxes[path].shift(gear)
+                shift = boxes[path].shift(gear)
                 mx.reset_peak_memory()
                 spent = decode_seconds(boxes[path].model, args.tokens if path == "native" else SLOW_TOKENS)
                 peaks[case] = mx.get_peak_memory()
                 if number:  # the first round is a warm-up
                     seconds[case].append(spent)
-    base = statistics.median(seconds["mlx", ladder.top])
+                    shifts[case].append(shift)
+    median = {case: statistics.median(spent) for case, spent in seconds.items()}
+    base = median["mlx", ladder.top]
     return [
         {
             "gear": gear.name,
             "bits": gear.bits,
             "path": path,
-            "tokens_per_second": 1 / statistics.median(spent),
-            "ratio": base / statistics.median(spent),
+            "tokens_per_second": 1 / median[path, gear],
+            "ratio": base / median[path, gear],
             "spread": [base / max(spent), base / min(spent)],
             "weight_bytes_per_token": boxes[path].weight_bytes_per_token(gear),
+            "speedup": median[path, ladder.top] / median[path, gear],
+            "predicted_speedup": boxes[path].predicted_speedup(gear),
+            "shift_seconds": statistics.median(shifts[path, gear]),
+            "roofline_share": boxes[path].weight_bytes_per_token(gear)
+            / (statistics.median(bandwidths) * GIGABYTE)
+            / median[path, gear],
+            "break_even_tokens": break_even_tokens(
+                statistics.median(shifts[path, gear]), median[path, ladder.top], median[path, gear]
+            ),
             "peak_memory_bytes": peaks[path, gear],
             "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
             "threads": module.threads(),
@@ -285,6 +301,8 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
 def show(value: Any) -> str:
     if isinstance(value, list):
         return "-".join(f"{v:.2f}" for v in value)
+    if value is None:
+        return "never"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

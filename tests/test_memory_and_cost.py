@@ -11,6 +11,7 @@ from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_mo
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
+from gearbx_mlx.gears.cost import break_even_tokens, dynamic_speedup, whole_model_speedup
 from gearbx_mlx.loading import DEMO_MODEL
 
 
@@ -175,6 +176,27 @@ class TestCost:
         other.shift("low")
         assert [other.weight_bytes_per_token(gear) for gear in other.ladder] == before
         assert before == sorted(before)
+
+    def test_whole_model_speedup_of_the_paper(self):
+        assert whole_model_speedup(0.35, 4) == pytest.approx(1.356, abs=1e-3)  # "about 1.4x"
+        assert whole_model_speedup(0, 4) == 1
+        assert whole_model_speedup(1, 4) == 4
+
+    def test_speed_of_a_run_that_changed_gear(self):
+        tokens, seconds = {"low": 55, "mid": 25, "high": 20}, {"low": 0.25, "mid": 0.5, "high": 1.0}
+        assert dynamic_speedup(tokens, seconds, "high", 0, 9.0) == pytest.approx(100 / 46.25)
+        assert dynamic_speedup(tokens, seconds, "high", 2, 1.875) == pytest.approx(2)
+
+    def test_break_even(self):
+        assert break_even_tokens(0.003, 0.03, 0.02) == pytest.approx(0.3)
+        assert break_even_tokens(0.003, 0.02, 0.02) is None
+
+    @pytest.mark.parametrize("kind", ["llama", "mixtral"])
+    def test_predicted_speedup_is_the_ratio_of_bytes(self, kind):
+        gearbox = Gearbox(tiny_model(kind))
+        for gear in gearbox.ladder:
+            expected = gearbox.weight_bytes_per_token(gearbox.ladder.top) / gearbox.weight_bytes_per_token(gear)
+            assert gearbox.predicted_speedup(gear) == pytest.approx(expected)
 
 
 def test_an_observer_touches_no_module(tiny):

@@ -1,4 +1,6 @@
-"""Bytes that one decoded token reads (GEARBX 9), counted from the arrays of the modules that run.
+"""What a gear costs (GEARBX 9 and 15): bytes that a decoded token reads, and the time that follows from them.
+
+Bytes are counted from the arrays of the modules that run; the formulas below them are those of the paper.
 
 Floating arrays are counted in the type that the checkpoint stores them in: a half-precision checkpoint is computed in
 float32 on a CPU (see activations.py), and counting four bytes there would flatter every gear below the top one.
@@ -68,3 +70,37 @@ def used_share(path: str, modules: Mapping[str, nn.Module]) -> float:
             if isinstance(chosen, int):
                 return min(1.0, chosen / experts)
     return 1.0
+
+
+def whole_model_speedup(managed_share: float, reduction: float) -> float:
+    """Decoding speed against the top gear, if time is bytes (GEARBX 15): 1 / ((1 - f) + f / k).
+
+    Args:
+        managed_share: f, the share of the top gear's bytes per token that managed layers read, 0 to 1.
+        reduction: k, the top gear's bytes of those layers over this gear's.
+    """
+    return 1 / ((1 - managed_share) + managed_share / reduction)
+
+
+def dynamic_speedup(
+    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifts: int, shift_seconds: float
+) -> float:
+    """Speed of a run that changed gear, against one in the top gear alone (GEARBX 9): N t_top / T_dynamic.
+
+    Args:
+        gear_tokens: tokens computed in each gear.
+        gear_seconds: seconds per token of each gear, `top` among them.
+        shifts: number of shifts.
+        shift_seconds: of one of them.
+    """
+    spent = shifts * shift_seconds + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
+    return sum(gear_tokens.values()) * gear_seconds[top] / spent
+
+
+def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after: float) -> float | None:
+    """Tokens that a gear has to be kept for until it has made up for the shift into it (GEARBX 9).
+
+    None where the new gear is no faster per token.
+    """
+    saved = seconds_before - seconds_after
+    return shift_seconds / saved if saved > 0 else None

@@ -17,7 +17,7 @@ from ..formats.base import Format
 from ..formats.native import NativeDense, is_stock_linear, with_kernels
 from ..kernels.dispatch import KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
-from .cost import token_bytes
+from .cost import token_bytes, whole_model_speedup
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
 from .ladder import DENSE, Gear, Ladder
@@ -207,6 +207,14 @@ class Gearbox:
             managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
             self._token_bytes[gear] = token_bytes(self.model, managed, self.storage)
         return self._token_bytes[gear]
+
+    def predicted_speedup(self, gear: Gear) -> float:
+        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+        if not self.layers:
+            return 1.0
+        unmanaged = token_bytes(self.model, dict.fromkeys(self._shapes, 0), self.storage)
+        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
+        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 
     def describe(self) -> str:
         """One line for each managed layer, with the kernels it runs on, and the reason for each that is not."""
