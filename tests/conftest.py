@@ -8,10 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx.loading import DEMO_MODEL
+
+# How long an example takes says nothing on a machine that others use.
+settings.register_profile("gearbx", deadline=None)
+settings.load_profile("gearbx")
 
 VOCABULARY = 128
 PROMPT = mx.array([[1, 5, 9, 2, 7]])

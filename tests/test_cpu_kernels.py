@@ -105,7 +105,7 @@ class TestNumbers:
             x = mx.random.normal((5, columns))
             assert_close(native.dense_matvec(x, weight), x, float64(weight), np.abs(float64(weight)))
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(
         bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
         rows=st.integers(1, 70),

@@ -38,6 +38,9 @@ typedef struct {
 void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y);
 void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y);
 
+// Shannon entropy in bits of each row of log-probabilities or logits (rows, count).
+void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, float* bits);
+
 // The sum of 32-bit words, modulo 2^32, on all threads: reads memory and does next to nothing else.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 

@@ -162,6 +162,29 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
                 {in_rows_and_float32(x, s), in_rows(weight, s)});
 }
 
+// Inputs: logprobs.
+class EntropyBits : public Matvec {
+ public:
+  using Matvec::Matvec;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const int64_t count = inputs[0].shape(-1), rows = static_cast<int64_t>(inputs[0].size()) / count;
+    dispatch(inputs, outputs[0],
+             [count, rows](const float* x, int, float* y) { gearbx_entropy_bits(x, rows, count, y); });
+  }
+
+  const char* name() const override { return "GearbxEntropyBits"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+};
+
+mx::array entropy_bits(const mx::array& logprobs) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(logprobs.ndim() >= 1 && logprobs.size() > 0, "log-probabilities of at least one token");
+  auto shape = logprobs.shape();
+  shape.pop_back();
+  return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_rows_and_float32(logprobs, s)});
+}
+
 // Eager, unlike the products: it is for timing. `words` is evaluated, contiguous uint32.
 uint32_t read_sum(const mx::array& words) {
   require(words.dtype() == mx::uint32 && words.is_available() && words.flags().row_contiguous,
@@ -174,6 +197,7 @@ uint32_t read_sum(const mx::array& words) {
 NB_MODULE(_gearbx_cpu, m) {
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
+  m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }
