@@ -30,7 +30,7 @@ DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_ANSWER = 256, 2000, 256
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.evaluate",
@@ -41,6 +41,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_gear_flags(parser)
     parser.set_defaults(telemetry_only=False)
     options.add_gate_flags(parser)
+    pairing.add_pair_flags(parser)
     group = parser.add_argument_group("evaluation")
     group.add_argument("--data", required=True, help="A text, or JSON Lines with text, or question and answer (GSM8K).")
     group.add_argument("--out", default="evaluation", help="Directory for the report. Default: evaluation")
@@ -71,7 +72,11 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     free.add_argument(
         "--num-shots", type=int, default=0, help="First problems of the file, shown as examples. Default: 0"
     )
-    free.add_argument("--thresholds", metavar="FILE|BITS", help="For route. Default: the paper's")
+    free.add_argument(
+        "--thresholds",
+        metavar="FILE|BITS",
+        help="For route; with --small-model, in both tasks, a sweep such as inf,1,0.5,0. Default: the papers'",
+    )
     return parser
 
 
@@ -243,16 +248,46 @@ def run_text(args: argparse.Namespace, ladder: "Ladder") -> int:
     return status
 
 
+def problems_of(args: argparse.Namespace) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Examples and problems of a GSM8K file.
+
+    Raises:
+        GearbxError: as read_rows, or nothing left but examples.
+    """
+    from .errors import GearbxError
+    from .evaluation.text import read_rows
+
+    rows = read_rows(Path(args.data), ("question", "answer"))
+    examples, problems = rows[: args.num_shots], rows[args.num_shots :][: args.num_problems]
+    if not problems:
+        raise GearbxError(f"{args.data}: has {len(rows)} problems, all of them examples; give fewer --num-shots")
+    return examples, problems
+
+
+def prompts_of(
+    args: argparse.Namespace,
+    tokenizer: Any,
+    config: dict,
+    examples: list[dict[str, str]],
+    problems: list[dict[str, str]],
+) -> list[tuple[list[int], int, str]]:
+    """Tokens of each problem's prompt, how many may be written after it, and the worked answer."""
+    from . import options
+    from .evaluation import gsm8k
+
+    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    texts = [row["question"] if templated and not examples else gsm8k.prompt_of(row, examples) for row in problems]
+    tokens = [options.encode_prompt(args, tokenizer, text) for text in texts]
+    lengths = [options.room_for(config, len(prompt), args.max_tokens) for prompt in tokens]
+    return list(zip(tokens, lengths, (row["answer"] for row in problems)))
+
+
 def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
     """Free-running, by final numbers."""
     from . import options
     from .errors import GearbxError
-    from .evaluation.text import read_rows
 
-    rows, out = read_rows(Path(args.data), ("question", "answer")), Path(args.out)
-    examples, problems = rows[: args.num_shots], rows[args.num_shots :][: args.num_problems]
-    if not problems:
-        raise GearbxError(f"{args.data}: has {len(rows)} problems, all of them examples; give fewer --num-shots")
+    (examples, problems), out = problems_of(args), Path(args.out)
     unknown = [policy for policy in args.policy or () if policy not in WRITING]
     if unknown:
         raise GearbxError(f"--policy {unknown[0]}: needs a text to follow; task gsm8k has {', '.join(WRITING)}")
@@ -267,11 +302,7 @@ def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
     routing = options.make_routing(args, len(ladder), vocabulary(gearbox.model))
     named = ("num_problems", "num_shots", "max_tokens")
     session = Session(out, inputs_of(args, *named) | vars(routing))
-    templated = tokenizer.has_chat_template and not args.ignore_chat_template
-    texts = [row["question"] if templated and not examples else gsm8k.prompt_of(row, examples) for row in problems]
-    tokens = [options.encode_prompt(args, tokenizer, text) for text in texts]
-    lengths = [options.room_for(config, len(prompt), args.max_tokens) for prompt in tokens]
-    prompts = list(zip(tokens, lengths, (row["answer"] for row in problems)))
+    prompts = prompts_of(args, tokenizer, config, examples, problems)
     attempts: dict[str, list[gsm8k.Attempt]] = {}
     status = 0
     with progress_bar() as progress:
@@ -295,6 +326,28 @@ def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
     return status
 
 
+def run_pair(args: argparse.Namespace) -> int:
+    """EAD's Table 1: along a text, or writing."""
+    from . import evaluate_pair, pairing
+    from .errors import GearbxError
+    from .evaluation.text import read_documents
+
+    if args.policy or args.between:
+        raise GearbxError("--policy and --between are of one model in gears; leave them out with --small-model")
+    turns = pairing.turns_of(args, several=True)
+    if args.task == "gsm8k":
+        examples, problems = problems_of(args)
+        models = pairing.load_pair(args)
+        prompts = prompts_of(args, models.tokenizer, models.config, examples, problems)
+        with progress_bar() as progress:
+            return evaluate_pair.run_gsm8k(args, turns, models, prompts, progress)
+    documents = read_documents(Path(args.data))
+    models = pairing.load_pair(args)
+    args.context = context_of(args, models.config)
+    with progress_bar() as progress:
+        return evaluate_pair.run_text(args, turns, models, documents, progress)
+
+
 RUN = {"text": run_text, "gsm8k": run_gsm8k}
 
 
@@ -304,6 +357,8 @@ def run(args: argparse.Namespace) -> int:
 
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
+    if args.small_model is not None:
+        return run_pair(args)
     return RUN[args.task](args, ladder)
 
 

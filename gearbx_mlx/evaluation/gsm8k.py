@@ -1,13 +1,14 @@
 """GSM8K, free-running: the model writes, greedily, and its final number is right or wrong."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
 
+from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
@@ -61,11 +62,17 @@ def ways_to_write(policies: Sequence[str], ladder: Ladder, routing: Mapping[str,
 
 def attempt(gearbox: Gearbox, tokenizer: Any, tokens: Sequence[int], answer: str, **keywords: Any) -> Attempt:
     """Let the model write after the tokens of a prompt, and judge it by the answer's final number."""
+    responses = stream_generate(gearbox.model, tokenizer, list(tokens), gearbox=gearbox, **keywords)
+    return judged(responses, answer, lambda r: gearbox.weight_bytes_per_token(gearbox.ladder.find(r.gear)))
+
+
+def judged(responses: Iterable[GearResponse], answer: str, weight_bytes: Callable[[Any], int]) -> Attempt:
+    """Take responses until the final number is there; `weight_bytes` says what each of them read."""
     text, count, read = "", 0, 0
-    for response in stream_generate(gearbox.model, tokenizer, list(tokens), gearbox=gearbox, **keywords):
+    for response in responses:
         text += response.text
         count += 1
-        read += gearbox.weight_bytes_per_token(gearbox.ladder.find(response.gear))
+        read += weight_bytes(response)
         if finished(text):
             break
     found = final_number(text)
