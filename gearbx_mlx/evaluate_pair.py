@@ -116,13 +116,13 @@ def run_gsm8k(
     """
     out = Path(args.out)
     session = Session(out, inputs_of(args, turns, "num_problems", "num_shots", "max_tokens", "seed"))
-    both = gsm8k_pair.Pair(models.small, models.large, models.tokenizer, models.weight_bytes)
+    solve = partial(gsm8k_pair.solve, models.small, models.large, models.tokenizer)
     attempts: dict[str, list[gsm8k_pair.PairAttempt]] = {}
     thresholds: dict[str, float] = {}
 
     def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
         tracked = progress.track(prompts, description=name)
-        tried = session.rows(name, partial(gsm8k_pair.solve, both, tracked, turns.window, gate_of))
+        tried = session.rows(name, partial(solve, tracked, turns.window, gate_of))
         attempts[name], thresholds[name] = [gsm8k_pair.PairAttempt(**entry) for entry in tried], threshold
         return attempts[name]
 

@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
 from . import options
+from .decoding.paired_model import bytes_read
 from .errors import GearbxError
-from .gears.activations import compute_in, stored_dtype
-from .gears.cost import token_bytes
+from .gears.activations import compute_in
 from .gears.discovery import is_quantized, vocabulary
 from .loading import load_small
 from .routing.pair import (
@@ -62,8 +62,7 @@ class Pair:
     @property
     def weight_bytes(self) -> tuple[int, int]:
         """That a token reads, in the type of the checkpoint."""
-        small, large = (token_bytes(model, {}, {"": stored_dtype(model)}) for model in self.models)
-        return small, large
+        return bytes_read(self.small), bytes_read(self.large)
 
 
 def load_pair(args: argparse.Namespace) -> Pair:

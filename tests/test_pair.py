@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.decoding.pair import stream_pair
-from gearbx_mlx.decoding.paired_model import PairedModel
+from gearbx_mlx.decoding.paired_model import PairedModel, bytes_read
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.entropy import entropy_bits
 from gearbx_mlx.routing.gates import replay
@@ -85,7 +85,7 @@ class TestOneModelAlone:
         responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
         assert_same(texts(responses), theirs)
         assert {r.gear for r in responses} == {alone}
-        assert not any(r.shifted or r.caught_up or r.passes != 1 for r in responses)
+        assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
 
     def test_a_real_model_too(self, demo, small):
         theirs = texts(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 30))
@@ -120,7 +120,7 @@ class TestCachesInStep:
             pair.engaged = engaged
             logits = pair(tokens[:, start:stop], cache=cache)
         assert pair.last.caught_up == 6
-        assert pair.last.passes == 1
+        assert pair.last.passes == (0, 1)
         assert mx.array_equal(logits, large(tokens, cache=alone)[:, -1:]).item()
 
     def test_what_is_caught_up_is_what_was_missed(self, demo, small, large):
@@ -134,7 +134,8 @@ class TestCachesInStep:
         prompt = len(demo.tokenizer.encode(TALE))
         keywords = {"prefill_step_size": 4, "gate": Script([0, 1, 1])}
         responses = list(stream_pair(small, large, demo.tokenizer, TALE, 3, **keywords))
-        assert [r.passes for r in responses] == [1, 1, math.ceil((prompt + 2) / 4)]
+        assert [r.passes for r in responses] == [(1, 0), (1, 0), (0, math.ceil((prompt + 2) / 4))]
+        assert responses[2].weight_bytes == math.ceil((prompt + 2) / 4) * bytes_read(large)
 
     def test_trimmed_caches_forget_what_was_not_read_first(self, small, large):
         pair = PairedModel(small, large)

@@ -38,13 +38,11 @@ REFUSED = ("draft_model", "input_embeddings")
 
 @dataclass
 class PairResponse(GearResponse):
-    """As of mode `route`, where `gear` is "small" or "large", and
+    """As in other modes, with "small" or "large" for the gear, passes of (small, large), and
 
-    passes: over the model's weights, for this token: 1, and more where much was to be caught up.
-    caught_up: tokens that the model had missed and read in them.
+    caught_up: tokens that the model had missed and read for this one.
     """
 
-    passes: int = 1
     caught_up: int = 0
 
 
@@ -144,6 +142,7 @@ def driven(driver: Driver, tokenizer: Any, prompt: Any, **kwargs: Any) -> Iterat
             gear=NAMES[call.engaged],
             shifted=before is not None and call.engaged != before,
             passes=call.passes,
+            weight_bytes=sum(n * read for n, read in zip(call.passes, driver.pair.weight_bytes)),
             caught_up=call.caught_up,
         )
         before = call.engaged

@@ -13,6 +13,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..errors import GearbxError
+from ..gears.activations import stored_dtype
+from ..gears.cost import token_bytes
 from ..gears.discovery import vocabulary
 from ..routing.pair import NAMES, SMALL
 
@@ -77,11 +79,16 @@ class TrailingCache:
 
 @dataclass(frozen=True)
 class Call:
-    """Which model ran, how many passes over its weights that took, and how many missed tokens it read in them."""
+    """Which model ran, the passes over the weights of (small, large), and how many missed tokens were read in them."""
 
     engaged: int
-    passes: int
-    caught_up: int
+    passes: tuple[int, int] = (0, 0)
+    caught_up: int = 0
+
+
+def bytes_read(model: nn.Module) -> int:
+    """Bytes of weights that a token reads of a model as it is, in the type of its checkpoint."""
+    return token_bytes(model, {}, {"": stored_dtype(model)})
 
 
 class PairedModel(nn.Module):
@@ -92,7 +99,8 @@ class PairedModel(nn.Module):
         prefill_step_size: the most tokens that one pass catches up.
 
     `engaged` is SMALL or LARGE and may be set before any call. Logits are as long as those of the smaller vocabulary:
-    models of one tokenizer may be padded to different lengths. `last` tells of the last call.
+    models of one tokenizer may be padded to different lengths. `last` tells of the last call, and `weight_bytes` what a
+    pass of (small, large) reads.
     """
 
     def __init__(self, small: nn.Module, large: nn.Module, prefill_step_size: int = PREFILL_STEP_SIZE):
@@ -101,7 +109,8 @@ class PairedModel(nn.Module):
         self.vocab_size = min(vocabulary(small), vocabulary(large))
         self.prefill_step_size = prefill_step_size
         self.engaged = SMALL
-        self.last = Call(SMALL, 0, 0)
+        self.last = Call(SMALL)
+        self.weight_bytes = bytes_read(small), bytes_read(large)
 
     def make_cache(self, max_kv_size: int | None = None) -> list[TrailingCache]:
         return [TrailingCache(make_prompt_cache(model, max_kv_size)) for model in (self.small, self.large)]
@@ -125,7 +134,7 @@ class PairedModel(nn.Module):
             mx.eval([entry.state for entry in own.entries])
             unread, passes = unread[:, step:], passes + 1
         logits = model(unread, cache=own.entries)
-        self.last = Call(self.engaged, passes, caught_up)
+        self.last = Call(self.engaged, (0, passes) if self.engaged else (passes, 0), caught_up)
         if caught_up:
             logits = logits[:, -new:]
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]

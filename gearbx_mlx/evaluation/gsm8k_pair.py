@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import mlx.nn as nn
 import numpy as np
 
 from ..decoding.pair import PairResponse, stream_pair
@@ -26,18 +25,13 @@ class PairAttempt(Attempt):
     caught_up: int = 0
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two models, their tokenizer, and the bytes of weights that a pass of each reads."""
-
-    small: nn.Module
-    large: nn.Module
-    tokenizer: Any
-    weight_bytes: tuple[int, int]
-
-
 def solve(
-    pair: Pair, prompts: Prompts, window: int, gate_of: Callable[[int], tuple[Gate, int]]
+    small: nn.Module,
+    large: nn.Module,
+    tokenizer: Any,
+    prompts: Prompts,
+    window: int,
+    gate_of: Callable[[int], tuple[Gate, int]],
 ) -> list[dict[str, Any]]:
     """Attempts as plain values, one for each prompt: its tokens, how many to write, the worked answer.
 
@@ -49,9 +43,9 @@ def solve(
         gate, first = gate_of(number)
         taken: list[PairResponse] = []
         responses = stream_pair(
-            pair.small, pair.large, pair.tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
+            small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
         )
-        tried = judged(noted(responses, taken), answer, lambda r: r.passes * pair.weight_bytes[NAMES.index(r.gear)])
+        tried = judged(noted(responses, taken), answer, lambda r: r.weight_bytes)
         large = sum(response.gear == NAMES[LARGE] for response in taken)
         rows.append(asdict(PairAttempt(**vars(tried), large=large, caught_up=sum(r.caught_up for r in taken))))
     return rows
