@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
 
 from ..decoding.pair import PairResponse, stream_pair
