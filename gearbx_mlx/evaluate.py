@@ -41,7 +41,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_gear_flags(parser)
     parser.set_defaults(telemetry_only=False)
     options.add_gate_flags(parser)
-    pairing.add_pair_flags(parser)
+    pairing.add_sweep_flags(parser)
     group = parser.add_argument_group("evaluation")
     group.add_argument("--data", required=True, help="A text, or JSON Lines with text, or question and answer (GSM8K).")
     group.add_argument("--out", default="evaluation", help="Directory for the report. Default: evaluation")
@@ -330,7 +330,7 @@ def run_pair(args: argparse.Namespace) -> int:
     """EAD's Table 1: along a text, or writing."""
     from . import evaluate_pair, pairing
     from .errors import GearbxError
-    from .evaluation.text import read_documents
+    from .evaluation.text import answer_windows, read_documents, read_rows, windows_of
 
     if args.policy or args.between:
         raise GearbxError("--policy and --between are of one model in gears; leave them out with --small-model")
@@ -341,11 +341,17 @@ def run_pair(args: argparse.Namespace) -> int:
         prompts = prompts_of(args, models.tokenizer, models.config, examples, problems)
         with progress_bar() as progress:
             return evaluate_pair.run_gsm8k(args, turns, models, prompts, progress)
-    documents = read_documents(Path(args.data))
+    rows = read_rows(Path(args.data), ("question", "answer")) if args.answers_only else []
+    documents = [] if rows else read_documents(Path(args.data))
     models = pairing.load_pair(args)
     args.context = context_of(args, models.config)
+    if rows:
+        windows = answer_windows(models.tokenizer, rows, args.context, args.tokens)
+    else:
+        texts = windows_of(models.tokenizer, documents, args.context, args.tokens, args.data)
+        windows = [(window, 0) for window in texts]
     with progress_bar() as progress:
-        return evaluate_pair.run_text(args, turns, models, documents, progress)
+        return evaluate_pair.run_text(args, turns, models, windows, progress)
 
 
 RUN = {"text": run_text, "gsm8k": run_gsm8k}

@@ -11,7 +11,6 @@ import numpy as np
 from . import pairing, terminal
 from .evaluation import gsm8k_pair, pair
 from .evaluation.session import Session, fingerprint
-from .evaluation.text import windows_of
 from .gears.activations import dtype_name, model_dtype
 from .loading import DEMO_MODEL, find, model_name
 from .telemetry.files import write_text
@@ -84,25 +83,33 @@ def finite(value: Any) -> Any:
 
 
 def run_text(
-    args: argparse.Namespace, turns: pairing.Turns, models: pairing.Pair, documents: list[str], progress: Any
+    args: argparse.Namespace,
+    turns: pairing.Turns,
+    models: pairing.Pair,
+    windows: Sequence[tuple[Sequence[int], int]],
+    progress: Any,
 ) -> int:
-    """Teacher-forced along texts."""
+    """Teacher-forced along texts.
+
+    Args:
+        windows: tokens, and how many of them are a prompt.
+    """
     out = Path(args.out)
-    windows = windows_of(models.tokenizer, documents, args.context, args.tokens, args.data)
-    Session(out, inputs_of(args, turns, "context", "tokens"))
+    Session(out, inputs_of(args, turns, "context", "tokens", "answers_only"))
     tracked = progress.track(windows, description="both models")
     recording = pair.record_pair(models.small, models.large, tracked, models.vocab_size)
     thresholds = turns.sweep(models.vocab_size)
     report = told_by(args, models, turns) | {
         "complete": True,
         "context": args.context,
+        "answers_only": args.answers_only,
         "tokens": len(recording.large.nll),
         "windows": len(windows),
         "policies": pair.sweep(
             recording, thresholds, turns.window, turns.min_duration, models.parameters, models.weight_bytes
         ),
     }
-    write(out, report, pair.markdown(report), pair.COLUMNS)
+    write(out, report, pair.markdown(report), {name: pair.COLUMNS[name] for name in pair.SHOWN})
     return 0
 
 
@@ -143,5 +150,5 @@ def run_gsm8k(
         "complete": status == 0,
         "policies": gsm8k_pair.rows_of(attempts, thresholds, models.parameters),
     }
-    write(out, report, gsm8k_pair.markdown(report), gsm8k_pair.COLUMNS)
+    write(out, report, gsm8k_pair.markdown(report), {name: gsm8k_pair.COLUMNS[name] for name in gsm8k_pair.SHOWN})
     return status

@@ -36,6 +36,16 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the evaluation, which takes several thresholds."""
+    add_pair_flags(parser)
+    parser.add_argument(
+        "--answers-only",
+        action="store_true",
+        help="With --small-model: of questions and answers count the answers, which alone are written in generation.",
+    )
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two loaded models and what they are: (small, large) each."""

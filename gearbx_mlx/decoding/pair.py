@@ -33,7 +33,7 @@ from .paired_model import PREFILL_STEP_SIZE, Call, PairedModel, TrailingCache, c
 from .response import GearResponse
 
 AUTO = "auto"
-REFUSED = ("draft_model", "input_embeddings")
+REFUSED = ("draft_model", "input_embeddings", "hysteresis", "decision", "drafting")
 
 
 @dataclass
@@ -103,8 +103,8 @@ def stream_pair(
         GearbxError: arguments that do not fit, models that do not know all the tokenizer's tokens.
     """
     for name in REFUSED:
-        if kwargs.get(name) is not None:
-            raise GearbxError(f"mode 'pair' has no {name}: the two models write by themselves; leave it out")
+        if kwargs.pop(name, None) is not None:
+            raise GearbxError(f"mode 'pair' has no {name}; leave it out")
     check_vocabularies(tokenizer, small, large)
     pair = PairedModel(small, large, prefill_step_size)
     if threshold is None:

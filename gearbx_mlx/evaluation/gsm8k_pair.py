@@ -102,6 +102,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "parameters": lambda row: f"{100 * row['parameter_ratio']:.1f} %",
     "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
 }
+SHOWN = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
 
 
 def markdown(report: Mapping[str, Any]) -> str:

@@ -41,15 +41,22 @@ def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> 
     return log_softmax(np.array(logits.astype(mx.float32)))
 
 
-def record_pair(small: nn.Module, large: nn.Module, windows: Iterable[Sequence[int]], vocab_size: int) -> PairRecording:
-    """Let both models read the windows, each from its beginning."""
+def record_pair(
+    small: nn.Module, large: nn.Module, windows: Iterable[tuple[Sequence[int], int]], vocab_size: int
+) -> PairRecording:
+    """Let both models read windows, each from its beginning.
+
+    Args:
+        windows: of tokens, each with how many of them are its prompt: what is predicted there does not count.
+    """
     rows: tuple[list[tuple], list[tuple]] = ([], [])
     top: list[np.ndarray] = []
-    for number, window in enumerate(windows):
-        p, q = (logprobs_along(model, window, vocab_size) for model in (large, small))
+    for number, (window, prompt) in enumerate(windows):
+        start = max(prompt - 1, 0)
+        p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
         top.append(np.exp(p.max(axis=-1)))
         for gear, logprobs in ((SMALL, q), (LARGE, p)):
-            rows[gear].append(compared(p, logprobs, number, np.array(window[1:]), gear))
+            rows[gear].append(compared(p, logprobs, number, np.array(window[start + 1 :]), gear))
     recordings = [Recording(*(np.concatenate(column) for column in zip(*part))) for part in rows]
     return PairRecording(recordings[SMALL], recordings[LARGE], np.concatenate(top), vocab_size)
 
@@ -109,6 +116,24 @@ def parameter_ratio(share: float, parameters: tuple[int, int]) -> float:
     return ((1 - share) * parameters[SMALL] + share * parameters[LARGE]) / parameters[LARGE]
 
 
+class Blend(Chance):
+    """A random choice between both models along a text: of any share, its expectation is the weighted mean of both."""
+
+    def __init__(self, recording: PairRecording):
+        super().__init__([recording.small, recording.large], [0.0, 1.0])
+
+    def at(self, place: float | np.ndarray, name: str) -> np.ndarray:
+        """A field of the recordings (n,), for the large model's share: one for all tokens, or one for each (n,)."""
+        small, large = (getattr(run, name).astype(float) for run in self.runs)
+        return (1 - place) * small + place * large
+
+
+def share_by_position(gears: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """The large model's share at the position of each token in its window, over all windows; (n,) of (n,) and (n,)."""
+    position = np.concatenate([np.arange(count) for count in np.bincount(window)])
+    return (np.bincount(position, gears == LARGE) / np.bincount(position))[position]
+
+
 def sweep(
     recording: PairRecording,
     thresholds: Iterable[float],
@@ -117,16 +142,15 @@ def sweep(
     parameters: tuple[int, int],
     weight_bytes: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """A row for each threshold (bits), as EAD's Table 1, and what a random choice with the same share comes to.
+    """A row for each threshold (bits), as EAD's Table 1, and what random choices come to.
 
-    That control needs no draws: along a text its expectation is the mean of both models, weighted by the share.
+    One has the same share, the other the same share at each position: it knows how texts go, but not this one.
 
     Args:
         window, min_duration: tokens.
         parameters, weight_bytes: of the small and the large model; bytes as one token reads.
     """
-    chance = Chance([recording.small, recording.large], [0.0, 1.0])
-    rows = []
+    chance, rows = Blend(recording), []
     for threshold in thresholds:
         gears = turns(recording, threshold, window, min_duration)
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
@@ -145,6 +169,7 @@ def sweep(
                 **quality(**tokens),
                 "buckets": by_bucket(recording.top_probability, tokens),
                 "against_random_same_share": control,
+                "against_random_same_positions": against(run, chance, share_by_position(gears, run.window)),
             }
         )
     return rows
@@ -161,16 +186,19 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "chance": lambda row: f"{row['against_random_same_share']['top1_agreement']:.4f}",
     "KL mean": lambda row: short(row["kl_mean"]),
     "vs chance": lambda row: change(row["against_random_same_share"]),
+    "by position": lambda row: change(row["against_random_same_positions"]),
 }
+SHOWN = ("threshold", "large", "kB/token", "perplexity", "agreement", "KL mean", "vs chance", "by position")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a Markdown page."""
+    part = " (the answers alone)" if report["answers_only"] else ""
     lines = [
         f"# {report['small_model']} and {report['model']} on {report['data']}",
         "",
-        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens, against "
-        f"the large model. Entropy is averaged over {report['gate']['window']} tokens, and a model kept for "
+        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens{part}, "
+        f"against the large model. Entropy is averaged over {report['gate']['window']} tokens, and a model kept for "
         f"{report['gate']['min_duration']} at least. Thresholds in bits, KL in nats.",
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -179,8 +207,9 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         "**large**: share of tokens that the large model computes. **parameters**: those used per token, over those of "
         "the large model. **by chance**, **chance**: a random choice between the models with the same share. "
-        "**vs chance**: mean KL against that choice's, with its standard error. Every token is one pass of one model; "
-        "what it had missed is read in it.",
+        "**vs chance**: mean KL against that choice's, with its standard error; **by position**: against a random "
+        "choice with the same share at each position in a text. Every token is one pass of one model; what it had "
+        "missed is read in it.",
         "",
     ]
     return "\n".join(lines)

@@ -84,7 +84,7 @@ class Chance:
         return (1 - weight) * below + weight * above
 
 
-def against(recording: Recording, chance: Chance, place: float) -> dict[str, Any]:
+def against(recording: Recording, chance: Chance, place: Any) -> dict[str, Any]:
     """Mean KL and agreement less those of the random gate on the same tokens, with standard errors."""
     blocks = blocks_of(recording.window)
     control = {name: chance.at(place, name) for name in ("kl", "agree")}

@@ -91,6 +91,26 @@ def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, 
     return windows
 
 
+def answer_windows(
+    tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """For each question and answer a window, and how many of its tokens are before the answer.
+
+    Args:
+        rows: with question and answer.
+        context, tokens: as in windows_of; a question that fills the context is left out.
+    """
+    windows, left = [], tokens
+    for row in rows:
+        prompt = PROMPT.format(**row)
+        start = len(encode(tokenizer, prompt))
+        window = encode(tokenizer, f"{prompt} {row['answer']}")[: min(context, start + left)]
+        if left > 0 and len(window) > start:
+            windows.append((window, start))
+            left -= len(window) - start
+    return windows
+
+
 def encode(tokenizer: Any, document: str) -> list[int]:
     """Tokens of a text, which may well be longer than the model's context: it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
