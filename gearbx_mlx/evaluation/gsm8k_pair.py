@@ -47,8 +47,8 @@ def solve(
             small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
         )
         tried = judged(noted(responses, taken), answer, lambda r: r.weight_bytes)
-        large = sum(response.gear == NAMES[LARGE] for response in taken)
-        rows.append(asdict(PairAttempt(**vars(tried), large=large, caught_up=sum(r.caught_up for r in taken))))
+        by_large = sum(response.gear == NAMES[LARGE] for response in taken)
+        rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))
     return rows
 
 
