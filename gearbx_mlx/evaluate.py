@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .gears.gearbox import Gearbox
     from .gears.ladder import Gear, Ladder
 
-POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle")
+POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless")
 WRITING = ("static", "route")  # that can write a text of their own
 FILES = ("evaluation.json", "evaluation.md", "evaluation.png")
 SHOWN = (  # what fits into 80 characters
