@@ -83,7 +83,7 @@ class TestGenerate:
         bits = {"low": 4.5, "mid": 9.0, "high": 16.0}
         assert summary["effective_bits_per_weight"] == pytest.approx(np.mean([bits[gear] for gear in gears]))
         assert summary["weight_bytes_per_token"] <= summary["weight_bytes_per_token_top"]
-        assert summary["managed_layers"] == 42
+        assert summary["managed_layers"] == 43
         for words in ("tokens/s", "shifts", "effective bits", "weights read", "memory", "computed in"):
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
@@ -176,7 +176,7 @@ class TestGenerate:
         )
         assert result.status == 0
         summary = read_json(tmp_path / "s.json")
-        assert (summary["managed_layers"], summary["unmanaged_layers"]) == (24, 18)
+        assert (summary["managed_layers"], summary["unmanaged_layers"]) == (24, 19)
 
     def test_layers_of_an_odd_width_are_named_in_the_summary(self, command, tmp_path):
         model = tiny_model("llama", intermediate_size=172)

@@ -1,6 +1,7 @@
 """The entry for programs: mlx-lm's stream_generate and generate, with a gearbox."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -9,14 +10,20 @@ from ..errors import GearbxError
 from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, attached
 from ..gears.observer import Observer
+from ..routing.acceptance import DraftRule
+from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.prompt import first_gear
 from ..routing.thresholds import check_thresholds, default_thresholds
+from .drafting import make_lossless
+from .drop_in import DropIn
+from .kickdown import Decision, GearedModel
 from .response import GearResponse
 from .route import route
+from .tachometer import drive
 
-ROUTE, TELEMETRY_ONLY = "route", "telemetry-only"
+ROUTE, KICKDOWN, LOSSLESS, TELEMETRY_ONLY = MODES = ("route", "kickdown", "lossless", "telemetry-only")
 AUTO = "auto"
 
 
@@ -29,10 +36,10 @@ def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: str 
     watching = isinstance(gearbox, Observer) or (gearbox is None and is_quantized(model) and attached(model) is None)
     if mode is None:
         return TELEMETRY_ONLY if watching else ROUTE
-    if mode not in (ROUTE, TELEMETRY_ONLY):
-        raise GearbxError(f"mode '{mode}' does not exist; choose from {ROUTE}, {TELEMETRY_ONLY}")
-    if mode == ROUTE and watching:
-        raise GearbxError("mode 'route' needs a gearbox, and this model is quantized already: use 'telemetry-only'")
+    if mode not in MODES:
+        raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
+    if mode != TELEMETRY_ONLY and watching:
+        raise GearbxError(f"mode '{mode}' needs a gearbox, and this model is quantized already: use 'telemetry-only'")
     if mode == TELEMETRY_ONLY and isinstance(gearbox, Gearbox):
         raise GearbxError("mode 'telemetry-only' shifts no gears: give an Observer, or no gearbox")
     return mode
@@ -60,6 +67,8 @@ def stream_generate(
     hysteresis: float = DEFAULT_HYSTERESIS,
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
     initial_gear: str | int = AUTO,
+    decision: Decision | None = None,
+    drafting: DraftFile | DraftRule | str | Path | int | None = None,
     **kwargs: Any,
 ) -> Iterator[GearResponse]:
     """Generate text while the gearbox changes the precision of the weights.
@@ -68,26 +77,42 @@ def stream_generate(
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         gearbox: without one, that which is on the model, else a new one with the default ladder; for a checkpoint
             that is quantized already, an Observer.
-        gate: a Gate of your own; otherwise a ThresholdGate of the four arguments that follow.
-        mode: "route" or "telemetry-only"; by itself the first where gears can shift.
+        gate: route: a Gate of your own; otherwise a ThresholdGate of the four arguments that follow.
+        mode: "route", "kickdown", "lossless" or "telemetry-only"; by itself the first where gears can shift.
         thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
         window: tokens in the rolling mean.
         hysteresis: bits.
         min_gear_duration: tokens.
-        initial_gear: name or bits of a gear, or "auto": from the prompt (GEARBX 11). The prompt is read in it.
+        initial_gear: route: name or bits of a gear, or "auto": from the prompt (GEARBX 11). The prompt is read in it.
+        decision: kickdown: in place of thresholds.
+        drafting: lossless: what `calibrate --mode lossless` wrote (a path or a DraftFile), a number of tokens, or a
+            DraftRule; otherwise what ships for this model, or a rule for any.
 
     Yields:
-        GearResponse for each token. A shift acts two tokens after the one that caused it, since mlx-lm runs ahead.
+        GearResponse for each token. In route, a shift acts two tokens after the one that caused it, since mlx-lm runs
+        ahead.
 
     Raises:
         GearbxError: arguments that do not fit together.
     """
     mode = choose_mode(model, gearbox, mode)
     if gearbox is None:
-        gearbox = attached(model) or Gearbox(model) if mode == ROUTE else Observer(model)
+        gearbox = Observer(model) if mode == TELEMETRY_ONLY else attached(model) or Gearbox(model)
     elif gearbox.model is not model:
         raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
     gears, vocab_size = len(gearbox.ladder), vocabulary(model)
+    monitor = Monitor(vocab_size, window)
+    kwargs["max_tokens"] = max_tokens
+    if isinstance(gearbox, Gearbox) and mode in (KICKDOWN, LOSSLESS):
+        if kwargs.get("draft_model") is not None:
+            raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'route'")
+        geared: DropIn
+        if mode == KICKDOWN:
+            geared = GearedModel(gearbox, thresholds, decision=decision)
+        else:
+            prompt = encoded(tokenizer, prompt)
+            geared = make_lossless(gearbox, tokenizer, drafting, prompt_tokens=len(prompt), **kwargs)
+        return drive(geared, tokenizer, prompt, monitor=monitor, **kwargs)
     if gate is None:
         chosen = default_thresholds(gears, vocab_size) if thresholds is None else tuple(thresholds)
         check_thresholds(chosen, gears)
@@ -96,19 +121,17 @@ def stream_generate(
         first = gearbox.ladder[first_gear(prompt_text(tokenizer, prompt), gears)]
     else:
         first = gearbox.ladder.find(initial_gear)
-    monitor = Monitor(vocab_size, window)
     gate.reset(first.index)
     gearbox.shift(first)
-    return route(
-        model,
-        tokenizer,
-        prompt,
-        gearbox=gearbox,
-        gate=gate,
-        monitor=monitor,
-        max_tokens=max_tokens,
-        **kwargs,
-    )
+    return route(model, tokenizer, prompt, gearbox=gearbox, gate=gate, monitor=monitor, **kwargs)
+
+
+def encoded(tokenizer: Any, prompt: Any) -> Any:
+    """A prompt as tokens, as mlx-lm's stream_generate makes them of text."""
+    if not isinstance(prompt, str):
+        return prompt
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return tokenizer.encode(prompt, add_special_tokens=special)
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
