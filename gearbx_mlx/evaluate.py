@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .gears.ladder import Gear, Ladder
 
 POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless")
-WRITING = ("static", "route")  # that can write a text of their own
+WRITING = ("static", "route", "kickdown", "lossless")  # that can write a text of their own
 FILES = ("evaluation.json", "evaluation.md", "evaluation.png")
 SHOWN = (  # what fits into 80 characters
     "policy",
@@ -71,7 +71,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     free.add_argument(
         "--num-shots", type=int, default=0, help="First problems of the file, shown as examples. Default: 0"
     )
-    free.add_argument("--thresholds", metavar="FILE|BITS", help="For route. Default: the paper's")
+    free.add_argument("--thresholds", metavar="FILE|BITS", help="For route and kickdown. Default: the paper's")
     return parser
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..decoding.caches import room, take_back, untrimmable
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import BOUNDS, MOST_DRAFTED, AcceptanceCurve, DraftRule, ProductRule, fit_curve, replay_drafts
 from .metrics import entropy_bits, log_softmax
-from .replay import Recording, Step, forget, next_logprobs
+from .replay import Recording, Step, next_logprobs
 
 
 def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
@@ -42,22 +43,27 @@ def drafted(
     """Read the windows in lossless mode. Once a draft is checked, the cache holds entries of the top gear alone.
 
     The passes of a draft and of its check are counted with the first prediction that is kept.
+
+    Raises:
+        GearbxError: nothing can be taken back from the model's cache.
     """
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
+        if room(cache) < len(window):
+            raise untrimmable(cache, "lossless")
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
-            room = min(MOST_DRAFTED, last - place - 1)  # the check reads one token more than the draft
+            most = min(MOST_DRAFTED, last - place - 1)  # the check reads one token more than the draft
             gearbox.shift(low)
-            liked = draft(gearbox, window[place : place + room], cache, rule)
+            liked = draft(gearbox, window[place : place + most], cache, rule)
             if liked:
-                forget(cache, len(liked))
+                take_back(cache, len(liked))
             gearbox.shift(top)
             checked = next_logprobs(gearbox.model, window[place : place + len(liked) + 1], cache)
             same = (int(row.argmax()) == like for row, like in zip(checked, liked))
             kept = sum(itertools.takewhile(bool, same)) + 1
             if kept <= len(liked):
-                forget(cache, len(liked) + 1 - kept)
+                take_back(cache, len(liked) + 1 - kept)
             passes = [0] * len(gearbox.ladder)
             passes[low.index] += len(liked)
             passes[top.index] += 1

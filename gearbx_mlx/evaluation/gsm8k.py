@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..decoding.stream import stream_generate
+from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from ..routing.gates import Held
@@ -54,8 +54,12 @@ def ways_to_write(policies: Sequence[str], ladder: Ladder, routing: Mapping[str,
     ways: dict[str, dict[str, Any]] = {
         f"static-{gear.bits}": {"gate": Held(), "initial_gear": gear.name} for gear in reversed(ladder)
     }
-    if "route" in policies:
-        ways["route"] = dict(routing)
+    if ROUTE in policies:
+        ways[ROUTE] = dict(routing)
+    if KICKDOWN in policies:
+        ways[KICKDOWN] = {"mode": KICKDOWN, "thresholds": routing["thresholds"]}
+    if LOSSLESS in policies and len(ladder) > 1:
+        ways[LOSSLESS] = {"mode": LOSSLESS}
     return ways
 
 
@@ -65,7 +69,7 @@ def attempt(gearbox: Gearbox, tokenizer: Any, tokens: Sequence[int], answer: str
     for response in stream_generate(gearbox.model, tokenizer, list(tokens), gearbox=gearbox, **keywords):
         text += response.text
         count += 1
-        read += gearbox.weight_bytes_per_token(gearbox.ladder.find(response.gear))
+        read += response.weight_bytes
         if finished(text):
             break
     found = final_number(text)

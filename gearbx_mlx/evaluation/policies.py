@@ -20,7 +20,12 @@ ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one
 
 
 class Policy(Protocol):
-    """Asked for every token in turn. `place` counts predictions over the whole text, from 0."""
+    """Asked for every token in turn. `place` counts predictions over the whole text, from 0.
+
+    `takes_back` says whether tokens may be computed again, for which the cache has to forget.
+    """
+
+    takes_back: bool
 
     def begin(self) -> None:
         """A new window, with an empty cache."""
@@ -41,6 +46,8 @@ class Policy(Protocol):
 
 class OnePass:
     """What decides before a token is computed, and is content with what comes."""
+
+    takes_back = False
 
     def begin(self) -> None:
         pass
@@ -107,6 +114,7 @@ class SameToken:
     high: Gear
     signal: Callable[[int, np.ndarray], float]  # of the place and the log-probabilities
     threshold: float
+    takes_back = True
 
     def begin(self) -> None:
         pass
