@@ -11,7 +11,7 @@ METHODS = ("share", "percentile", "median", "manual")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, target
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.calibrate",
@@ -20,8 +20,10 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_model_flags(parser)
     options.add_prompt_flags(parser)
     parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS)
-    options.add_ladder_flags(parser)
+    options.add_gear_flags(parser)
+    parser.set_defaults(telemetry_only=False)
     options.add_gate_flags(parser)
+    target.add_flags(parser)
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--method",
@@ -128,7 +130,7 @@ def chosen_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options, target
     from .errors import GearbxError
     from .gears.ladder import Ladder
 
@@ -136,6 +138,9 @@ def run(args: argparse.Namespace) -> int:
     if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has no thresholds; give two or more")
     options.check_numbers(args)
+    wish = target.wish_of(args)
+    if wish:
+        return target.run(args, wish, chosen_prompts(args)["mixed"])
     routing = options.gate_settings(args)
     shares = parse_shares(args.shares, len(ladder))
     out = options.output_path(args.out)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from .gears.gearbox import Gearbox
     from .gears.ladder import Gear, Ladder
 
-POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle")
-WRITING = ("static", "route")  # that can write a text of their own
+POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless")
+WRITING = ("static", "route", "kickdown", "lossless")  # that can write a text of their own
 FILES = ("evaluation.json", "evaluation.md", "evaluation.png")
 SHOWN = (  # what fits into 80 characters
     "policy",
@@ -75,7 +75,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     free.add_argument(
         "--thresholds",
         metavar="FILE|BITS",
-        help="For route; with --small-model, in both tasks, a sweep such as inf,1,0.5,0. Default: the papers'",
+        help="For route and kickdown; with --small-model, in both tasks, a sweep such as inf,1,0.5,0. Default: the papers'",
     )
     return parser
 

@@ -1,7 +1,7 @@
 """GSM8K, free-running: the model writes, greedily, and its final number is right or wrong."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..decoding.response import GearResponse
-from ..decoding.stream import stream_generate
+from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from ..routing.gates import Held
@@ -55,24 +55,28 @@ def ways_to_write(policies: Sequence[str], ladder: Ladder, routing: Mapping[str,
     ways: dict[str, dict[str, Any]] = {
         f"static-{gear.bits}": {"gate": Held(), "initial_gear": gear.name} for gear in reversed(ladder)
     }
-    if "route" in policies:
-        ways["route"] = dict(routing)
+    if ROUTE in policies:
+        ways[ROUTE] = dict(routing)
+    if KICKDOWN in policies:
+        ways[KICKDOWN] = {"mode": KICKDOWN, "thresholds": routing["thresholds"]}
+    if LOSSLESS in policies and len(ladder) > 1:
+        ways[LOSSLESS] = {"mode": LOSSLESS}
     return ways
 
 
 def attempt(gearbox: Gearbox, tokenizer: Any, tokens: Sequence[int], answer: str, **keywords: Any) -> Attempt:
     """Let the model write after the tokens of a prompt, and judge it by the answer's final number."""
     responses = stream_generate(gearbox.model, tokenizer, list(tokens), gearbox=gearbox, **keywords)
-    return judged(responses, answer, lambda r: gearbox.weight_bytes_per_token(gearbox.ladder.find(r.gear)))
+    return judged(responses, answer)
 
 
-def judged(responses: Iterable[GearResponse], answer: str, weight_bytes: Callable[[Any], int]) -> Attempt:
-    """Take responses until the final number is there; `weight_bytes` says what each of them read."""
+def judged(responses: Iterable[GearResponse], answer: str) -> Attempt:
+    """Take responses until the final number is there."""
     text, count, read = "", 0, 0
     for response in responses:
         text += response.text
         count += 1
-        read += weight_bytes(response)
+        read += response.weight_bytes
         if finished(text):
             break
     found = final_number(text)

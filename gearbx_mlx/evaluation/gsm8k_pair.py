@@ -46,7 +46,7 @@ def solve(
         responses = stream_pair(
             small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
         )
-        tried = judged(noted(responses, taken), answer, lambda r: r.weight_bytes)
+        tried = judged(noted(responses, taken), answer)
         by_large = sum(response.gear == NAMES[LARGE] for response in taken)
         rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))
     return rows

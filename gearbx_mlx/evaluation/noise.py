@@ -21,7 +21,13 @@ class Noisy(nn.Module):
         self._key = mx.random.key(seed)
 
     def __call__(self, *args, **kwargs) -> mx.array:
-        y = self.layer(*args, **kwargs)
+        return self.blur(self.layer(*args, **kwargs))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Of an embedding that is the output head as well."""
+        return self.blur(self.layer.as_linear(x))
+
+    def blur(self, y: mx.array) -> mx.array:
         self._key, key = mx.random.split(self._key)
         return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
 

@@ -14,13 +14,18 @@ import numpy as np
 from ..gears.ladder import Gear
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor
-from .metrics import entropy_bits
+from .metrics import entropy_bits, log_softmax
 
 ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
 
 class Policy(Protocol):
-    """Asked for every token in turn. `place` counts predictions over the whole text, from 0."""
+    """Asked for every token in turn. `place` counts predictions over the whole text, from 0.
+
+    `takes_back` says whether tokens may be computed again, for which the cache has to forget.
+    """
+
+    takes_back: bool
 
     def begin(self) -> None:
         """A new window, with an empty cache."""
@@ -39,48 +44,62 @@ class Policy(Protocol):
         ...
 
 
-class Planned:
-    """The gear of every token is laid down beforehand: static, random, and by position alone."""
+class OnePass:
+    """What decides before a token is computed, and is content with what comes."""
 
-    recomputes = False
+    takes_back = False
+
+    def begin(self) -> None:
+        pass
+
+    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
+        return None
+
+    def after(self, logprobs: np.ndarray) -> None:
+        pass
+
+
+class Static(OnePass):
+    """One gear for every token."""
+
+    def __init__(self, gear: Gear):
+        self.gear = gear
+
+    def first(self, place: int) -> Gear:
+        return self.gear
+
+
+class Planned(OnePass):
+    """The gear of every token is laid down beforehand: at random, or by position alone."""
 
     def __init__(self, gears: Sequence[Gear]):
         self.gears = gears
 
-    def begin(self) -> None:
-        pass
-
     def first(self, place: int) -> Gear:
         return self.gears[place]
 
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        return None
 
-    def after(self, logprobs: np.ndarray) -> None:
-        pass
+class Route(OnePass):
+    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as it does in `decoding.route`.
 
+    Args:
+        gears: that the gate numbers from 0.
+        initial_gear: number of the gear to begin in.
+    """
 
-class Route:
-    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as it does in `decoding.route`."""
-
-    recomputes = False
-
-    def __init__(self, gears: Sequence[Gear], gate: Gate, monitor: Monitor):
-        self.gears, self.gate, self.monitor = gears, gate, monitor
+    def __init__(self, gears: Sequence[Gear], gate: Gate, monitor: Monitor, initial_gear: int = 0):
+        self.gears, self.gate, self.monitor, self.initial_gear = gears, gate, monitor, initial_gear
 
     def begin(self) -> None:
-        self.gate.reset(0)
+        self.gate.reset(self.initial_gear)
         self.monitor.reset()
-        self.coming = deque([self.gears[0]] * ROUTE_DELAY)
+        self.coming = deque([self.gears[self.initial_gear]] * ROUTE_DELAY)
 
     def first(self, place: int) -> Gear:
         return self.coming.popleft()
 
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        return None
-
     def after(self, logprobs: np.ndarray) -> None:
-        reading = self.monitor.update(float(entropy_bits(logprobs)))
+        reading = self.monitor.update(float(entropy_bits(log_softmax(logprobs))))
         self.coming.append(self.gears[self.gate.update(reading)])
 
 
@@ -95,7 +114,7 @@ class SameToken:
     high: Gear
     signal: Callable[[int, np.ndarray], float]  # of the place and the log-probabilities
     threshold: float
-    recomputes = True
+    takes_back = True
 
     def begin(self) -> None:
         pass

@@ -8,13 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
+from ..decoding.caches import room, take_back, untrimmable
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .metrics import entropy_bits, kl_divergence, log_softmax
 from .policies import Policy
+
+AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
 @dataclass(frozen=True)
@@ -65,32 +68,44 @@ def driven(gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy) -
     """Read the windows under a policy, each with an empty cache, and yield every prediction.
 
     Raises:
-        GearbxError: the policy computes tokens again, and the model's cache cannot be trimmed for that.
+        GearbxError: the policy may compute tokens again, and from the model's cache nothing can be taken back.
     """
     place = itertools.count()
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
+        if policy.takes_back and room(cache) < len(window):
+            raise untrimmable(cache, "kickdown")
         policy.begin()
         for token, target in itertools.pairwise(window):
-            here, passes = next(place), [0] * len(gearbox.ladder)
-            gear: Gear | None = policy.first(here)
-            while gear is not None:
-                if any(passes):
-                    forget(cache, 1)
-                gearbox.shift(gear)
-                logprobs = next_logprobs(gearbox.model, [token], cache)[0]
-                passes[gear.index] += 1
-                engaged, gear = gear, policy.again(here, gear, logprobs)
-            policy.after(logprobs)
-            yield Step(number, target, logprobs, engaged, passes)
+            yield Step(number, target, *computed(gearbox, policy, next(place), token, cache))
 
 
-def forget(cache: Any, tokens: int) -> None:
-    """Raises GearbxError where the cache cannot forget its last tokens."""
-    if not can_trim_prompt_cache(cache):
-        kinds = ", ".join(sorted({type(part).__name__ for part in cache}))
-        raise GearbxError(f"the model's cache ({kinds}) cannot be trimmed, so that no token can be computed again")
-    trim_prompt_cache(cache, tokens)
+def computed(
+    gearbox: Gearbox, policy: Policy, place: int, token: int, cache: Any
+) -> tuple[np.ndarray, Gear, Sequence[int]]:
+    """What follows a token: log-probabilities (V,), the gear that they come from, and the passes in each gear."""
+    passes = [0] * len(gearbox.ladder)
+    gear: Gear | None = policy.first(place)
+    while gear is not None:
+        if any(passes):
+            take_back(cache, 1)
+        gearbox.shift(gear)
+        logprobs = next_logprobs(gearbox.model, [token], cache)[0]
+        passes[gear.index] += 1
+        engaged, gear = gear, policy.again(place, gear, logprobs)
+    policy.after(logprobs)
+    return logprobs, engaged, passes
+
+
+def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear) -> Iterator[Step]:
+    """One gear alone, several tokens in a pass: nothing shifts, so that only last bits differ from one at a time."""
+    gearbox.shift(gear)
+    for number, window in enumerate(windows):
+        cache = make_prompt_cache(gearbox.model)
+        for start in range(0, len(window) - 1, AT_ONCE):
+            part = window[start : min(start + AT_ONCE, len(window) - 1)]
+            for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
+                yield Step(number, target, logprobs, gear, [0] * len(gearbox.ladder))
 
 
 class Reference:

@@ -7,10 +7,12 @@ from typing import Any
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..routing.acceptance import ProductRule
+from .drafting import best_rule, drafted
 from .metrics import by_bucket, quality
 from .noise import noisy
 from .plans import Entry, Setting, make_policy
-from .policies import Planned
+from .policies import Static
 from .replay import Recording, Reference, Step, driven, record, targets_of
 from .report import SCHEMA, VERSION, Costs, compare_with_chance, compare_with_static, row_of, tokens_of
 from .session import Session
@@ -64,12 +66,17 @@ class Runs:
         if entry.policy == "static":
             return self._static(self.gearbox.ladder.find(entry.bits or low)), None
         recorded = self.recordings[Entry("static", bits=low.bits)]
+        if entry.policy == "lossless":
+            top = self.gearbox.ladder.top
+            costs = [self.gearbox.weight_bytes_per_token(gear) for gear in (low, top)]
+            curve, bound, _ = best_rule(recorded, *costs)
+            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound)), bound
         setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
         return driven(self.gearbox, self.windows, policy), threshold
 
     def _static(self, gear: Gear) -> Iterator[Step]:
-        return driven(self.gearbox, self.windows, Planned([gear] * len(self.targets)))
+        return driven(self.gearbox, self.windows, Static(gear))
 
     def _recording(self, name: str, steps: Iterator[Step]) -> Recording:
         return self.session.recording(name, lambda: record(self.track(steps, len(self.targets), name), self.reference))
