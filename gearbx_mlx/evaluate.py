@@ -75,7 +75,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     free.add_argument(
         "--thresholds",
         metavar="FILE|BITS",
-        help="For route and kickdown; with --small-model, in both tasks, a sweep such as inf,1,0.5,0. Default: the papers'",
+        help="For route and kickdown; with --small-model, for both tasks, a sweep: inf,1,0.5,0. Default: the papers'",
     )
     return parser
 

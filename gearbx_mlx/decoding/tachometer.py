@@ -69,7 +69,12 @@ def entropy_function(gearbox: Gearbox | Observer) -> Entropy:
 
 
 def measured(
-    model: nn.Module, tokenizer: Any, prompt: Any, step: Callable[[], Step], entropy: Entropy, **kwargs: Any
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    step: Callable[[], Step],
+    entropy: Entropy = entropy_bits,
+    **kwargs: Any,
 ) -> Iterator[tuple[GenerationResponse, Reading]]:
     """mlx-lm's responses, each with its reading."""
     tachometer = Tachometer(kwargs.pop("sampler", None) or make_sampler(), step, entropy)
