@@ -18,7 +18,8 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=MODES,
         help="route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
-        "lossless: the low gear drafts, the top gear checks. Default: route; telemetry-only for quantized checkpoints",
+        "lossless: the low gear drafts, the top gear checks. pair: --model and --small-model take turns. Default: "
+        "pair where there is a --small-model, telemetry-only for quantized checkpoints, else route",
     )
     group.add_argument("--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used.")
     group.add_argument(

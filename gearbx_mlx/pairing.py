@@ -7,23 +7,31 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
+from rich.table import Table
+from rich.text import Text
 
-from . import options
+from . import options, terminal
 from .decoding.paired_model import bytes_read
+from .decoding.stream import AUTO, PAIR
 from .errors import GearbxError
-from .gears.activations import compute_in
+from .gears.activations import compute_in, dtype_name, model_dtype, stored_dtype
 from .gears.discovery import is_quantized, vocabulary
-from .loading import load_small
+from .loading import load_small, model_name
+from .results import Speed
 from .routing.pair import (
     BITS,
     DEFAULT_MIN_DURATION,
     DEFAULT_WINDOW,
+    NAMES,
     SWEEP,
     check_threshold,
     pair_gate,
     pair_monitor,
+    parameter_ratio,
     scaled,
 )
+from .telemetry.colors import gear_color
+from .telemetry.summary import Tally, summarize
 
 
 def add_pair_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +97,28 @@ def load_pair(args: argparse.Namespace) -> Pair:
     return Pair(small, large, tokenizer, config)
 
 
+def is_pair(args: argparse.Namespace) -> bool:
+    """Whether two models are asked for.
+
+    Raises:
+        GearbxError: one of --mode pair and --small-model without the other, or flags of a single model.
+    """
+    if args.mode not in (None, PAIR):
+        if args.small_model is not None:
+            raise GearbxError(f"--mode {args.mode} has one model; leave --small-model out, or give --mode pair")
+        return False
+    if args.small_model is None:
+        if args.mode == PAIR:
+            raise GearbxError("--mode pair needs --small-model, a smaller model with the tokenizer of --model")
+        return False
+    for name in ("draft_model", "prompt_cache_file", "gears", "curve", "draft_length", "telemetry_only"):
+        if getattr(args, name):
+            raise GearbxError(f"--{name.replace('_', '-')} is of one model; leave it out with --small-model")
+    if args.initial_gear not in (AUTO, *NAMES):
+        raise GearbxError(f"--initial-gear {args.initial_gear}: a pair has {AUTO}, {', '.join(NAMES)}")
+    return True
+
+
 @dataclass(frozen=True)
 class Turns:
     """Settings of the gate; no thresholds: the paper's."""
@@ -134,3 +164,54 @@ def turns_of(args: argparse.Namespace, several: bool = False) -> Turns:
     pair_monitor(2, window)
     pair_gate(BITS, duration)
     return Turns(thresholds, window, duration)
+
+
+def summary_of_pair(
+    args: argparse.Namespace, pair: Pair, turns: Turns, tally: Tally, speed: Speed, peak_memory: int
+) -> dict[str, Any]:
+    """The summary of one run; `peak_memory` in bytes."""
+    read, parameters = dict(zip(NAMES, pair.weight_bytes)), dict(zip(NAMES, pair.parameters))
+    bits = {name: 8 * read[name] / parameters[name] for name in NAMES}
+    return summarize(
+        tally,
+        model=model_name(args.model),
+        small_model=args.small_model,
+        mode=PAIR,
+        ladder=[{"name": name, "bits": bits[name], "bytes_per_weight": bits[name] / 8} for name in NAMES],
+        bits_per_weight=bits,
+        weight_bytes=read,
+        parameters=parameters,
+        parameter_ratio=parameter_ratio(tally.mean(tally.gear_tokens["large"]), pair.parameters),
+        threshold_bits=turns.threshold(pair.vocab_size),
+        window=turns.window,
+        min_gear_duration=turns.min_duration,
+        tokens_per_second=speed.tokens_per_second,
+        prompt_tokens=speed.prompt_tokens,
+        prompt_tokens_per_second=speed.prompt_tokens_per_second,
+        peak_memory_bytes=peak_memory,
+        compute_dtype=dtype_name(model_dtype(pair.large)),
+        storage_dtype=dtype_name(stored_dtype(pair.large)),
+    )
+
+
+def pair_table(summary: dict[str, Any]) -> Table:
+    """The table under a generated text."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
+    shares = Text()
+    for i, name in enumerate(NAMES):
+        parameters = summary["parameters"][name] / 1e6
+        shares.append(f"{name} ({parameters:.3g} M) {summary['shares'][name]:.0%}   ", style=gear_color(i, len(NAMES)))
+    table.add_row("models", Text(f"{summary['small_model']}, {summary['model']}  ({PAIR})"))
+    table.add_row("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s")
+    table.add_row("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s")
+    table.add_row("turns", shares)
+    table.add_row("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens read to catch up")
+    table.add_row(
+        "mean entropy", f"{summary['mean_entropy_bits']:.2f} bits; the threshold is {summary['threshold_bits']:.3g}"
+    )
+    table.add_row("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token")
+    against = f", the large model {terminal.human_bytes(top)} ({top / read:.2f} times as much)" if read else ""
+    table.add_row("weights read", f"{terminal.human_bytes(read)} per token{against}")
+    table.add_row("memory", f"peak {terminal.human_bytes(summary['peak_memory_bytes'])}")
+    return table

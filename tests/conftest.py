@@ -1,5 +1,6 @@
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +83,15 @@ def weights_of(model: nn.Module) -> dict[str, mx.array]:
 
 def same_weights(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+
+
+def save_model(model, path: Path) -> None:
+    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
+    path.mkdir()
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(vars(model.args)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, path)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 import io
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import tiny_model
-from mlx.utils import tree_flatten
+from conftest import save_model, tiny_model
 
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -49,15 +47,6 @@ def four_bit(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("converted") / "demo-4bit"
     mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
     return path
-
-
-def save_model(model, path: Path) -> None:
-    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
-    path.mkdir()
-    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (path / "config.json").write_text(json.dumps(vars(model.args)))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, path)
 
 
 class TestGenerate:

@@ -1,13 +1,14 @@
 """Two models that take turns (EAD)."""
 
 import itertools
+import json
 import math
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import save_model, tiny_model, weights_of
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -310,3 +311,86 @@ class TestOneWayIn:
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, small_model=small, thresholds=(0,))
         )
         assert_same(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def small_path(small, tmp_path_factory):
+    """The small model as a directory, with the demo model's tokenizer."""
+    path = tmp_path_factory.mktemp("pair") / "small"
+    save_model(small, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_path(tmp_path_factory):
+    """The same with other tokens of the same number."""
+    path = tmp_path_factory.mktemp("pair") / "other"
+    save_model(tiny_model(seed=1, vocab_size=TOKENS), path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["Ġthe"], vocabulary["Ġa"] = vocabulary["Ġa"], vocabulary["Ġthe"]
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return path
+
+
+class TestGenerate:
+    def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):
+        trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
+        flags = ["--thresholds", 5, "--window", 3, "--min-gear-duration", 4, "-m", 40]
+        result = command(
+            "generate", "--mode", "pair", "--small-model", small_path, "--trace", trace, "--summary", summary, *flags
+        )
+        assert result.status == 0, result.err
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        told = json.loads(summary.read_text())
+        assert result.out.rstrip("\n") == "".join(row["text"] for row in rows).rstrip("\n")
+        assert [row["gear"] for row in rows[:4]] == ["small"] * 4
+        count = {name: sum(row["gear"] == name for row in rows) for name in ("small", "large")}
+        assert min(count.values()) > 0
+        assert told["mode"] == "pair"
+        assert told["gear_tokens"] == told["passes"] == count
+        assert told["shares"] == {name: n / len(rows) for name, n in count.items()}
+        assert told["caught_up_tokens"] == sum(row["caught_up"] for row in rows) > told["prompt_tokens"]
+        assert told["shifts"] == sum(row["shifted"] for row in rows)
+        assert told["parameters"] == {"small": parameters(small), "large": parameters(demo.model)}
+        ratio = (count["small"] * parameters(small) + count["large"] * parameters(demo.model)) / len(rows)
+        assert told["parameter_ratio"] == pytest.approx(ratio / parameters(demo.model))
+        read = count["small"] * bytes_read(small) + count["large"] * bytes_read(demo.model)
+        assert told["weight_bytes_per_token"] == pytest.approx(read / len(rows))
+        assert told["weight_bytes_per_token_top"] == bytes_read(demo.model)
+        assert "tokens read to catch up" in result.err
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--mode", "pair"], ["--mode pair needs --small-model"]),
+            (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
+            (["--small-model", "S", "--gears", "4,8"], ["--gears is of one model"]),
+            (["--small-model", "S", "--draft-model", "D"], ["--draft-model is of one model"]),
+            (["--small-model", "S", "--telemetry-only"], ["--telemetry-only is of one model"]),
+            (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
+            (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
+            (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
+            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
+            (["--small-model", "S", "--min-gear-duration", 0], ["minimum gear duration is 0"]),
+            (["--small-model", "S", "--window", 0], ["window is 0"]),
+            (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
+            (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),
+        ],
+    )
+    def test_what_does_not_fit_is_one_line(self, command, flags, words):
+        result = command("generate", *flags)
+        assert result.status == 2
+        assert result.err.startswith("error: ")
+        assert len(result.err.splitlines()) == 1
+        assert all(word in result.err for word in words)
+
+    def test_another_tokenizer_is_one_line(self, command, other_path):
+        result = command("generate", "--small-model", other_path)
+        assert result.status == 2
+        assert len(result.err.splitlines()) == 1
+        assert f"{other_path}: its tokenizer is not the model's: 4096 and 4096 tokens, of which" in result.err
+
+
+def parameters(model) -> int:
+    return sum(array.size for array in weights_of(model).values())

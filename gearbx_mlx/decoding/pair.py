@@ -6,7 +6,6 @@ for before the next pass is dispatched: mlx-lm does not run ahead.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -34,16 +33,6 @@ from .response import GearResponse
 
 AUTO = "auto"
 REFUSED = ("draft_model", "input_embeddings", "hysteresis", "decision", "drafting")
-
-
-@dataclass
-class PairResponse(GearResponse):
-    """As in other modes, with "small" or "large" for the gear, passes of (small, large), and
-
-    caught_up: tokens that the model had missed and read for this one.
-    """
-
-    caught_up: int = 0
 
 
 class Driver:
@@ -79,7 +68,7 @@ def stream_pair(
     prompt_cache: list[TrailingCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **kwargs: Any,
-) -> Iterator[PairResponse]:
+) -> Iterator[GearResponse]:
     """Generate text with two models that take turns.
 
     Args:
@@ -97,7 +86,7 @@ def stream_pair(
         prefill_step_size: the most tokens that one pass reads.
 
     Yields:
-        PairResponse for each token.
+        GearResponse for each token.
 
     Raises:
         GearbxError: arguments that do not fit, models that do not know all the tokenizer's tokens.
@@ -130,12 +119,12 @@ def stream_pair(
     )
 
 
-def driven(driver: Driver, tokenizer: Any, prompt: Any, **kwargs: Any) -> Iterator[PairResponse]:
+def driven(driver: Driver, tokenizer: Any, prompt: Any, **kwargs: Any) -> Iterator[GearResponse]:
     """mlx-lm's responses, each with what the driver read; `kwargs` are of mlx-lm's stream_generate."""
     before: int | None = None
     for response in mlx_stream_generate(driver.pair, tokenizer, prompt, sampler=driver, **kwargs):
         reading, call = driver.readings.popleft()
-        yield PairResponse(
+        yield GearResponse(
             **vars(response),
             entropy=reading.value,
             mean_entropy=reading.mean,

@@ -20,6 +20,7 @@ class GearResponse(GenerationResponse):
     drafted: lossless: tokens drafted since the token before.
     near_tie: lossless: whether the check's two best logits are so close that rounding might have decided, and a pass of
         its own might have decided otherwise. Not where a row has the same bits in any company (docs/architecture.md).
+    caught_up: pair: tokens that the model ("small" or "large", for the gear) had missed and read for this one.
     """
 
     entropy: float = 0.0
@@ -30,3 +31,4 @@ class GearResponse(GenerationResponse):
     weight_bytes: int = 0
     drafted: int = 0
     near_tie: bool = False
+    caught_up: int = 0

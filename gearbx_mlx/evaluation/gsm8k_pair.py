@@ -7,12 +7,12 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..decoding.pair import PairResponse, stream_pair
+from ..decoding.pair import stream_pair
+from ..decoding.response import GearResponse
 from ..routing.gates import Gate
-from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate
+from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
 from .gsm8k import Attempt, judged, score
-from .pair import parameter_ratio
 
 Prompts = Iterable[tuple[Sequence[int], int, str]]
 REFERENCE = f"pair-{0:g}"  # the large model alone
@@ -42,7 +42,7 @@ def solve(
     rows = []
     for number, (tokens, length, answer) in enumerate(prompts):
         gate, first = gate_of(number)
-        taken: list[PairResponse] = []
+        taken: list[GearResponse] = []
         responses = stream_pair(
             small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
         )
@@ -52,7 +52,7 @@ def solve(
     return rows
 
 
-def noted(responses: Iterable[PairResponse], taken: list[PairResponse]) -> Iterator[PairResponse]:
+def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
     for response in responses:
         taken.append(response)
         yield response

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..routing.monitor import Monitor
-from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor
+from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from .metrics import by_bucket, entropy_bits, kl_divergence, log_softmax, quality
 from .replay import Recording
 from .report import Chance, against, change, short
@@ -109,11 +109,6 @@ def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
         large = getattr(recording.large, name)
         chosen[name] = np.where(gears.reshape(-1, *(1,) * (small.ndim - 1)) == LARGE, large, small)
     return Recording(**chosen)
-
-
-def parameter_ratio(share: float, parameters: tuple[int, int]) -> float:
-    """(alpha P_S + beta P_L) / P_L (EAD, Table 1), for a share beta of the large model and both models' parameters."""
-    return ((1 - share) * parameters[SMALL] + share * parameters[LARGE]) / parameters[LARGE]
 
 
 class Blend(Chance):

@@ -57,6 +57,11 @@ def first_model(threshold: float) -> int:
     return LARGE if threshold == 0 else SMALL
 
 
+def parameter_ratio(share: float, parameters: tuple[int, int]) -> float:
+    """(alpha P_S + beta P_L) / P_L (EAD, Table 1), for a share beta of the large model and both models' parameters."""
+    return ((1 - share) * parameters[SMALL] + share * parameters[LARGE]) / parameters[LARGE]
+
+
 class Coin:
     """The control: knows nothing of the text, and has the large model's share and the gate's minimum duration.
 

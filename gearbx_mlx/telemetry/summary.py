@@ -22,6 +22,7 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     near_ties: int = 0
+    caught_up: int = 0
 
     @classmethod
     def of(cls, gears: Sequence[str]) -> "Tally":
@@ -39,6 +40,7 @@ class Tally:
         self.drafted += response.drafted
         self.accepted += response.from_draft
         self.near_ties += response.near_tie
+        self.caught_up += response.caught_up
 
     def mean(self, total: float) -> float:
         """Per token; 0 without tokens."""
@@ -49,9 +51,15 @@ class Tally:
         return sum(count * per_gear[name] for name, count in self.passes.items())
 
     def of_mode(self, mode: str) -> dict[str, Any]:
-        """What only this mode has: tokens computed more than once; drafts, and checks by the top gear."""
+        """What only this mode has: tokens computed more than once; drafts, and checks by the top gear; what each of two
+        models wrote, and what they read when they came back."""
         if mode == "kickdown":
             return {"recomputed": self.recomputed}
+        if mode == "pair":
+            return {
+                "shares": {name: self.mean(count) for name, count in self.gear_tokens.items()},
+                "caught_up_tokens": self.caught_up,
+            }
         if mode == "lossless":
             return {
                 "drafted": self.drafted,

@@ -10,7 +10,11 @@ from typing import Any, Protocol
 from .files import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
-MODE_FIELDS = {"kickdown": ("passes", "weight_bytes"), "lossless": ("passes", "weight_bytes", "drafted", "from_draft")}
+MODE_FIELDS = {
+    "kickdown": ("passes", "weight_bytes"),
+    "lossless": ("passes", "weight_bytes", "drafted", "from_draft"),
+    "pair": ("passes", "weight_bytes", "caught_up"),
+}
 
 
 class Token(Protocol):
@@ -27,6 +31,7 @@ class Token(Protocol):
     drafted: int
     from_draft: bool
     near_tie: bool
+    caught_up: int
 
 
 def record(index: int, response: Token, extra: Mapping[str, Any] | None = None, mode: str = "route") -> dict[str, Any]:
