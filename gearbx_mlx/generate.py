@@ -21,12 +21,12 @@ DEFAULT_PROMPT = (
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, options_modes
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.generate",
         description="Generate text with a model that changes the precision of its weights while it writes.",
-        epilog="A shift acts two tokens after the one that caused it, since mlx-lm computes one token ahead.",
+        epilog="In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead.",
     )
     options.add_model_flags(parser)
     options.add_prompt_flags(parser)
@@ -57,9 +57,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
     options.add_gear_flags(parser)
     options.add_routing_flags(parser)
-    parser.add_argument(
-        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
-    )
+    options_modes.add_mode_flags(parser)
 
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
@@ -160,13 +158,14 @@ def check(args: argparse.Namespace, ladder: "Ladder") -> tuple[str, Path | None,
 def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from . import options
+    from . import options, options_modes
     from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
     from .gears.discovery import vocabulary
     from .gears.ladder import Ladder
     from .loading import model_name
     from .results import Speed, summary_of
 
+    options_modes.apply_mode(args)
     ladder = Ladder.parse(args.gears)
     prompt, trace, summary = check(args, ladder)
     if args.seed is not None:
@@ -179,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     routing = options.make_routing(args, len(ladder), vocabulary(model))
     keywords = generation_keywords(args, tokenizer, cache)
     gearbox = options.make_gearbox(args, model, ladder)
-    mode = choose_mode(model, gearbox, None)
+    mode = choose_mode(model, gearbox, args.mode)
     if mode == TELEMETRY_ONLY and not args.telemetry_only and args.verbose:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
 
@@ -196,11 +195,13 @@ def run(args: argparse.Namespace) -> int:
                 tokens,
                 max_tokens,
                 gearbox=gearbox,
+                mode=mode,
                 initial_gear=options.initial_gear(args, ladder, prompt),
                 **vars(routing),
+                **options_modes.mode_keywords(args),
                 **keywords,
             ):
-                writer.write(record(tally.tokens, response))
+                writer.write(record(tally.tokens, response, mode=mode))
                 tally.add(response)
                 last = response
                 text += response.text

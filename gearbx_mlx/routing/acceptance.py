@@ -198,3 +198,30 @@ def replay_drafts(
             total.tokens += accepted + 1
             place += accepted + 1
     return total
+
+
+def best_bound(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    curve: AcceptanceCurve,
+    draft_bytes: float,
+    check_bytes: float,
+) -> tuple[float, float]:
+    """The bound on the product of a(H) at which a token reads the fewest bytes of weights, and those bytes."""
+    costs = {
+        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(draft_bytes, check_bytes)
+        for bound in BOUNDS
+    }
+    best = min(costs, key=lambda bound: costs[bound])
+    return best, costs[best]
+
+
+def best_length(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, check_bytes: float
+) -> tuple[int, float]:
+    """The fixed length of drafts at which a token reads the fewest bytes of weights, and those bytes."""
+    costs = {
+        length: replay_drafts(sequences, FixedLength(length)).weight_bytes_per_token(draft_bytes, check_bytes)
+        for length in range(1, MOST_DRAFTED + 1)
+    }
+    best = min(costs, key=lambda length: costs[length])
+    return best, costs[best]

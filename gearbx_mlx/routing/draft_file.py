@@ -16,7 +16,8 @@ class DraftFile:
 
     gears: bits of the ladder that was calibrated, the last of which checks; draft: bits of the gear that drafts.
     fingerprint: of the model's weights. edges (bits), agreement: of the AcceptanceCurve. bound: on its product.
-    tokens: that it was found on; weight_bytes_per_token: predicted from them, and of the top gear alone.
+    tokens: that it was found on, and the share of them on which both gears agree. weight_bytes_per_token: predicted
+    from them, and of the top gear alone.
     best_fixed_length, fixed_weight_bytes_per_token: what a fixed length comes to at its best, for comparison.
     """
 
@@ -31,6 +32,7 @@ class DraftFile:
     group_size: int
     format: str
     tokens: int
+    agreement_overall: float
     weight_bytes_per_token: float
     weight_bytes_per_token_top: float
     best_fixed_length: int

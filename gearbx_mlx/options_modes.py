@@ -1,0 +1,66 @@
+"""Flags that say how gears become tokens, and what is built from them."""
+
+import argparse
+from typing import Any
+
+from .decoding.drafting import read_draft_file
+from .decoding.stream import LOSSLESS, MODES, TELEMETRY_ONLY
+from .errors import GearbxError
+from .gears.gearbox import DEFAULT_LADDER
+from .routing.acceptance import MOST_DRAFTED, FixedLength
+
+
+def add_mode_flags(parser: argparse.ArgumentParser) -> None:
+    """`--gears` has no default afterwards: a drafting file brings its own ladder."""
+    parser.set_defaults(gears=None)
+    group = parser.add_argument_group("mode")
+    group.add_argument(
+        "--mode",
+        choices=MODES,
+        help="route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
+        "lossless: the low gear drafts, the top gear checks. Default: route; telemetry-only for quantized checkpoints",
+    )
+    group.add_argument(
+        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
+    )
+    group.add_argument(
+        "--curve",
+        metavar="FILE",
+        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears "
+        "are then the default. Default: what ships for the demo model, or a rule for any model.",
+    )
+    group.add_argument(
+        "--draft-length",
+        type=int,
+        metavar="N",
+        help=f"For --mode lossless, draft so many tokens, 1 to {MOST_DRAFTED}, whatever they are.",
+    )
+
+
+def apply_mode(args: argparse.Namespace) -> None:
+    """Settle mode and gears from the flags that name them.
+
+    Raises:
+        GearbxError: flags that exclude each other, a file that is no drafting file.
+    """
+    if args.telemetry_only:
+        if args.mode not in (None, TELEMETRY_ONLY):
+            raise GearbxError(f"--telemetry-only and --mode {args.mode} exclude each other; give one")
+        args.mode = TELEMETRY_ONLY
+    args.telemetry_only = args.mode == TELEMETRY_ONLY
+    for flag, value in (("--curve", args.curve), ("--draft-length", args.draft_length)):
+        if value is not None and args.mode != LOSSLESS:
+            raise GearbxError(f"{flag} is for --mode lossless")
+    if args.curve is not None and args.draft_length is not None:
+        raise GearbxError("--curve and --draft-length exclude each other; give one")
+    if args.draft_length is not None:
+        FixedLength(args.draft_length)
+    if args.gears is None:
+        args.gears = DEFAULT_LADDER
+        if args.curve is not None:
+            args.gears = ",".join(map(str, read_draft_file(args.curve).gears))
+
+
+def mode_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """What `stream_generate` is told about the mode beyond its name."""
+    return {"drafting": args.curve if args.curve is not None else args.draft_length} if args.mode == LOSSLESS else {}
