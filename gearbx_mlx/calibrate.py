@@ -261,6 +261,10 @@ def run(args: argparse.Namespace) -> int:
     from .gears.gearbox import DEFAULT_LADDER
     from .gears.ladder import Ladder
 
+    options.check_numbers(args)
+    wish = target.wish_of(args)
+    if wish:
+        return target.run(args, wish, chosen_prompts(args)["mixed"])
     if args.mode != "route" and args.method != "share":
         raise GearbxError(f"--method {args.method} is for --mode route; leave it out")
     texts_of_ladders = DRAFT_LADDERS[args.top] if args.mode == "lossless" else (DEFAULT_LADDER,)
@@ -269,12 +273,7 @@ def run(args: argparse.Namespace) -> int:
     if len(ladder) < 2:
         wanting = "nothing to draft with" if args.mode == "lossless" else "no thresholds"
         raise GearbxError(f"--gears {ladder}: one gear has {wanting}; give two or more")
-    options.check_numbers(args)
-    wish = target.wish_of(args)
     out = options.output_path(args.out or OUT[args.mode])
-    if wish:
-        args.gears, args.out = str(ladder), str(out)
-        return target.run(args, wish, chosen_prompts(args)["mixed"])
     if args.mode == "lossless":
         calibrate_drafting(args, ladders, out)
         return 0

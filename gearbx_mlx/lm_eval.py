@@ -16,10 +16,11 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM, _lstrip, _rstrip_until
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from .decoding.stream import stream_generate
+from .decoding.kickdown import GearedModel
+from .decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
 from .errors import GearbxError
 from .evaluation.policies import Policy, Route, Static
-from .evaluation.replay import computed
+from .evaluation.replay import computed, next_logprobs
 from .gears.discovery import vocabulary
 from .gears.gearbox import Gearbox
 from .gears.ladder import Ladder
@@ -28,7 +29,8 @@ from .routing.gates import Held, ThresholdGate
 from .routing.monitor import Monitor
 from .routing.thresholds import check_thresholds, default_thresholds
 
-MODES = ("static", "route")
+STATIC = "static"
+MODES = (STATIC, ROUTE, KICKDOWN, LOSSLESS)
 
 
 class Read(list):
@@ -44,7 +46,7 @@ class GearbxLM(MLXLM):
     Args:
         path: directory or Hub repository; the demo model if not given.
         gears: bits with colons between, since lm-eval splits its arguments at commas.
-        mode: "static" or "route".
+        mode: "static", "route", "kickdown" or "lossless", whose scores are those of the top gear.
         gear: name or bits; "static": the only gear, or the top one. "route": the gear to begin in, or the lowest one.
         thresholds: bits, with colons between.
         max_tokens: most tokens to generate; the task's own number if not given.
@@ -56,7 +58,7 @@ class GearbxLM(MLXLM):
         self,
         path: str | None = None,
         gears: str = "4:8:16",
-        mode: str = "route",
+        mode: str = "kickdown",
         gear: str | int | None = None,
         thresholds: str | None = None,
         max_tokens: int | None = None,
@@ -80,20 +82,21 @@ class GearbxLM(MLXLM):
             self._model, ladder, kernels=kernels, format=format, manage=manage, group_size=int(group_size)
         )
         self.mode = mode
-        self.first = (ladder.top if mode == "static" else ladder[0]) if gear is None else ladder.find(gear)
+        self.first = (ladder[0] if mode == ROUTE else ladder.top) if gear is None else ladder.find(gear)
         self.vocabulary = vocabulary(self._model)
         self.thresholds = default_thresholds(len(ladder), self.vocabulary)
         if thresholds is not None:
             self.thresholds = tuple(float(part) for part in str(thresholds).split(":"))
         check_thresholds(self.thresholds, len(ladder))
+        self.kickdown = GearedModel(self.gearbox, self.thresholds)
         self._max_tokens = max_tokens
         self._batch_size = 1
         self._sampler = None
         self.use_chat_template = self.tokenizer.has_chat_template if use_chat_template is None else use_chat_template
 
     def policy(self) -> Policy:
-        """A new one, at the beginning of a sequence."""
-        if self.mode == "static":
+        """A new one, at the beginning of a sequence. Kickdown needs none: its model decides."""
+        if self.mode != ROUTE:
             return Static(self.first)
         ladder = self.gearbox.ladder
         policy = Route(ladder, ThresholdGate(self.thresholds), Monitor(self.vocabulary), self.first.index)
@@ -112,6 +115,8 @@ class GearbxLM(MLXLM):
         return mx.array(self._next(read, prompt[-1]))[None], read
 
     def _next(self, read: Read, token: int) -> np.ndarray:
+        if self.mode == KICKDOWN:
+            return next_logprobs(self.kickdown, [int(token)], read)[0]
         return computed(self.gearbox, read.policy, 0, int(token), read)[0]
 
     def _score_fn(
@@ -146,7 +151,8 @@ class GearbxLM(MLXLM):
                 tokens,
                 self._max_tokens or options.get("max_gen_toks", DEFAULT_MAX_TOKENS),
                 gearbox=self.gearbox,
-                gate=Held() if self.mode == "static" else None,
+                mode=ROUTE if self.mode == STATIC else self.mode,
+                gate=Held() if self.mode == STATIC else None,
                 thresholds=self.thresholds,
                 initial_gear=self.first.name,
             ):

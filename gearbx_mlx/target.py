@@ -30,6 +30,7 @@ from .routing.thresholds import ThresholdFile
 from .telemetry.files import write_text
 
 MODEST = 1.02  # the next candidate after one that fell short reads so many times as much, or as little
+DEFAULT_GEARS = "4,5,6,8,16"
 KINDS = ("agreement", "kl", "bytes")
 
 
@@ -54,8 +55,8 @@ def wish_of(args: argparse.Namespace) -> Wish | None:
 
 def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
     """Record each gear, choose, verify, write."""
-    ladder = Ladder.parse(args.gears)
-    out = options.output_path(args.out)
+    ladder = Ladder.parse(args.gears or DEFAULT_GEARS)
+    out = options.output_path(args.out or "policy.json")
     documents = read_documents(Path(args.data)) if args.data else None
     model, tokenizer, config = options.load_model(args)
     gearbox = geared(args, model, ladder)
