@@ -102,13 +102,7 @@ class TestCurve:
 
     @pytest.mark.parametrize(
         ("edges", "agreement"),
-        [
-            ((1.0,), (0.5,)),
-            ((2.0, 1.0), (0.9, 0.8, 0.7)),
-            ((1.0,), (0.5, 0.6)),
-            ((1.0,), (1.5, 0.6)),
-            ((math.nan,), (0.9, 0.6)),
-        ],
+        [((1.0,), (0.5,)), ((2.0, 1.0), (0.9, 0.8, 0.7)), ((1.0,), (0.5, 0.6)), ((1.0,), (1.5, 0.6)), ((math.nan,), (0.9, 0.6))],
     )
     def test_refuses_what_is_no_curve(self, edges, agreement):
         with pytest.raises(GearbxError):

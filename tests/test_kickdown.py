@@ -75,7 +75,9 @@ class TestGearedModel:
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,8,16")
         responses = list(
-            stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0))
+            stream_generate(
+                model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0)
+            )
         )
         chosen, logits_of = by_hand(model, gearbox, tokenizer.encode(TALE), [r.token for r in responses], (4.0, 5.0))
         assert [r.gear for r in responses] == chosen
@@ -156,10 +158,7 @@ class TestDropIn:
     def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,16")
-        ours = [
-            r.text
-            for r in stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))
-        ]
+        ours = [r.text for r in stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))]
         geared = GearedModel(gearbox, (3.0,))
         assert mlx_lm.generate(geared, tokenizer, TALE, max_tokens=20) == "".join(ours)
         streamed = [r.text for r in mlx_lm.stream_generate(geared, tokenizer, TALE, 20)]
@@ -268,9 +267,7 @@ class TestCommand:
         rows = [json.loads(line) for line in trace.read_text().splitlines()]
         assert (told["mode"], told["tokens"]) == ("kickdown", 30)
         assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
-        assert told["passes"] == {
-            name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
-        }
+        assert told["passes"] == {name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))}
         assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0
 
     def test_a_draft_model_is_refused(self, demo, command):

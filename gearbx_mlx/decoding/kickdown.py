@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..errors import GearbxWarning
+from ..errors import GearbxError, GearbxWarning
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear

@@ -164,7 +164,9 @@ class LosslessModel(DropIn):
         if free < 1 and not running:
             raise untrimmable(cache, "lossless")
         if free < 1:
-            warnings.warn(f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4)
+            warnings.warn(
+                f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4
+            )
         made = len(self._given) - self.prompt_tokens + 1  # tokens, that which comes of this step included
         if made < 1 or token in self.stop_tokens:
             return 0

@@ -117,7 +117,9 @@ class AcceptanceCurve:
             raise GearbxError(f"{len(self.edges)} edges need {len(self.edges) + 1} values of agreement")
         if not all(map(math.isfinite, self.edges)) or any(a >= b for a, b in itertools.pairwise(self.edges)):
             raise GearbxError("the edges of a curve must be finite and ascend")
-        if not all(0 <= a <= 1 for a in self.agreement) or any(a < b for a, b in itertools.pairwise(self.agreement)):
+        if not all(0 <= a <= 1 for a in self.agreement) or any(
+            a < b for a, b in itertools.pairwise(self.agreement)
+        ):
             raise GearbxError("agreement must be between 0 and 1 and must not rise with entropy")
 
     def __call__(self, entropy: float) -> float:
