@@ -181,6 +181,7 @@ def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float
         hysteresis=0.0,
         min_gear_duration=1,
         shares=reached,
+        mode="kickdown",
     )
     write_text(out, content.text())
     tell_shares(ladder, reached, content.tokens)

@@ -4,10 +4,12 @@ import argparse
 from typing import Any
 
 from .decoding.drafting import read_draft_file
-from .decoding.stream import LOSSLESS, MODES, TELEMETRY_ONLY
+from .decoding.stream import LOSSLESS, MODES, ROUTE, TELEMETRY_ONLY
 from .errors import GearbxError
 from .gears.gearbox import DEFAULT_LADDER
+from .options import read_thresholds
 from .routing.acceptance import MOST_DRAFTED, FixedLength
+from .routing.thresholds import ThresholdFile
 
 
 def add_mode_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +22,7 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
         help="route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
         "lossless: the low gear drafts, the top gear checks. Default: route; telemetry-only for quantized checkpoints",
     )
-    group.add_argument(
-        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
-    )
+    group.add_argument("--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used.")
     group.add_argument(
         "--curve",
         metavar="FILE",
@@ -37,12 +37,34 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def follow_file(args: argparse.Namespace) -> None:
+    """A file that --thresholds names says which mode and gears it is for, where no flag does.
+
+    Raises:
+        GearbxError: a drafting file, and another mode than lossless.
+    """
+    try:
+        read_draft_file(args.thresholds)
+    except GearbxError:
+        made = read_thresholds(args.thresholds)
+        if isinstance(made, ThresholdFile):
+            static = made.mode not in MODES  # one gear: there is nothing to choose
+            args.mode = args.mode or (None if static or args.telemetry_only else made.mode)
+            args.gears = args.gears or (",".join(map(str, made.gears)) if made.mode != ROUTE else None)
+        return
+    if args.telemetry_only or args.mode not in (None, LOSSLESS):
+        raise GearbxError(f"{args.thresholds}: is for --mode lossless; leave out the other mode")
+    args.mode, args.curve, args.thresholds = LOSSLESS, args.curve or args.thresholds, None
+
+
 def apply_mode(args: argparse.Namespace) -> None:
-    """Settle mode and gears from the flags that name them.
+    """Settle mode and gears from the flags and files that name them.
 
     Raises:
         GearbxError: flags that exclude each other, a file that is no drafting file.
     """
+    if args.thresholds is not None:
+        follow_file(args)
     if args.telemetry_only:
         if args.mode not in (None, TELEMETRY_ONLY):
             raise GearbxError(f"--telemetry-only and --mode {args.mode} exclude each other; give one")
