@@ -16,8 +16,8 @@ SCHEMA, VERSION = "gearbx-mlx evaluation", 1
 
 
 class Costs:
-    """What a recording read, counted from its passes, each at what it reads in a ladder of just the gears that are used:
-    whoever stays in one gear need not store it so that others share its planes."""
+    """What a recording read, counted from its passes, each at what it reads in a ladder of just the gears that are
+    used: whoever stays in one gear need not store it so that others share its planes."""
 
     def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
         ladder = Ladder([gear.bits for gear in used])
