@@ -3,11 +3,13 @@
 import argparse
 from typing import Any
 
-from .decoding.drafting import read_draft_file
+from .decoding.drafting import read_draft_file, shipped
 from .decoding.stream import LOSSLESS, MODES, TELEMETRY_ONLY
 from .errors import GearbxError
 from .gears.gearbox import DEFAULT_LADDER
+from .gears.ladder import DENSE
 from .routing.acceptance import MOST_DRAFTED, FixedLength
+from .routing.draft_file import DraftFile
 
 
 def add_mode_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +22,12 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
         help="route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
         "lossless: the low gear drafts, the top gear checks. Default: route; telemetry-only for quantized checkpoints",
     )
-    group.add_argument(
-        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
-    )
+    group.add_argument("--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used.")
     group.add_argument(
         "--curve",
         metavar="FILE",
-        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears "
-        "are then the default. Default: what ships for the demo model, or a rule for any model.",
+        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose "
+        "gears are then the default. Default: what ships for the demo model, or a rule for any model.",
     )
     group.add_argument(
         "--draft-length",
@@ -57,8 +57,16 @@ def apply_mode(args: argparse.Namespace) -> None:
         FixedLength(args.draft_length)
     if args.gears is None:
         args.gears = DEFAULT_LADDER
-        if args.curve is not None:
-            args.gears = ",".join(map(str, read_draft_file(args.curve).gears))
+        file = read_draft_file(args.curve) if args.curve is not None else None
+        if args.mode == LOSSLESS and args.model is None:
+            file = file or max(shipped(), key=saving, default=None)
+        if file is not None:
+            args.gears = ",".join(map(str, file.gears))
+
+
+def saving(file: DraftFile) -> float:
+    """How many times fewer bytes of weights than the top gear reads; of the originals before other top gears."""
+    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_top / file.weight_bytes_per_token
 
 
 def mode_keywords(args: argparse.Namespace) -> dict[str, Any]:

@@ -132,9 +132,7 @@ def run_speculative(gearbox, drafting_gearbox, draft_bits, tokenizer, prompts, t
     for prompt, text in zip(track(prompts, f"mlx-lm speculative, {length}"), texts):
         model, draft = Counted(gearbox, top), Counted(drafting_gearbox, low)
         model.after = draft.after = len(prompt) - 1
-        run = mlx_lm.stream_generate(
-            model, tokenizer, prompt, max_tokens, draft_model=draft, num_draft_tokens=length
-        )
+        run = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, draft_model=draft, num_draft_tokens=length)
         out = [response.token for response in run]
         identical += out == text
         tokens += len(out)
@@ -229,7 +227,9 @@ def main():
     }
     # Fixed lengths draft in the same gear, so that only the rule differs.
     result["fixed"] = {
-        length: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, FixedLength(length), draft, f"length {length}")
+        length: run_lossless(
+            gearbox, tokenizer, prompts, texts, args.max_tokens, FixedLength(length), draft, f"length {length}"
+        )
         for length in map(int, filter(None, args.lengths.split(",")))
     }
     if args.speculative:
