@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import GearbxError, GearbxWarning
 
 if TYPE_CHECKING:
+    from .decoding.kickdown import GearedModel
+    from .decoding.lossless import LosslessModel
     from .decoding.response import GearResponse
     from .decoding.stream import generate, stream_generate
     from .gears.gearbox import Gearbox
@@ -29,6 +31,8 @@ _HOME = {
     "Ladder": ".gears.ladder",
     "Gear": ".gears.ladder",
     "GearResponse": ".decoding.response",
+    "GearedModel": ".decoding.kickdown",
+    "LosslessModel": ".decoding.lossless",
     "ThresholdGate": ".routing.gates",
     "Monitor": ".routing.monitor",
     "entropy_bits": ".routing.entropy",
@@ -40,9 +44,11 @@ __all__ = [
     "Gear",
     "GearResponse",
     "Gearbox",
+    "GearedModel",
     "GearbxError",
     "GearbxWarning",
     "Ladder",
+    "LosslessModel",
     "Monitor",
     "Observer",
     "ThresholdGate",

@@ -3,12 +3,14 @@
 import argparse
 from typing import Any
 
-from .decoding.drafting import read_draft_file
-from .decoding.stream import LOSSLESS, MODES, ROUTE, TELEMETRY_ONLY
+from .decoding.drafting import read_draft_file, shipped
+from .decoding.stream import KICKDOWN, LOSSLESS, MODES, ROUTE, TELEMETRY_ONLY
 from .errors import GearbxError
 from .gears.gearbox import DEFAULT_LADDER
+from .gears.ladder import DENSE
 from .options import read_thresholds
 from .routing.acceptance import MOST_DRAFTED, FixedLength
+from .routing.draft_file import DraftFile
 from .routing.thresholds import ThresholdFile
 
 
@@ -26,8 +28,8 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--curve",
         metavar="FILE",
-        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears "
-        "are then the default. Default: what ships for the demo model, or a rule for any model.",
+        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose "
+        "gears are then the default. Default: what ships for the demo model, or a rule for any model.",
     )
     group.add_argument(
         "--draft-length",
@@ -47,10 +49,10 @@ def follow_file(args: argparse.Namespace) -> None:
         read_draft_file(args.thresholds)
     except GearbxError:
         made = read_thresholds(args.thresholds)
-        if isinstance(made, ThresholdFile):
-            static = made.mode not in MODES  # one gear: there is nothing to choose
-            args.mode = args.mode or (None if static or args.telemetry_only else made.mode)
-            args.gears = args.gears or (",".join(map(str, made.gears)) if made.mode != ROUTE else None)
+        if isinstance(made, ThresholdFile) and made.mode != ROUTE:
+            args.gears = args.gears or ",".join(map(str, made.gears))
+            if made.mode == KICKDOWN and not args.telemetry_only:  # a static gear needs no mode
+                args.mode = args.mode or KICKDOWN
         return
     if args.telemetry_only or args.mode not in (None, LOSSLESS):
         raise GearbxError(f"{args.thresholds}: is for --mode lossless; leave out the other mode")
@@ -79,8 +81,16 @@ def apply_mode(args: argparse.Namespace) -> None:
         FixedLength(args.draft_length)
     if args.gears is None:
         args.gears = DEFAULT_LADDER
-        if args.curve is not None:
-            args.gears = ",".join(map(str, read_draft_file(args.curve).gears))
+        file = read_draft_file(args.curve) if args.curve is not None else None
+        if args.mode == LOSSLESS and args.model is None:
+            file = file or max(shipped(), key=saving, default=None)
+        if file is not None:
+            args.gears = ",".join(map(str, file.gears))
+
+
+def saving(file: DraftFile) -> float:
+    """How many times fewer bytes of weights than the top gear reads; of the originals before other top gears."""
+    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_top / file.weight_bytes_per_token
 
 
 def mode_keywords(args: argparse.Namespace) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Gearbox:
             )
         self.model = model
         earlier = attached(model)
-        self.fingerprint = fingerprint(model) if earlier is None else earlier.fingerprint
+        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
         self.group_size = group_size
         self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
