@@ -86,7 +86,8 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         choices=KERNELS,
         default=DEFAULT_KERNELS,
-        help="MLX's own, or native ones for the CPU, compiled when first used; auto: native where there are any. "
+        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
+        "that has them. "
         f"Default: {DEFAULT_KERNELS}",
     )
 

@@ -21,8 +21,8 @@ class NativeQuantizedLinear(nn.QuantizedLinear):
     """A QuantizedLinear, affine, over the same arrays."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = stack_product(x, [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size)
-        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
+        return stack_product(x, *stack, self.get("bias"))
 
 
 def is_stock_linear(module: nn.Module) -> bool:

@@ -153,8 +153,7 @@ class NativePlanesLinear(PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = stack_product(x, *self._stack())
-        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+        return stack_product(x, *self._stack(), self.get("bias"))
 
 
 class PlanesSwitchLinear(_PlanesModule):

@@ -53,7 +53,8 @@ class Gearbox:
         checkpoint: the model's directory, for "disk".
         dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
-            for a CPU; the top gear then differs from mlx-lm in the last bits. "auto": native where there are any.
+            for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
+            a CPU that has them.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to

@@ -1,12 +1,13 @@
 """Which kernel a product of activations and weights runs on, and why: the one place that decides.
 
-| activations                 | native kernels chosen and there | otherwise  |
-| ---                         | ---                             | ---        |
-| 1 to 16 vectors             | native                          | MLX's own  |
-| more (prefill, a batch)     | MLX's own                       | MLX's own  |
+| activations                          | native kernels chosen and there | otherwise  |
+| ---                                  | ---                             | ---        |
+| 1 to 16 vectors (on Metal, 1 to 8)   | native                          | MLX's own  |
+| more (prefill, a batch)              | MLX's own                       | MLX's own  |
 
 "native" reads packed weights, or dense ones of two bytes, once for all vectors, and accumulates in float32. The choice
-between "native" and "mlx" is made once for a model (`choose`); the number of vectors decides at each call.
+between "native" and "mlx" is made once for a model (`choose`); the number of vectors decides at each call. On Metal
+dense weights stay with MLX, and `auto` does too: that the kernels there are faster is predicted, and not measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import cpu, reference
+from . import cpu, metal, reference
+from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 KERNELS = ("auto", "native", "mlx")
 MOST_VECTORS = 16
@@ -32,8 +34,12 @@ def choose(kernels: str) -> Choice:
     """What a name of KERNELS comes to on this machine; compiles the native kernels if they are wanted."""
     if kernels == "mlx":
         return Choice(False, "as asked")
-    if mx.default_device().type != mx.DeviceType.cpu:
-        return Choice(False, "native kernels are for the CPU, and MLX computes on a GPU")
+    if metal.available():
+        if kernels == "auto":
+            return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
+        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
+    if not on_cpu():
+        return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
         return Choice(False, reason)
@@ -41,8 +47,18 @@ def choose(kernels: str) -> Choice:
 
 
 def is_native(x: mx.array) -> bool:
-    """Whether activations (..., I) are few enough for a native kernel, and there is one."""
-    return 0 < x.size <= MOST_VECTORS * x.shape[-1] and cpu.native() is not None
+    """Whether activations (..., I) are few enough for a native kernel of the CPU, and there is one."""
+    return 0 < x.size <= MOST_VECTORS * x.shape[-1] and on_cpu() and cpu.native() is not None
+
+
+def on_cpu() -> bool:
+    """Where MLX computes. In a model that is native on Metal, the kernels of the CPU are not wanted."""
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def is_metal(x: mx.array) -> bool:
+    """Whether activations (..., I) go to a Metal kernel, in a model that `choose` has made native."""
+    return bool(metal.available()) and metal.takes(x, x.shape[-1])
 
 
 def stack_product(
@@ -52,15 +68,34 @@ def stack_product(
     biases: Sequence[mx.array],
     widths: Sequence[int],
     group_size: int,
+    bias: mx.array | None = None,
 ) -> mx.array:
-    """x @ W^T over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
+    """x @ W^T + bias over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
 
-    Arguments as `reference.planes_matmul`; returns (..., O) of x's type, accumulated in float32.
+    Arguments as `reference.planes_matmul`, and bias (O,) or None; returns (..., O) of x's type, accumulated in float32.
     """
+    if is_metal(x):
+        return planes_launch(x, weights, scales, biases, widths, group_size, bias).run()
     module = cpu.native() if is_native(x) else None
     if module is None:
-        return reference.planes_matmul(x, weights, scales, biases, widths, group_size)
-    return module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size).astype(x.dtype)
+        y = reference.planes_matmul(x, weights, scales, biases, widths, group_size)
+    else:
+        y = module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size).astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rowwise_product(
+    x: mx.array, weight: mx.array, scales: mx.array, bits: int, width: int, bias: mx.array | None = None
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for rowwise codes, arguments as `rowwise_launch`; None: reconstruct, and let MLX."""
+    return rowwise_launch(x, weight, scales, bits, width, bias).run() if is_metal(x) else None
+
+
+def groupwise_product(
+    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for groupwise codes, as `groupwise_launch`; None: reconstruct, and let MLX."""
+    return groupwise_launch(x, weight, scales, width, bias).run() if is_metal(x) else None
 
 
 def dense_product(x: mx.array, weight: mx.array) -> mx.array:
@@ -73,5 +108,5 @@ def dense_product(x: mx.array, weight: mx.array) -> mx.array:
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:
     """`routing.entropy.entropy_bits` as a native kernel, 20 times faster on x86; None where there is none."""
-    module = cpu.native()
+    module = cpu.native() if on_cpu() else None
     return module.entropy_bits if module is not None else None
