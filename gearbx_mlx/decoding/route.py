@@ -19,7 +19,7 @@ from ..routing.gates import Gate
 from ..routing.monitor import Monitor
 from .drop_in import Step
 from .response import GearResponse
-from .tachometer import Reading, measured, single_pass, told
+from .tachometer import Reading, entropy_function, measured, single_pass, told
 
 
 def measured_speculative(
@@ -57,7 +57,7 @@ def route(
     if kwargs.get("draft_model") is not None:
         responses = measured_speculative(model, tokenizer, prompt, gearbox, **kwargs)
     else:
-        responses = measured(model, tokenizer, prompt, step, **kwargs)
+        responses = measured(model, tokenizer, prompt, step, entropy_function(gearbox), **kwargs)
     before: Gear | None = None
     for response, reading in responses:
         entropy = float(reading.entropy)
