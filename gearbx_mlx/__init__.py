@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from .errors import GearbxError, GearbxWarning
 
 if TYPE_CHECKING:
+    from .decoding.kickdown import GearedModel
+    from .decoding.lossless import LosslessModel
     from .decoding.paired_model import PairedModel
     from .decoding.response import GearResponse
     from .decoding.stream import generate, stream_generate
@@ -31,6 +33,8 @@ _HOME = {
     "Gear": ".gears.ladder",
     "GearResponse": ".decoding.response",
     "PairedModel": ".decoding.paired_model",
+    "GearedModel": ".decoding.kickdown",
+    "LosslessModel": ".decoding.lossless",
     "ThresholdGate": ".routing.gates",
     "Monitor": ".routing.monitor",
     "entropy_bits": ".routing.entropy",
@@ -43,9 +47,11 @@ __all__ = [
     "Gear",
     "GearResponse",
     "Gearbox",
+    "GearedModel",
     "GearbxError",
     "GearbxWarning",
     "Ladder",
+    "LosslessModel",
     "Monitor",
     "Observer",
     "PairedModel",

@@ -147,6 +147,18 @@ def chosen_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
     }
 
 
+def made_gearbox(args: argparse.Namespace, model: Any, ladder: Any) -> Any:
+    """Raises GearbxError for a model that has no gears."""
+    from . import options
+    from .errors import GearbxError
+    from .gears.gearbox import Gearbox
+
+    gearbox = options.make_gearbox(args, model, ladder)
+    if not isinstance(gearbox, Gearbox):
+        raise GearbxError(f"{args.model} is quantized already and has no gears; give the original")
+    return gearbox
+
+
 def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float], out: Path) -> None:
     """Record every token's entropy in every gear on the way to the top one, and find thresholds by shares."""
     from rich.progress import Progress
@@ -161,7 +173,7 @@ def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float
 
     texts = chosen_prompts(args)["mixed"]
     model, tokenizer, config = options.load_model(args)
-    geared = GearedModel(options.make_gearbox(args, model, ladder), decision=lambda entropy, position, gear: True)
+    geared = GearedModel(made_gearbox(args, model, ladder), decision=lambda entropy, position, gear: True)
     climbs: list[tuple[float, ...]] = []
     with Progress(console=terminal.messages, transient=True) as progress:
         for prompt in progress.track(texts, description="prompts"):
@@ -181,6 +193,7 @@ def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float
         hysteresis=0.0,
         min_gear_duration=1,
         shares=reached,
+        mode="kickdown",
     )
     write_text(out, content.text())
     tell_shares(ladder, reached, content.tokens)
@@ -201,13 +214,13 @@ def calibrate_drafting(args: argparse.Namespace, ladders: list[Any], out: Path) 
     model, tokenizer, config = options.load_model(args)
     prompts = [options.encode_prompt(args, tokenizer, prompt) for prompt in texts]
     rooms = [options.room_for(config, len(prompt), args.max_tokens) for prompt in prompts]
-    made = []
+    made: list[Any] = []
     with Progress(console=terminal.messages, transient=True) as progress:
         task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
         for ladder in ladders:
             bits = [gear.bits for gear in ladder]
             # The originals stay, whatever the top gear is: the next ladder is made from them.
-            gearbox = options.make_gearbox(args, model, Ladder(bits if bits[-1] == DENSE else [*bits, DENSE]))
+            gearbox = made_gearbox(args, model, Ladder(bits if bits[-1] == DENSE else [*bits, DENSE]))
             top = gearbox.ladder.find(bits[-1])
             below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
             gears = [gear for gear in below if gear.bits in DRAFT_BITS] or below

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .gears.gearbox import Gearbox
     from .gears.ladder import Gear, Ladder
 
-POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless")
+POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless", "lossless-fixed")
 WRITING = ("static", "route", "kickdown", "lossless")  # that can write a text of their own
 FILES = ("evaluation.json", "evaluation.md", "evaluation.png")
 SHOWN = (  # what fits into 80 characters

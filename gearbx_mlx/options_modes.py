@@ -3,11 +3,15 @@
 import argparse
 from typing import Any
 
-from .decoding.drafting import read_draft_file
-from .decoding.stream import LOSSLESS, MODES, TELEMETRY_ONLY
+from .decoding.drafting import read_draft_file, shipped
+from .decoding.stream import KICKDOWN, LOSSLESS, MODES, ROUTE, TELEMETRY_ONLY
 from .errors import GearbxError
 from .gears.gearbox import DEFAULT_LADDER
+from .gears.ladder import DENSE
+from .options import read_thresholds
 from .routing.acceptance import MOST_DRAFTED, FixedLength
+from .routing.draft_file import DraftFile
+from .routing.thresholds import ThresholdFile
 
 
 def add_mode_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +29,8 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--curve",
         metavar="FILE",
-        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears "
-        "are then the default. Default: what ships for the demo model, or a rule for any model.",
+        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose "
+        "gears are then the default. Default: what ships for the demo model, or a rule for any model.",
     )
     group.add_argument(
         "--draft-length",
@@ -36,12 +40,34 @@ def add_mode_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def follow_file(args: argparse.Namespace) -> None:
+    """A file that --thresholds names says which mode and gears it is for, where no flag does.
+
+    Raises:
+        GearbxError: a drafting file, and another mode than lossless.
+    """
+    try:
+        read_draft_file(args.thresholds)
+    except GearbxError:
+        made = read_thresholds(args.thresholds)
+        if isinstance(made, ThresholdFile) and made.mode != ROUTE:
+            args.gears = args.gears or ",".join(map(str, made.gears))
+            if made.mode == KICKDOWN and not args.telemetry_only:  # a static gear needs no mode
+                args.mode = args.mode or KICKDOWN
+        return
+    if args.telemetry_only or args.mode not in (None, LOSSLESS):
+        raise GearbxError(f"{args.thresholds}: is for --mode lossless; leave out the other mode")
+    args.mode, args.curve, args.thresholds = LOSSLESS, args.curve or args.thresholds, None
+
+
 def apply_mode(args: argparse.Namespace) -> None:
-    """Settle mode and gears from the flags that name them.
+    """Settle mode and gears from the flags and files that name them.
 
     Raises:
         GearbxError: flags that exclude each other, a file that is no drafting file.
     """
+    if args.thresholds is not None:
+        follow_file(args)
     if args.telemetry_only:
         if args.mode not in (None, TELEMETRY_ONLY):
             raise GearbxError(f"--telemetry-only and --mode {args.mode} exclude each other; give one")
@@ -56,8 +82,16 @@ def apply_mode(args: argparse.Namespace) -> None:
         FixedLength(args.draft_length)
     if args.gears is None:
         args.gears = DEFAULT_LADDER
-        if args.curve is not None:
-            args.gears = ",".join(map(str, read_draft_file(args.curve).gears))
+        file = read_draft_file(args.curve) if args.curve is not None else None
+        if args.mode == LOSSLESS and args.model is None:
+            file = file or max(shipped(), key=saving, default=None)
+        if file is not None:
+            args.gears = ",".join(map(str, file.gears))
+
+
+def saving(file: DraftFile) -> float:
+    """How many times fewer bytes of weights than the top gear reads; of the originals before other top gears."""
+    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_top / file.weight_bytes_per_token
 
 
 def mode_keywords(args: argparse.Namespace) -> dict[str, Any]:

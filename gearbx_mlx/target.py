@@ -1,33 +1,35 @@
 """calibrate --target-agreement, --target-kl, --target-bytes: the policy that meets a wish at the least cost."""
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from . import options, terminal
+from .decoding.agreement import Agreement, draft_files
 from .errors import GearbxError
 from .evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, Outcome, Wish, candidates, in_order
-from .evaluation.drafting import drafted
+from .evaluation.drafting import drafted, sequences_of
 from .evaluation.metrics import entropy_bits, log_softmax
 from .evaluation.policies import SameToken, Static
-from .evaluation.replay import Reference, Step, driven, read_at_once, record, targets_of
+from .evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from .evaluation.report import Costs
 from .evaluation.text import read_documents, windows_of
 from .gears.discovery import vocabulary
 from .gears.gearbox import Gearbox
 from .gears.ladder import Ladder
 from .loading import model_name
-from .routing.acceptance import ProductRule
+from .routing.draft_file import DraftFile
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from .routing.monitor import DEFAULT_WINDOW
 from .routing.thresholds import ThresholdFile
 from .telemetry.files import write_text
+from .telemetry.summary import as_json
 
 MODEST = 1.02  # the next candidate after one that fell short reads so many times as much, or as little
 DEFAULT_GEARS = "4,5,6,8,16"
@@ -76,9 +78,13 @@ def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
                 read_at_once(gearbox, windows, gear), len(reference.nll), description=f"{gear.bits} bits"
             )
             recordings[gear] = record(steps, reference)
-        found = candidates(recordings, gearbox.weight_bytes_in)
-        chosen, verified = first_that_keeps(args, in_order(found, wish), wish, windows, reference, progress)
-    write_text(out, content_of(args, chosen, verified, wish, vocabulary(model), len(reference.nll)))
+        found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
+        by_bits = {gear.bits: recording for gear, recording in recordings.items()}
+        chosen, verified, file = first_that_keeps(
+            args, in_order(found, wish), wish, windows, by_bits, reference, progress
+        )
+    file |= {"wish": str(wish), "predicted": vars(chosen.predicted), "verified": vars(verified)}
+    write_text(out, as_json(file))
     tell(chosen, verified, best_static(found, wish), wish)
     print(f"{out}: {chosen}")
     return 0
@@ -124,10 +130,11 @@ def first_that_keeps(
     meeting: list[Candidate],
     wish: Wish,
     windows: list[list[int]],
+    recordings: dict[int, Recording],
     reference: Reference,
     progress: Any,
-) -> tuple[Candidate, Outcome]:
-    """The best candidate that keeps in a sequential run what was predicted of it, and what it came to.
+) -> tuple[Candidate, Outcome, dict[str, Any]]:
+    """The best candidate that keeps in a sequential run what was predicted of it, what it came to, and its file.
 
     Raises:
         GearbxError: none does.
@@ -136,9 +143,17 @@ def first_that_keeps(
     for candidate in meeting:
         if not least <= candidate.predicted.weight_bytes <= most:
             continue  # hardly another one than that which fell short
-        outcome = verified_outcome(args, candidate, windows, reference, progress)
+        model, _, _ = options.load_model(args)
+        gearbox = geared(args, model, Ladder(candidate.gears))
+        file = file_of(args, gearbox, candidate, wish, recordings[candidate.gears[0]])
+        steps = progress.track(
+            steps_of(gearbox, candidate, file, windows), len(reference.nll), description=f"verify {candidate}"
+        )
+        recording = record(steps, reference)
+        read = Costs(gearbox, gearbox.ladder).weight_bytes(recording)
+        outcome = Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
         if wish.met_by(outcome):
-            return candidate, outcome
+            return candidate, outcome, asdict(file)
         terminal.note(f"{candidate}: predicted to meet {wish}, and in a sequential run does not ({shown(outcome)})")
         if wish.weight_bytes is None:
             least = candidate.predicted.weight_bytes * MODEST
@@ -147,27 +162,46 @@ def first_that_keeps(
     raise GearbxError(f"nothing that was predicted to meet {wish} does so in a sequential run; allow more")
 
 
-def verified_outcome(
-    args: argparse.Namespace, candidate: Candidate, windows: list[list[int]], reference: Reference, progress: Any
-) -> Outcome:
+def steps_of(
+    gearbox: Gearbox, candidate: Candidate, file: DraftFile | ThresholdFile, windows: list[list[int]]
+) -> Iterator[Step]:
     """A candidate in a gearbox of its own, one token at a time on a KV cache that keeps what low gears wrote."""
-    model, _, _ = options.load_model(args)
-    gearbox = geared(args, model, Ladder(candidate.gears))
-    steps = steps_of(gearbox, candidate, windows)
-    recording = record(progress.track(steps, len(reference.nll), description=f"verify {candidate}"), reference)
-    read = Costs(gearbox).weight_bytes(recording)
-    return Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
-
-
-def steps_of(gearbox: Gearbox, candidate: Candidate, windows: list[list[int]]) -> Iterator[Step]:
     low, high = gearbox.ladder[0], gearbox.ladder.top
+    if isinstance(file, DraftFile):
+        return drafted(gearbox, windows, low, high, file.rule())
     if candidate.mode == KICKDOWN:
         threshold = candidate.thresholds[0]
         policy = SameToken(low, high, lambda place, q: float(entropy_bits(log_softmax(q))), threshold)
         return driven(gearbox, windows, policy)
-    if candidate.mode == LOSSLESS and candidate.curve and candidate.bound:
-        return drafted(gearbox, windows, low, high, ProductRule(candidate.curve, candidate.bound))
     return driven(gearbox, windows, Static(low))
+
+
+def file_of(
+    args: argparse.Namespace, gearbox: Gearbox, candidate: Candidate, wish: Wish, recorded: Recording
+) -> DraftFile | ThresholdFile:
+    """What generate --thresholds reads.
+
+    Args:
+        recorded: the candidate's low gear alone.
+    """
+    name = model_name(args.model)
+    if candidate.mode == LOSSLESS:
+        low, top = gearbox.ladder
+        agreements = {low: [Agreement(*sequence) for sequence in sequences_of(recorded)]}
+        (made,) = draft_files(gearbox, top, agreements, name, args.q_group_size, args.format)
+        return made
+    return ThresholdFile(
+        thresholds=list(candidate.thresholds),
+        vocab_size=vocabulary(gearbox.model),
+        model=name,
+        method=str(wish),
+        gears=list(candidate.gears),
+        tokens=len(recorded.nll),
+        window=DEFAULT_WINDOW,
+        hysteresis=DEFAULT_HYSTERESIS,
+        min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
+        mode=candidate.mode,
+    )
 
 
 def best_static(found: list[Candidate], wish: Wish) -> Candidate | None:
@@ -178,15 +212,13 @@ def best_static(found: list[Candidate], wish: Wish) -> Candidate | None:
 
 def tell(chosen: Candidate, outcome: Outcome, static: Candidate | None, wish: Wish) -> None:
     """Say what was chosen, and what a static gear would come to."""
-    terminal.note(f"{chosen} meets {wish} on {shown(outcome)} (verified; predicted {shown(chosen.predicted)})")
+    terminal.note(f"{chosen} meets {wish} with {shown(outcome)} (predicted: {shown(chosen.predicted)})")
     if chosen.mode == STATIC:
         terminal.note("a static gear is better here than any way of shifting: use it alone")
     elif static is None:
         terminal.note("no static gear of this ladder meets it")
     else:
-        terminal.note(
-            f"the best static gear that meets it, {static}, is predicted to come to {shown(static.predicted)}"
-        )
+        terminal.note(f"the best static gear that meets it is {static}, with {shown(static.predicted)}")
 
 
 def shown(outcome: Outcome) -> str:
@@ -194,24 +226,3 @@ def shown(outcome: Outcome) -> str:
         f"agreement {outcome.agreement:.4f}, mean KL {outcome.kl_mean:.3g}, "
         f"{terminal.human_bytes(outcome.weight_bytes)} of weights per token"
     )
-
-
-def content_of(
-    args: argparse.Namespace, chosen: Candidate, outcome: Outcome, wish: Wish, vocab_size: int, tokens: int
-) -> str:
-    """The thresholds file, with the mode and what it was chosen for."""
-    file = ThresholdFile(
-        thresholds=list(chosen.thresholds),
-        vocab_size=vocab_size,
-        model=model_name(args.model),
-        method=str(wish),
-        gears=list(chosen.gears),
-        tokens=tokens,
-        window=DEFAULT_WINDOW,
-        hysteresis=DEFAULT_HYSTERESIS,
-        min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
-    )
-    further: dict[str, Any] = {"mode": chosen.mode, "predicted": vars(chosen.predicted), "verified": vars(outcome)}
-    if chosen.curve:
-        further |= {"curve": vars(chosen.curve), "bound": chosen.bound}
-    return json.dumps(json.loads(file.text()) | further, indent=2) + "\n"

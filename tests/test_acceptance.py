@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -65,7 +66,7 @@ class TestCurve:
     def test_isotonic_regression_falls_and_keeps_the_weighted_mean(self, pairs):
         y, w = zip(*pairs)
         smooth = pool_adjacent_violators(y, w)
-        assert all(a >= b - 1e-12 for a, b in zip(smooth, smooth[1:]))
+        assert all(a >= b - 1e-12 for a, b in itertools.pairwise(smooth))
         assert np.dot(smooth, w) == pytest.approx(np.dot(y, w))
         assert min(y) - 1e-12 <= min(smooth) <= max(smooth) <= max(y) + 1e-12
 
@@ -86,7 +87,7 @@ class TestCurve:
         curve = fit_curve(*zip(*recorded))
         grid = [curve(h) for h in np.linspace(0, 20, 101)]
         assert all(0 < value < 1 for value in grid)  # never certain, either way
-        assert all(a >= b for a, b in zip(grid, grid[1:]))
+        assert all(a >= b for a, b in itertools.pairwise(grid))
 
     def test_is_the_share_that_agrees_near_an_entropy(self):
         rng = np.random.default_rng(0)
@@ -102,7 +103,13 @@ class TestCurve:
 
     @pytest.mark.parametrize(
         ("edges", "agreement"),
-        [((1.0,), (0.5,)), ((2.0, 1.0), (0.9, 0.8, 0.7)), ((1.0,), (0.5, 0.6)), ((1.0,), (1.5, 0.6)), ((math.nan,), (0.9, 0.6))],
+        [
+            ((1.0,), (0.5,)),
+            ((2.0, 1.0), (0.9, 0.8, 0.7)),
+            ((1.0,), (0.5, 0.6)),
+            ((1.0,), (1.5, 0.6)),
+            ((math.nan,), (0.9, 0.6)),
+        ],
     )
     def test_refuses_what_is_no_curve(self, edges, agreement):
         with pytest.raises(GearbxError):

@@ -199,7 +199,7 @@ class TestReport:
     def test_every_policy_is_in_it_with_all_its_numbers(self, report):
         names = [row["name"] for row in report["policies"]]
         shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "position", "oracle")]
-        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless"])
+        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless", "lossless-fixed"])
         for row in report["policies"]:
             assert row.keys() >= ROW
             assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 400

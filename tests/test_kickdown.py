@@ -1,5 +1,5 @@
 import copy
-import itertools
+import json
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, VOCABULARY, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache
-from mlx_lm.models.cache import save_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, entropy_bits, stream_generate
@@ -75,9 +81,7 @@ class TestGearedModel:
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,8,16")
         responses = list(
-            stream_generate(
-                model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0)
-            )
+            stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0))
         )
         chosen, logits_of = by_hand(model, gearbox, tokenizer.encode(TALE), [r.token for r in responses], (4.0, 5.0))
         assert [r.gear for r in responses] == chosen
@@ -158,7 +162,8 @@ class TestDropIn:
     def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,16")
-        ours = [r.text for r in stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))]
+        run = stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))
+        ours = [response.text for response in run]
         geared = GearedModel(gearbox, (3.0,))
         assert mlx_lm.generate(geared, tokenizer, TALE, max_tokens=20) == "".join(ours)
         streamed = [r.text for r in mlx_lm.stream_generate(geared, tokenizer, TALE, 20)]
@@ -231,11 +236,10 @@ class TestCaches:
     def test_one_that_fills_up_on_the_way_is_left_to_the_top_gear(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
         geared = GearedModel(gearbox, decision=climb_to(0))
-        with pytest.warns(GearbxWarning, match="the top gear goes on alone: .*RotatingKVCache"):
-            steps = []
-            cache = [RotatingKVCache(10) for _ in geared.layers]
-            for _ in itertools.islice(generate_step(PROMPT[0], geared, max_tokens=9, prompt_cache=cache), 9):
-                steps.append(geared.step.gear.name)
+        cache = [RotatingKVCache(10) for _ in geared.layers]
+        run = generate_step(PROMPT[0], geared, max_tokens=9, prompt_cache=cache)
+        with pytest.warns(GearbxWarning, match=r"the top gear goes on alone: .*RotatingKVCache"):
+            steps = [geared.step.gear.name for _ in run]
         assert steps[0] == "low"
         assert steps[-1] == "high"
 
@@ -252,8 +256,6 @@ class TestCaches:
 
 class TestCommand:
     def test_mode_kickdown_from_calibration_to_summary(self, command, tmp_path):
-        import json
-
         file, summary, trace = tmp_path / "t.json", tmp_path / "s.json", tmp_path / "t.jsonl"
         done = command("calibrate", "--mode", "kickdown", "--shares", "0.5,0.3,0.2", "-m", 20, "--out", file)
         assert done.status == 0
@@ -267,7 +269,9 @@ class TestCommand:
         rows = [json.loads(line) for line in trace.read_text().splitlines()]
         assert (told["mode"], told["tokens"]) == ("kickdown", 30)
         assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
-        assert told["passes"] == {name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))}
+        assert told["passes"] == {
+            name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
+        }
         assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0
 
     def test_a_draft_model_is_refused(self, demo, command):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import GearbxError
@@ -49,18 +50,18 @@ def record_agreement(
         raise untrimmable(cache, "lossless")
     gearbox.shift(top)
     if len(prompt) > 1:
-        model(mx.array(prompt[:-1])[None], cache=cache)
+        model(mx.array(list(prompt[:-1]))[None], cache=cache)
     inputs = [prompt[-1], *text[:-1]]
     found = [Agreement([], []) for _ in gears]
     for start in range(0, len(inputs), BLOCK):
         block = mx.array(inputs[start : start + BLOCK])[None]
-        chosen = mx.array(text[start : start + BLOCK])
+        chosen = mx.array(list(text[start : start + BLOCK]))
         for gear, agreement in zip(gears, found):
             gearbox.shift(gear)
             logits = model(block, cache=cache)[0]
             take_back(cache, block.size)
-            agreement.entropies += entropy_bits(logits).tolist()
-            agreement.agrees += (mx.argmax(logits, axis=-1) == chosen).tolist()
+            agreement.entropies += np.array(entropy_bits(logits)).tolist()
+            agreement.agrees += np.array(mx.argmax(logits, axis=-1) == chosen).tolist()
         gearbox.shift(top)
         mx.eval(model(block, cache=cache))
     return found
@@ -79,7 +80,8 @@ def draft_files(
         sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
         if not sequences:
             raise GearbxError("calibration has no tokens; give prompts that the model answers")
-        entropies, agrees = ([value for text in sequences for value in text[i]] for i in range(2))
+        entropies = [value for text in texts for value in text.entropies]
+        agrees = [value for text in texts for value in text.agrees]
         curve = fit_curve(entropies, agrees)
         draft = gearbox.weight_bytes_per_token(gear)
         bound, read = best_bound(sequences, curve, draft, check)

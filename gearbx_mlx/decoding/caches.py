@@ -71,4 +71,6 @@ def untrimmable(cache: Cache, mode: str) -> GearbxError:
         why = f"is full at {full} tokens and overwrites its oldest entries; raise --max-kv-size, shorten the prompt"
     else:
         why = "keeps a state instead of entries"
-    return GearbxError(f"mode '{mode}' has to take entries back from the KV cache, and {kind} {why}, or use mode 'route'")
+    return GearbxError(
+        f"mode '{mode}' has to take entries back from the KV cache, and {kind} {why}; or use mode 'route'"
+    )

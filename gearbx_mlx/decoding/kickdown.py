@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxWarning
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -24,7 +24,7 @@ class Decision(Protocol):
     """Whether to compute a token again, one gear higher."""
 
     def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        """`entropy` in bits, of this token in this gear; `position` counts decoded tokens from 0; `gear` from the lowest, 0."""
+        """`entropy` of this token in this gear, bits; `position` counts decoded tokens from 0, `gear` the gears."""
         ...
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox
@@ -102,7 +103,7 @@ class LosslessModel(DropIn):
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
         self._given.add(inputs)
-        token = inputs.item()
+        token = np.array(inputs).item()
         found = self._foretold(token, cache)
         return self._look_ahead(token, cache) if found is None else found
 
@@ -128,7 +129,8 @@ class LosslessModel(DropIn):
     def _look_ahead(self, token: int, cache: Any) -> mx.array:
         """Draft, check, and the logits (1, 1, V) of the token itself."""
         self._ahead = None
-        tokens, entropies = [token], []
+        tokens = [token]
+        entropies: list[float] = []
         most = self._most(token, cache)
         if most > 0:
             drafted, entropies = self._drafts(token, cache, most)
@@ -164,9 +166,7 @@ class LosslessModel(DropIn):
         if free < 1 and not running:
             raise untrimmable(cache, "lossless")
         if free < 1:
-            warnings.warn(
-                f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4
-            )
+            warnings.warn(f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4)
         made = len(self._given) - self.prompt_tokens + 1  # tokens, that which comes of this step included
         if made < 1 or token in self.stop_tokens:
             return 0
@@ -188,9 +188,9 @@ class LosslessModel(DropIn):
                 entropy = entropy_bits(logprobs)
                 sampled = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
                 mx.eval(entropy, sampled)
-                token = sampled.item()
+                token = np.array(sampled).item()
                 drafted.append(token)
-                entropies.append(entropy.item())
+                entropies.append(float(entropy))
                 if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
                     break
         return drafted, entropies
@@ -213,13 +213,14 @@ class Given:
     def tokens(self) -> list[int]:
         if len(self._parts) > 1:
             self._parts = [mx.concatenate([part.astype(mx.uint32) for part in self._parts])]
-        return self._parts[0].tolist()
+        return np.array(self._parts[0]).tolist()
 
 
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
     """What is drawn in the block will be drawn again after it."""
-    high, low = mx.random.state[0].tolist()
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class Tachometer:
     Args:
         sampler: of mlx-lm.
         step: tells how the latest logits came about.
-        entropy: entropy_bits, or what computes the same.
+        entropy: in bits, of log-probabilities.
     """
 
     def __init__(self, sampler: Sampler, step: Callable[[], Step], entropy: Entropy = entropy_bits):
@@ -111,8 +111,9 @@ def drive(model: DropIn, tokenizer: Any, prompt: Any, *, monitor: Monitor, **kwa
         kwargs: of mlx-lm's stream_generate.
     """
     before: Gear | None = None
-    entropy_of = entropy_function(model.gearbox)
-    for response, reading in measured(model, tokenizer, prompt, lambda: model.step, entropy_of, **kwargs):
+    for response, reading in measured(
+        model, tokenizer, prompt, lambda: model.step, entropy_function(model.gearbox), **kwargs
+    ):
         entropy, step = float(reading.entropy), reading.step.given(response.token)
         near_tie = reading.near_tie is not None and bool(reading.near_tie)
         mean = monitor.update(entropy).mean

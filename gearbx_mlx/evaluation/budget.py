@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..gears.ladder import Gear, Ladder
-from ..routing.acceptance import AcceptanceCurve
 from .drafting import best_rule
 from .replay import Recording
 
@@ -74,8 +73,6 @@ class Candidate:
     gears: tuple[int, ...]
     predicted: Outcome
     thresholds: tuple[float, ...] = ()
-    curve: AcceptanceCurve | None = None
-    bound: float | None = None
 
     def __str__(self) -> str:
         return f"{self.mode} {','.join(map(str, self.gears))}"
@@ -102,9 +99,8 @@ def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Lad
         for high in gears[index + 1 :]:
             found += kickdowns(recordings, low, high, *cost([low.bits, high.bits]))
     for low in gears[:-1]:
-        curve, bound, read = best_rule(recordings[low], *cost([low.bits, gears[-1].bits]))
-        outcome = Outcome(1.0, 0.0, read)
-        found.append(Candidate(LOSSLESS, (low.bits, gears[-1].bits), outcome, curve=curve, bound=bound))
+        *_, read = best_rule(recordings[low], *cost([low.bits, gears[-1].bits]))
+        found.append(Candidate(LOSSLESS, (low.bits, gears[-1].bits), Outcome(1.0, 0.0, read)))
     return found
 
 

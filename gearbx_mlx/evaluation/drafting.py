@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decoding.caches import room, take_back, untrimmable
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.acceptance import BOUNDS, MOST_DRAFTED, AcceptanceCurve, DraftRule, ProductRule, fit_curve, replay_drafts
+from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
 from .metrics import entropy_bits, log_softmax
 from .replay import Recording, Step, next_logprobs
 
@@ -28,13 +28,8 @@ def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
 def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[AcceptanceCurve, float, float]:
     """The curve a(H) of what the low gear recorded, the bound on its product at which the least is read, and the weight
     bytes per token that this comes to over the recorded tokens themselves."""
-    curve, sequences = fit_curve(recorded.entropy.tolist(), recorded.agree.tolist()), sequences_of(recorded)
-    costs = {
-        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(low_bytes, top_bytes)
-        for bound in BOUNDS
-    }
-    bound = min(costs, key=lambda bound: costs[bound])
-    return curve, bound, costs[bound]
+    curve = fit_curve(recorded.entropy.tolist(), recorded.agree.tolist())
+    return curve, *best_bound(sequences_of(recorded), curve, low_bytes, top_bytes)
 
 
 def drafted(

@@ -16,6 +16,7 @@ STYLES = {
     "inverted": ("#d0453b", "X"),
     "oracle": ("#d99a20", "*"),
     "lossless": ("#4e79a7", "P"),
+    "lossless-fixed": ("#a0c0e0", "P"),
 }
 
 

@@ -17,6 +17,7 @@ from .replay import Recording, Reference, positions_of, targets_of
 
 ONE_PASS = "one pass per token, in the gear that it is computed in"
 TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
+DRAFTS = "the low passes of all drafts, and one top pass for each check"
 COUNTED = {
     "static": ONE_PASS,
     "random": ONE_PASS,
@@ -25,7 +26,8 @@ COUNTED = {
     "kickdown": TWO_PASSES,
     "inverted": TWO_PASSES,
     "oracle": TWO_PASSES,
-    "lossless": "the low passes of all drafts, and one top pass for each check",
+    "lossless": DRAFTS,
+    "lossless-fixed": DRAFTS,
 }
 CONTROLS = ("static", "random")  # in every report
 SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")

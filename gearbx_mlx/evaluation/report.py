@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear, Ladder
 from .metrics import blocks_of, by_bucket, paired, quality
 from .plans import COUNTED, SHIFTING, Entry
 from .replay import Recording, Reference
@@ -15,12 +16,14 @@ SCHEMA, VERSION = "gearbx-mlx evaluation", 1
 
 
 class Costs:
-    """What a recording read, counted from its passes."""
+    """What a recording read, counted from its passes, each at what it reads in a ladder of just the gears that are
+    used: whoever stays in one gear need not store it so that others share its planes."""
 
-    def __init__(self, gearbox: Gearbox):
-        self.ladder = gearbox.ladder
-        self.gear_bytes = np.array([gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder])
-        self.gear_bits = np.array([gearbox.bits_per_weight(gear) for gear in gearbox.ladder])
+    def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
+        ladder = Ladder([gear.bits for gear in used])
+        alone = gearbox.costed_in(ladder)
+        costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
+        self.gear_bytes, self.gear_bits = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
 
     def weight_bytes(self, recording: Recording) -> float:
         """Bytes of weights per token."""
@@ -30,9 +33,10 @@ class Costs:
         """Bits read per weight of the managed layers and token; a token computed twice reads them twice."""
         return float((recording.passes @ self.gear_bits).mean())
 
-    def shares(self, recording: Recording) -> dict[str, float]:
-        """Gear to share of tokens whose result came from it."""
-        return {gear.name: float((recording.gear == gear.index).mean()) for gear in self.ladder}
+
+def gear_shares(recording: Recording, ladder: Ladder) -> dict[str, float]:
+    """Gear to share of tokens whose result came from it."""
+    return {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
 
 
 def tokens_of(recording: Recording, reference: Reference) -> dict[str, np.ndarray]:
@@ -46,15 +50,22 @@ def tokens_of(recording: Recording, reference: Reference) -> dict[str, np.ndarra
     }
 
 
-def row_of(entry: Entry, recording: Recording, reference: Reference, costs: Costs, high: str) -> dict[str, Any]:
+def row_of(
+    entry: Entry, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
+) -> dict[str, Any]:
     """A row of the report. `share_top` is the share of tokens that came from the higher of the two gears (for a static
     gear and lossless, from the top one)."""
-    tokens, shares = tokens_of(recording, reference), costs.shares(recording)
+    ladder = gearbox.ladder
+    if entry.policy == "static":
+        used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
+    else:
+        used = between if entry.policy in SHIFTING else (between[0], ladder.top)
+    tokens, shares, costs = tokens_of(recording, reference), gear_shares(recording, ladder), Costs(gearbox, used)
     return {
         "policy": entry.policy,
         "name": entry.name,
         "share_wanted": entry.share,
-        "share_top": shares[high if entry.policy in SHIFTING else costs.ladder.top.name],
+        "share_top": shares[between[1].name if entry.policy in SHIFTING else ladder.top.name],
         "gear_shares": shares,
         "effective_bits": costs.effective_bits(recording),
         "weight_bytes_per_token": costs.weight_bytes(recording),

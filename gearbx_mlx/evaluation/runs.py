@@ -6,15 +6,15 @@ from typing import Any
 
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
-from ..gears.ladder import Gear
-from ..routing.acceptance import ProductRule
-from .drafting import best_rule, drafted
+from ..gears.ladder import Gear, Ladder
+from ..routing.acceptance import FixedLength, ProductRule, best_length
+from .drafting import best_rule, drafted, sequences_of
 from .metrics import by_bucket, quality
 from .noise import noisy
 from .plans import Entry, Setting, make_policy
 from .policies import Static
 from .replay import Recording, Reference, Step, driven, record, targets_of
-from .report import SCHEMA, VERSION, Costs, compare_with_chance, compare_with_static, row_of, tokens_of
+from .report import SCHEMA, VERSION, compare_with_chance, compare_with_static, row_of, tokens_of
 from .session import Session
 
 NOISE = "noise"
@@ -66,14 +66,22 @@ class Runs:
         if entry.policy == "static":
             return self._static(self.gearbox.ladder.find(entry.bits or low)), None
         recorded = self.recordings[Entry("static", bits=low.bits)]
-        if entry.policy == "lossless":
-            top = self.gearbox.ladder.top
-            costs = [self.gearbox.weight_bytes_per_token(gear) for gear in (low, top)]
-            curve, bound, _ = best_rule(recorded, *costs)
-            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound)), bound
+        if entry.policy.startswith("lossless"):
+            return self._drafts(entry.policy, recorded)
         setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
         return driven(self.gearbox, self.windows, policy), threshold
+
+    def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[Step], float]:
+        """Lossless by the best rule, or by the best fixed length, and the bound or the length."""
+        low, top = self.between[0], self.gearbox.ladder.top
+        pair = Ladder([low.bits, top.bits])
+        costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
+        if policy == "lossless":
+            curve, bound, _ = best_rule(recorded, *costs)
+            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound)), bound
+        length, _ = best_length(sequences_of(recorded), *costs)
+        return drafted(self.gearbox, self.windows, low, top, FixedLength(length)), length
 
     def _static(self, gear: Gear) -> Iterator[Step]:
         return driven(self.gearbox, self.windows, Static(gear))
@@ -88,10 +96,10 @@ class Runs:
     def report(self, told: dict[str, Any]) -> dict[str, Any]:
         """The report of what is complete; `told` is what the command knows of the run."""
         low, high = self.between
-        costs, ladder, reference = Costs(self.gearbox), self.gearbox.ladder, self.reference
+        ladder, reference = self.gearbox.ladder, self.reference
         rows = []
         for entry, recording in self.recordings.items():
-            rows.append(row_of(entry, recording, reference, costs, high.name))
+            rows.append(row_of(entry, recording, reference, self.gearbox, self.between))
             rows[-1]["threshold"] = self.thresholds[entry]
         recordings = {entry.name: recording for entry, recording in self.recordings.items()}
         compare_with_chance(rows, recordings, low.bits, high.bits)

@@ -1,6 +1,5 @@
 """Which layers of a model change gear (GEARBX 6.1)."""
 
-import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -90,11 +89,10 @@ def tied_head(model: nn.Module) -> str | None:
     tables = [path for path, m in model.named_modules() if type(m) in TABLES and len(m.weight) == rows]
     separate = any(path.split(".")[-1] in HEADS for path, _ in model.named_modules())
     # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can stand in for.
-    asks_it = any("as_linear(" in source(type(module)) for module in model.modules())
+    asks_it = any("as_linear(" in source(kind) for kind in {type(module) for module in model.modules()})
     return tables[0] if len(tables) == 1 and asks_it and not separate else None
 
 
-@functools.cache
 def source(kind: type) -> str:
     """The text of a class, empty where there is none."""
     try:

@@ -87,7 +87,7 @@ class Gearbox:
             )
         self.model = model
         earlier = attached(model)
-        self.fingerprint = fingerprint(model) if earlier is None else earlier.fingerprint
+        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
         self.group_size = group_size
         self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
@@ -226,11 +226,14 @@ class Gearbox:
         top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
         return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 
-    def weight_bytes_in(self, ladder: Ladder, gear: Gear) -> int:
-        """The same for a gear of another ladder, which may have fewer planes to read than one of the same bits here."""
+    def costed_in(self, ladder: Ladder) -> "Gearbox":
+        """As this one with another ladder, to be asked what its gears read, and not to be shifted.
+
+        A gear that stands alone has fewer planes to read than one of the same bits among others.
+        """
         other = copy.copy(self)
         other.ladder, other._token_bytes = ladder, {}
-        return other.weight_bytes_per_token(gear)
+        return other
 
     def describe(self) -> str:
         """One line for each managed layer, with the kernels it runs on, and the reason for each that is not."""

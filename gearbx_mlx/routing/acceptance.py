@@ -117,9 +117,7 @@ class AcceptanceCurve:
             raise GearbxError(f"{len(self.edges)} edges need {len(self.edges) + 1} values of agreement")
         if not all(map(math.isfinite, self.edges)) or any(a >= b for a, b in itertools.pairwise(self.edges)):
             raise GearbxError("the edges of a curve must be finite and ascend")
-        if not all(0 <= a <= 1 for a in self.agreement) or any(
-            a < b for a, b in itertools.pairwise(self.agreement)
-        ):
+        if not all(0 <= a <= 1 for a in self.agreement) or any(a < b for a, b in itertools.pairwise(self.agreement)):
             raise GearbxError("agreement must be between 0 and 1 and must not rise with entropy")
 
     def __call__(self, entropy: float) -> float:
@@ -146,7 +144,8 @@ def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BI
     shares = [(agreed[part].sum() + 0.5) / (len(part) + 1) for part in parts]
     smooth = pool_adjacent_violators(shares, [len(part) for part in parts])
     steps = [(float(h[part[-1]]), value) for part, value in zip(parts, smooth)]
-    edges, values = [], [steps[0][1]]
+    edges: list[float] = []
+    values = [steps[0][1]]
     for (edge, before), (_, after) in itertools.pairwise(steps):
         if after < before and (not edges or edge > edges[-1]):
             edges.append(edge)

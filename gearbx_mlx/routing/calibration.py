@@ -157,7 +157,9 @@ def kickdown_thresholds(
     check_shares(shares)
     climbing = np.asarray(entropies, float)
     positive(climbing[:, 0].tolist())
-    left, thresholds, reached = 1.0, [], []
+    left = 1.0
+    thresholds: list[float] = []
+    reached: list[float] = []
     for gear, share in enumerate(shares[:-1]):
         column = climbing[:, gear]
         threshold = float(np.quantile(column, min(1.0, share / left))) if left > 0 and len(column) else 0.0
