@@ -1,14 +1,24 @@
 import copy
 import itertools
 import json
+import math
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
+from mlx_lm import convert
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, entropy_bits, stream_generate
@@ -277,11 +287,16 @@ class TestCache:
             assert mx.array_equal(mine, tiny(mx.array([[token]]), cache=other))
 
     def test_room_and_taking_back(self):
-        grown, rotating = KVCache(), RotatingKVCache(8)
+        grown, rotating, chunked = KVCache(), RotatingKVCache(8), ChunkedKVCache(9)
         entry = mx.ones((1, 1, 5, 4))
-        for part in (grown, rotating):
+        for part in (grown, rotating, chunked):
             part.update_and_fetch(entry, entry)
-        assert (room([grown]), room([rotating]), room([grown, rotating])) == (float("inf"), 2, 2)
+        assert (room([grown]), room([rotating]), room([chunked]), room([CacheList(grown, rotating)])) == (
+            math.inf,
+            2,
+            3,
+            2,
+        )
 
         def interrupted_before_the_second_layer():
             with borrowed([grown, rotating]):
@@ -390,6 +405,14 @@ class TestDraftingFiles:
         assert told["checks"] + told["accepted"] == told["tokens"] == 30
         assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
         assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
+
+    @pytest.mark.parametrize("mode", ["kickdown", "lossless"])
+    def test_a_quantized_checkpoint_has_no_gears(self, command, tmp_path, mode):
+        convert(str(shipped_demo()), str(tmp_path / "q"), quantize=True)
+        for name in ("calibrate", "generate"):
+            done = command(name, "--model", tmp_path / "q", "--mode", mode, "-m", 3, "--ignore-chat-template")
+            assert done.status == 2
+            assert "quantized already" in done.err
 
     def test_text_is_that_of_the_top_gear(self, command):
         outputs = [
