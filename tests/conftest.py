@@ -1,5 +1,6 @@
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,14 +126,23 @@ def native(request, afresh):
     return cpu.native()
 
 
+def save_model(model, path: Path) -> None:
+    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
+    path.mkdir()
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(vars(model.args)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, path)
+
+
 @pytest.fixture
 def tiny() -> nn.Module:
     return tiny_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo():
-    """The model that ships and its tokenizer. Tests leave it in the top gear."""
+    """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
     model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
 

@@ -223,7 +223,7 @@ class TestDescription:
         assert {path.kernels for path in mixture.layer_paths()} == {"native"}
         tied = Gearbox(tiny_model(tie_word_embeddings=True), manage="attention", kernels="native").describe()
         assert "mlp.up_proj: dense (not selected by manage); native (" in tied
-        assert "embed_tokens: dense (embedding and output head); native (" in tied
+        assert "embed_tokens: dense (not selected by manage); native (" in tied
         rows = Gearbox(tiny_model(), "4,8,16", format="rowwise", kernels="native").describe()
         assert "q_proj: 4, 8, 16; mlx, native at 16 bits (no native kernel for rowwise)" in rows
 

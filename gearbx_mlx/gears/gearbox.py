@@ -15,12 +15,14 @@ from ..errors import GearbxError, GearbxWarning
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
+from ..formats.tied import in_place_of, linear_of
 from ..kernels.dispatch import KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import separate_head, token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
+from .fingerprint import fingerprint
 from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Resident, make_residency
 
@@ -85,6 +87,8 @@ class Gearbox:
                 "run it with telemetry only, or load the original"
             )
         self.model = model
+        earlier = attached(model)
+        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
         self.group_size = group_size
         self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
@@ -118,7 +122,7 @@ class Gearbox:
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
         self._prepared: set[Gear] = set()
-        self._token_bytes: dict[Gear, int] = {}
+        self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._original = Gear(len(self.ladder), "original", DENSE)
         self.gear = self.ladder.top if self.ladder.top.dense else self._original
         self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
@@ -201,12 +205,13 @@ class Gearbox:
         """Name, bits and bytes per weight of each gear."""
         return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
-    def weight_bytes_per_token(self, gear: Gear) -> int:
-        """Bytes of weights that one token reads from the whole model in a gear."""
-        if gear not in self._token_bytes:
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key not in self._token_bytes:
             managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-            self._token_bytes[gear] = token_bytes(self.model, managed, self.storage)
-        return self._token_bytes[gear]
+            self._token_bytes[key] = token_bytes(self.model, managed, self.storage, positions)
+        return self._token_bytes[key]
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
@@ -228,7 +233,8 @@ class Gearbox:
         if not separate_head(modules):
             embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
             tied = max(embeddings, key=lambda path: embeddings[path].weight.shape[0], default=None)
-            fixed |= {tied: "embedding and output head"} if tied is not None else {}
+            if tied is not None and all(layer.path != tied for layer in self.layers):
+                fixed.setdefault(tied, "embedding and output head")
         for path, reason in fixed.items():
             kernels = kernels_of(modules[path], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
@@ -250,17 +256,27 @@ class Gearbox:
         self.layers = [dataclasses.replace(layer, module=chosen[layer.path]) for layer in self.layers]
         return [module for module in chosen.values() if isinstance(module, Native)]
 
+    def costed_in(self, ladder: Ladder) -> "Gearbox":
+        """As this one with another ladder, to be asked what its gears read, and not to be shifted.
+
+        A gear that stands alone has fewer planes to read than one of the same bits among others.
+        """
+        other = copy.copy(self)
+        other.ladder, other._token_bytes = ladder, {}
+        return other
+
     def _make(self, gear: Gear) -> dict[str, nn.Module]:
         """Path to module of a gear; what is missing is made, unevaluated."""
         bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
         missing = [layer for layer in self.layers if bits[layer.path] not in self._made[layer.path]]
         self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
-            dense = copy.copy(layer.module)
+            dense = copy.copy(linear_of(layer.module))
             dense.weight = dense.weight.astype(self.storage[layer.path])
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
             held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
             made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
+            made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
 
@@ -272,11 +288,11 @@ class Gearbox:
                 # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
                 # together, since an array that is still to be computed keeps the original weight in memory.
                 mx.eval([made.parameters() for made in self._made[path].values()])
-                scales = module.get("scales")
+                scales = linear_of(module).get("scales")
                 if scales is not None and not mx.isfinite(scales).all().item():
                     raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
             self._trees[gear] = tree_unflatten(list(modules.items()))
-            self._caches[gear] = [module for module in modules.values() if hasattr(module, "forget")]
+            self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._keeps_all:
             bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
             self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})
