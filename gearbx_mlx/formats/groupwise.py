@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.dispatch import groupwise_product
+from .native import NativeDense
 from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack, unpack
 
@@ -52,6 +54,14 @@ class GroupwiseLinear(_Groupwise, ReconstructedLinear):
     """A linear layer over groupwise codes."""
 
 
+class NativeGroupwiseLinear(GroupwiseLinear):
+    """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"))
+        return super().__call__(x) if y is None else y
+
+
 class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over groupwise codes."""
 
@@ -64,6 +74,7 @@ class Groupwise:
     """
 
     name = "groupwise"
+    native = False
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -79,7 +90,9 @@ class Groupwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
-        kind = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        if isinstance(dense, NativeDense):
+            kind = NativeGroupwiseLinear
         return {BITS: kind(dense, BITS, pack(codes, BITS), scales, self.cache)}
 
     def bytes_read(

@@ -1,23 +1,31 @@
 """Which kernel a product of activations and weights runs on, and why: the one place that decides.
 
-| activations                 | native kernels chosen and there | otherwise  |
-| ---                         | ---                             | ---        |
-| 1 to 16 vectors             | native                          | MLX's own  |
-| more (prefill, a batch)     | MLX's own                       | MLX's own  |
+| activations                       | native kernels chosen and there        | otherwise  |
+| ---                               | ---                                    | ---        |
+| 1 to 16 vectors (on Metal, 1 to 8)| native                                 | MLX's own  |
+| more (prefill, a batch), Linux    | native, 16 at a time                   | MLX's own  |
+| more, macOS                       | MLX's own: Accelerate has matrix units | MLX's own  |
+| experts on a CPU                  | by their vectors, as above             | MLX's own  |
 
-"native" reads packed weights, or dense ones of two bytes, once for all vectors, and accumulates in float32. The choice
-between "native" and "mlx" is made once for a model (`choose`); the number of vectors decides at each call.
+"native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
+the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
+take 25 to 40 times as long for many vectors (docs/performance.md). The choice between "native" and "mlx" is made once
+for a model (`choose`); the number of vectors decides at each call. On Metal dense weights and experts stay with MLX,
+and `auto` does too: that the kernels there are faster is predicted, and not measured.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import cpu, reference
+from . import cpu, metal, reference
+from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 KERNELS = ("auto", "native", "mlx")
-MOST_VECTORS = 16
+CHUNK = 16  # vectors for which native kernels read the weights once
+MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
 
 @dataclass(frozen=True)
@@ -32,17 +40,39 @@ def choose(kernels: str) -> Choice:
     """What a name of KERNELS comes to on this machine; compiles the native kernels if they are wanted."""
     if kernels == "mlx":
         return Choice(False, "as asked")
-    if mx.default_device().type != mx.DeviceType.cpu:
-        return Choice(False, "native kernels are for the CPU, and MLX computes on a GPU")
+    if metal.available():
+        if kernels == "auto":
+            return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
+        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
+    if not on_cpu():
+        return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
         return Choice(False, reason)
-    return Choice(True, f"up to {MOST_VECTORS} vectors, MLX beyond")
+    told = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
+    eager = cpu.why_eager()
+    return Choice(True, f"{told}; handed over eagerly: {eager}" if eager else told)
 
 
-def is_native(x: mx.array) -> bool:
-    """Whether activations (..., I) are few enough for a native kernel, and there is one."""
-    return 0 < x.size <= MOST_VECTORS * x.shape[-1] and cpu.native() is not None
+def is_native(vectors: int) -> bool:
+    """Whether so many vectors go to a native kernel of the CPU, and there is one."""
+    few = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
+    return few and on_cpu() and cpu.native() is not None
+
+
+def vectors_of(x: mx.array) -> int:
+    """How many vectors activations (..., I) are."""
+    return x.size // x.shape[-1] if x.size else 0
+
+
+def on_cpu() -> bool:
+    """Where MLX computes. In a model that is native on Metal, the kernels of the CPU are not wanted."""
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def is_metal(x: mx.array) -> bool:
+    """Whether activations (..., I) go to a Metal kernel, in a model that `choose` has made native."""
+    return bool(metal.available()) and metal.takes(x, x.shape[-1])
 
 
 def stack_product(
@@ -52,26 +82,79 @@ def stack_product(
     biases: Sequence[mx.array],
     widths: Sequence[int],
     group_size: int,
+    bias: mx.array | None = None,
 ) -> mx.array:
-    """x @ W^T over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
+    """x @ W^T + bias over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
 
-    Arguments as `reference.planes_matmul`; returns (..., O) of x's type, accumulated in float32.
+    Arguments as `reference.planes_matmul`, and bias (O,) or None; returns (..., O) of x's type, accumulated in float32.
     """
-    module = cpu.native() if is_native(x) else None
+    if is_metal(x):
+        return planes_launch(x, weights, scales, biases, widths, group_size, bias).run()
+    module = cpu.native() if is_native(vectors_of(x)) else None
     if module is None:
-        return reference.planes_matmul(x, weights, scales, biases, widths, group_size)
-    return module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size).astype(x.dtype)
+        y = reference.planes_matmul(x, weights, scales, biases, widths, group_size)
+    else:
+        y = module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size).astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rowwise_product(
+    x: mx.array, weight: mx.array, scales: mx.array, bits: int, width: int, bias: mx.array | None = None
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for rowwise codes, arguments as `rowwise_launch`; None: reconstruct, and let MLX."""
+    return rowwise_launch(x, weight, scales, bits, width, bias).run() if is_metal(x) else None
+
+
+def groupwise_product(
+    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for groupwise codes, as `groupwise_launch`; None: reconstruct, and let MLX."""
+    return groupwise_launch(x, weight, scales, width, bias).run() if is_metal(x) else None
 
 
 def dense_product(x: mx.array, weight: mx.array) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; the weight is used in the type that it is held in."""
-    module = cpu.native() if is_native(x) else None
+    module = cpu.native() if is_native(vectors_of(x)) else None
     if module is None:
         return x @ weight.astype(x.dtype).T
     return module.dense_matvec(x, weight).astype(x.dtype)
 
 
+def stack_experts(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+    indices: mx.array,
+    sorted_indices: bool = False,
+) -> mx.array:
+    """As stack_product for stacked experts (E, O, ...), of which `indices` names one for each vector (..., 1, I)."""
+    module = cpu.native() if are_pairs(x, indices) else None
+    if module is None:
+        return reference.planes_gather_matmul(
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=sorted_indices
+        )
+    stack = list(weights), scales, list(biases), list(widths), group_size
+    return module.stack_experts(x, *stack, indices).astype(x.dtype)
+
+
+def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """As dense_product for stacked experts (E, O, I), of which `indices` names one for each vector (..., 1, I)."""
+    module = cpu.native() if are_pairs(x, indices) else None
+    if module is None:
+        transposed = weight.astype(x.dtype).swapaxes(-1, -2)
+        return mx.gather_mm(x, transposed, rhs_indices=indices, sorted_indices=sorted_indices)
+    return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def are_pairs(x: mx.array, indices: mx.array) -> bool:
+    """Whether vectors (..., 1, I) and experts make pairs for a native kernel; MLX takes several vectors an expert."""
+    return x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 and is_native(indices.size)
+
+
 def native_entropy() -> Callable[[mx.array], mx.array] | None:
     """`routing.entropy.entropy_bits` as a native kernel, 20 times faster on x86; None where there is none."""
-    module = cpu.native()
+    module = cpu.native() if on_cpu() else None
     return module.entropy_bits if module is not None else None

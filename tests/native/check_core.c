@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "matvec.h"
+#include "products.h"
 
 static uint64_t state = 1;
 
@@ -140,6 +141,68 @@ static void check_dense(int type, int64_t rows, int64_t columns, int vectors) {
   free(y);
 }
 
+static void same_bits(const char* what, const float* a, const float* b, int64_t count) {
+  products++;
+  if (memcmp(a, b, (size_t)count * 4)) {
+    failures++;
+    printf("%s: other bits than alone\n", what);
+  }
+}
+
+/* Many vectors, and experts, one of which nobody chooses and one of which does not exist: each as it is alone. */
+static void check_products(int64_t vectors) {
+  enum { EXPERTS = 4, ROWS = 5, COLUMNS = 64 };
+  const int count = EXPERTS * ROWS * COLUMNS;
+  double* values = malloc((size_t)count * 8);
+  void* held = random_values((size_t)count, GEARBX_BFLOAT16, values);
+  void* scales = random_values(EXPERTS * ROWS * 2, GEARBX_FLOAT16, values);
+  uint32_t* words = malloc((size_t)count / 2);
+  for (int i = 0; i < count / 8; i++) words[i] = random_bits();
+  float* x = random_x(vectors * COLUMNS);
+  float* y = malloc((size_t)(vectors * ROWS) * 4);
+  float* alone = malloc((size_t)(vectors * ROWS) * 4);
+  int32_t* vector = malloc((size_t)vectors * 4);
+  int32_t* expert = malloc((size_t)vectors * 4);
+  const gearbx_pairs pairs = {vectors, EXPERTS, vector, expert};
+  for (int64_t p = 0; p < vectors; p++) {
+    vector[p] = (int32_t)(vectors - 1 - p);
+    expert[p] = p == 3 ? EXPERTS : (int32_t)(p % (EXPERTS - 1));
+  }
+  for (int stack = 0; stack < 2; stack++) {
+    for (int experts = 0; experts < 2; experts++) {
+      gearbx_dense d = {ROWS, COLUMNS, held, GEARBX_BFLOAT16};
+      gearbx_stack s = {.rows = ROWS, .columns = COLUMNS, .group = 32, .planes = 1, .widths = {4}, .weights = {words},
+                        .scales = scales, .biases = {scales}, .scale_type = GEARBX_FLOAT16};
+      if (experts) {
+        stack ? gearbx_stack_experts(&s, &pairs, x, y) : gearbx_dense_experts(&d, &pairs, x, y);
+      } else {
+        stack ? gearbx_stack_product(&s, x, vectors, y) : gearbx_dense_product(&d, x, vectors, y);
+      }
+      for (int64_t p = 0; p < vectors; p++) {
+        const int e = experts ? expert[p] : 0;
+        const float* mine = x + (experts ? vector[p] : p) * COLUMNS;
+        d.weights = (const uint16_t*)held + e * ROWS * COLUMNS;
+        s.weights[0] = words + e * ROWS * COLUMNS / 8;
+        s.scales = s.biases[0] = (const uint16_t*)scales + e * ROWS * 2;
+        if (e == EXPERTS)
+          memcpy(alone + p * ROWS, y + p * ROWS, ROWS * 4), failures += !isnan(y[p * ROWS]);
+        else
+          stack ? gearbx_stack_matvec(&s, mine, 1, alone + p * ROWS) : gearbx_dense_matvec(&d, mine, 1, alone + p * ROWS);
+      }
+      same_bits(experts ? "experts" : "many vectors", y, alone, vectors * ROWS);
+    }
+  }
+  free(values);
+  free(held);
+  free(scales);
+  free(words);
+  free(x);
+  free(y);
+  free(alone);
+  free(vector);
+  free(expert);
+}
+
 int main(void) {
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
                                   {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
@@ -164,6 +227,9 @@ int main(void) {
     check_dense(type, 3000, 130, 2);
     check_dense(type, 0, 16, 1);
   }
+  check_products(1);
+  check_products(17);
+  check_products(100);
   printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
   return failures != 0;
 }

@@ -47,7 +47,7 @@ constexpr float CENTER = BITS == 8 ? 128 : 0;
 
 template <int BITS>
 inline Bytes32 centered(Bytes32 codes) {
-  return BITS == 8 ? _mm256_xor_si256(codes, _mm256_set1_epi8(-128)) : codes;
+  return BITS == 8 ? flip_signs(codes) : codes;
 }
 
 // Pairs of products, onto 16 bits: unsigned times signed, 127 * 127 * 2 at most, or 128 * 127 * 2 with the sign of a
@@ -86,9 +86,7 @@ constexpr float CENTER = BITS == 8 ? 128 : 0;
 
 template <int BITS>
 inline Bytes32 centered(Bytes32 codes) {
-  if constexpr (BITS == 8)
-    for (int i = 0; i < BLOCK; i++) codes.byte[i] = static_cast<uint8_t>(codes.byte[i] ^ 0x80);
-  return codes;
+  return BITS == 8 ? flip_signs(codes) : codes;
 }
 
 template <int BITS>

@@ -20,7 +20,7 @@ namespace {
 // the bytes stand for, filled up with zeros to whole registers of groups.
 struct Activations {
   std::vector<int8_t> q;
-  std::vector<float> steps, sums;
+  std::vector<float> steps, sums, padded;
   int64_t stride;
 };
 
@@ -44,6 +44,7 @@ float quantize_group(const float* x, int group, int8_t* q) {
 
 void quantize(const gearbx_stack& m, const float* x, int vectors, Activations& out) {
   const int64_t groups = m.columns / m.group;
+  x = padded(m, x, vectors, out.padded);
   out.stride = (groups + 7) / 8 * 8;
   const size_t size = static_cast<size_t>(vectors * out.stride);
   out.q.resize(static_cast<size_t>(vectors * m.columns));
@@ -84,7 +85,7 @@ void one_row(const Job& job, int64_t row) {
   for (int v = 0; v < vectors; v++) total[v] = zero8();
   for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
     const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
-    scales_and_offsets(m, row * groups + segment, count, scales, offsets);
+    scales_and_offsets(m, row, segment, count, scales, offsets);
     for (int v = 0; v < vectors; v++)
       for (int g = 0; g < count; g += 8) {
         const int64_t at = v * a.stride + segment + g;
@@ -117,12 +118,12 @@ struct Integer {
 };
 
 }  // namespace
-}  // namespace gearbx
 
-extern "C" void gearbx_stack_matvec_int8(const gearbx_stack* matrix, const float* x, int vectors, float* y) {
-  using namespace gearbx;
+void integer_matvec(const gearbx_stack& matrix, const float* x, int vectors, float* y) {
   static thread_local Activations activations;
-  quantize(*matrix, x, vectors, activations);
-  const Job job = {matrix, &activations, vectors, y, Pieces(matrix->rows, row_bytes(*matrix), 1)};
-  share_out(job.pieces.count, find_work<Integer>(*matrix), &job);
+  quantize(matrix, x, vectors, activations);
+  const Job job = {&matrix, &activations, vectors, y, Pieces(matrix.rows, row_bytes(matrix), 1)};
+  share_out(job.pieces.count, find_work<Integer>(matrix), &job);
 }
+
+}  // namespace gearbx

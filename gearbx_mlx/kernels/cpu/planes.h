@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "codes.h"
 #include "matvec.h"
 
@@ -52,6 +54,24 @@ struct AnyPlanes {
   }
 };
 
+// One row of symmetric codes, as unsigned ones. It may end within a block: what is missing meets activations of zero.
+template <int W>
+struct SymmetricRow {
+  static constexpr int BITS = W;
+  const uint8_t* row;
+  int64_t bytes;
+  SymmetricRow(const gearbx_stack& m, int64_t number)
+      : row(static_cast<const uint8_t*>(m.weights[0]) + number * m.row_bytes), bytes(m.row_bytes) {}
+  Bytes32 block(int64_t i) const {
+    const int64_t from = i * 4 * W, left = bytes - from;
+    if (left >= 4 * W) return without_sign(unpack<W>(row + from));
+    uint8_t rest[4 * W] = {};
+    if (left > 0) std::memcpy(rest, row + from, static_cast<size_t>(left));
+    return without_sign(unpack<W>(rest));
+  }
+  static Bytes32 without_sign(Bytes32 codes) { return W == 8 ? flip_signs(codes) : codes; }
+};
+
 // count values to float32, and zeros up to a multiple of 8; each times `factor`, added to what is there if `onto`.
 template <class T>
 void widen(const void* values, int64_t from, int count, float factor, bool onto, float* out) {
@@ -72,8 +92,25 @@ inline void widen(int type, const void* values, int64_t from, int count, float f
     widen<float>(values, from, count, factor, onto, out);
 }
 
-// Scale of one unit of the lowest plane, and the biases of all planes together, of some groups of a row.
-inline void scales_and_offsets(const gearbx_stack& m, int64_t from, int count, float* scales, float* offsets) {
+// Scale of one unit of the lowest plane, and the biases of all planes together, of `count` groups of a row.
+inline void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
+                               float* offsets) {
+  const int64_t from = row * (m.columns / m.group) + group;
+  if (m.kind != GEARBX_AFFINE) {
+    const float middle = static_cast<float>(1 << (m.widths[0] - 1));
+    if (m.kind == GEARBX_SYMMETRIC_GROUPS) {
+      widen(m.scale_type, m.scales, from, count, 1.0f, false, scales);
+      widen(m.scale_type, m.scales, from, count, -middle, false, offsets);
+      return;
+    }
+    float scale[8];
+    widen(m.scale_type, m.scales, row, 1, 1.0f, false, scale);
+    for (int g = 0; g < (count + 7) / 8 * 8; g++) {
+      scales[g] = g < count ? scale[0] : 0.0f;
+      offsets[g] = g < count ? -middle * scale[0] : 0.0f;
+    }
+    return;
+  }
   float factor = 1.0f;
   widen(m.scale_type, m.biases[0], from, count, factor, false, offsets);
   for (int p = 1; p < m.planes; p++) {
@@ -107,9 +144,25 @@ Work find_work(const gearbx_stack& m) {
       form<Kernel, 6, 2>(),    form<Kernel, 2, 2, 4>(), form<Kernel, 3, 1, 4>(), form<Kernel, 4, 1, 1>(),
       form<Kernel, 4, 2, 2>(), form<Kernel, 4, 1, 1, 2>(),
   };
+  if (m.kind != GEARBX_AFFINE) switch (m.widths[0]) {
+      case 2: return Kernel<SymmetricRow<2>>::piece;
+      case 4: return Kernel<SymmetricRow<4>>::piece;
+      case 6: return Kernel<SymmetricRow<6>>::piece;
+      default: return Kernel<SymmetricRow<8>>::piece;
+    }
   for (const Form& known : forms)
     if (std::memcmp(known.widths, m.widths, sizeof m.widths) == 0) return known.work;
   return Kernel<AnyPlanes>::piece;
+}
+
+// The activations, with zeros for columns that are no inputs.
+inline const float* padded(const gearbx_stack& m, const float* x, int vectors, std::vector<float>& held) {
+  const int64_t inputs = inputs_of(m);
+  if (inputs == m.columns) return x;
+  held.assign(static_cast<size_t>(vectors * m.columns), 0.0f);
+  for (int v = 0; v < vectors; v++)
+    std::memcpy(held.data() + v * m.columns, x + v * inputs, static_cast<size_t>(inputs) * 4);
+  return held.data();
 }
 
 inline int64_t row_bytes(const gearbx_stack& m) {
@@ -117,5 +170,8 @@ inline int64_t row_bytes(const gearbx_stack& m) {
   for (int p = 0; p < m.planes; p++) bits += m.widths[p];
   return m.columns * bits / 8;
 }
+
+// integer.cpp
+void integer_matvec(const gearbx_stack& matrix, const float* x, int vectors, float* y);
 
 }  // namespace gearbx

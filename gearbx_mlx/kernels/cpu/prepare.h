@@ -4,21 +4,21 @@
 
 #include <vector>
 
-#include "codes.h"
-#include "matvec.h"
+#include "planes.h"
 
 namespace gearbx {
 
-// x: per group, per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]: vectors that are a power of
-// two apart would fall into the same lines of the cache. sums: per vector, of each group,
-// since an offset that all weights of a group share multiplies their sum; filled up with zeros to whole registers.
+// x: per group, per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]; vectors that lie a power
+// of two apart would fall into the same lines of the cache. sums: per vector, of each group, since an offset that all
+// weights of a group share multiplies their sum; filled up with zeros to whole registers.
 struct Prepared {
-  std::vector<float> x, sums;
+  std::vector<float> x, sums, padded;
   int64_t sums_stride;
 };
 
 inline void prepare(const gearbx_stack& matrix, const float* x, int vectors, Prepared& out) {
   const int64_t columns = matrix.columns, groups = columns / matrix.group;
+  x = padded(matrix, x, vectors, out.padded);
   out.sums_stride = (groups + 7) / 8 * 8;
   out.x.resize(static_cast<size_t>(vectors * columns));
   out.sums.assign(static_cast<size_t>(vectors * out.sums_stride), 0.0f);

@@ -1,4 +1,4 @@
-// Matrix times vectors over a stack of bit planes; one plane is MLX's affine weight.
+// Matrix times vectors over a stack of bit planes, MLX's affine weight (one plane), or symmetric codes.
 //
 // Of a group, sum_i (scale code_i + bias) x_i = scale * sum_i code_i x_i + bias * sum_i x_i: only the first sum is work
 // for every weight. All rows and vectors go through the same operations in the same order.
@@ -29,7 +29,7 @@ void one_vector(const Job& job, int64_t row) {
   F8 total = zero8();
   for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
     const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
-    scales_and_offsets(m, row * groups + segment, count, scales, offsets);
+    scales_and_offsets(m, row, segment, count, scales, offsets);
     for (int g = 0; g < count; g++) {
       F8 even = zero8(), odd = zero8();
       for (int64_t b = (segment + g) * blocks; b < (segment + g + 1) * blocks; b++) {
@@ -63,8 +63,7 @@ void several_vectors(const Job& job, int64_t first) {
 
   for (int64_t segment = 0; segment < groups; segment += SEGMENT) {
     const int count = static_cast<int>(groups - segment < SEGMENT ? groups - segment : SEGMENT);
-    for (int r = 0; r < R; r++)
-      scales_and_offsets(m, (first + r) * groups + segment, count, scales[r], offsets[r]);
+    for (int r = 0; r < R; r++) scales_and_offsets(m, first + r, segment, count, scales[r], offsets[r]);
     for (int g = 0; g < count; g++) {
       for (int r = 0; r < R; r++) {
         const Row planes(m, first + r);
@@ -115,6 +114,7 @@ struct WeightOnly {
 
 extern "C" void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y) {
   using namespace gearbx;
+  if (matrix->int8) return integer_matvec(*matrix, x, vectors, y);
   static thread_local Prepared prepared;
   prepare(*matrix, x, vectors, prepared);
   const Job job = {matrix, &prepared, vectors, y, Pieces(matrix->rows, row_bytes(*matrix), vectors)};
