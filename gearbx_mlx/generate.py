@@ -173,10 +173,10 @@ def run(args: argparse.Namespace) -> int:
 
     if pairing.is_pair(args):
         return run_pair(args)
+    prompt, trace, summary = check(args)
     options_modes.apply_mode(args)
     ladder = Ladder.parse(args.gears)
     options.check_routing(args, ladder)
-    prompt, trace, summary = check(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache = load_cache(args)

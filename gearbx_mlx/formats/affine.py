@@ -13,7 +13,7 @@ class Affine:
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"
-    native = True
+    native = native_experts = True
 
     def check(self, bits: int) -> None:
         pass  # a ladder has no bits that MLX has not

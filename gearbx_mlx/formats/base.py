@@ -15,6 +15,7 @@ class Format(Protocol):
 
     name: str
     native: bool  # whether its gears have native kernels
+    native_experts: bool  # and those of mixtures of experts
 
     def check(self, bits: int) -> None:
         """Raises GearbxError if the format has no gear of so many bits."""

@@ -16,7 +16,7 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..formats.tied import in_place_of, linear_of
-from ..kernels.dispatch import KERNELS, Choice, choose
+from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import separate_head, token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
@@ -56,6 +56,9 @@ class Gearbox:
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
             for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
             a CPU that has them, where the ladder has quantized gears.
+        activations: "float", or "int8": native kernels of the CPU round what packed weights are multiplied by to 8
+            bits, with a step per token and group of inputs (W4A8, W8A8). Faster, and further from the weights: see
+            docs/performance.md.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -74,6 +77,7 @@ class Gearbox:
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
+        activations: str = "float",
     ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.format = get_format(format)
@@ -96,7 +100,7 @@ class Gearbox:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
 
-        self.kernels = choose_kernels(kernels, bool(quantized))
+        self.kernels = choose_kernels(kernels, bool(quantized), activations)
         native = self._use_kernels()
         self.compute_dtype = compute_in(model, dtype, bool(quantized), native)
         for module in native:
@@ -276,6 +280,9 @@ class Gearbox:
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
             held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
             made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
+            for linear in made.values():
+                if isinstance(linear, Native):
+                    linear.int8 = self.kernels.int8
             made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
@@ -318,8 +325,8 @@ class Gearbox:
                 layer.module.weight = EMPTY
 
 
-def choose_kernels(kernels: str, quantized: bool) -> Choice:
-    """What the name of kernels comes to for a ladder that has quantized gears or not.
+def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
+    """What the names of kernels and activations come to for a ladder that has quantized gears or not.
 
     With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
     Warns where native kernels were asked for and there are none.
@@ -331,7 +338,11 @@ def choose_kernels(kernels: str, quantized: bool) -> Choice:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
     if kernels == "auto" and not quantized:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
-    choice = choose(kernels)
+    if activations not in ACTIVATIONS:
+        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
+    choice = choose(kernels, activations)
     if kernels == "native" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    elif activations == "int8" and not choice.int8:
+        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
     return choice
