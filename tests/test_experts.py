@@ -225,7 +225,9 @@ class TestDescription:
         assert "mlp.up_proj: dense (not selected by manage); native (" in tied
         assert "embed_tokens: dense (not selected by manage); native (" in tied
         rows = Gearbox(tiny_model(), "4,8,16", format="rowwise", kernels="native").describe()
-        assert "q_proj: 4, 8, 16; mlx, native at 16 bits (no native kernel for rowwise)" in rows
+        assert "q_proj: 4, 8, 16; native (" in rows
+        rows = Gearbox(tiny_model("mixtral"), "4,8,16", format="rowwise", kernels="native").describe()
+        assert "up_proj: 4, 8, 16; mlx, native at 16 bits (no native kernel for experts in rowwise)" in rows
 
     def test_the_original_weights_alone_stay_mlx_lm_unless_asked(self):
         alone = Gearbox(tiny_model(dtype=mx.bfloat16), "16", kernels="auto")
