@@ -67,5 +67,5 @@ class TestSymmetricCodes:
             (mx.ones((1, 65)), packed, scales, 4),
             (mx.ones((0, 64)), packed, scales, 4),
         ]:
-            with pytest.raises(ValueError, match="x|codes|rows|scale|vector"):
+            with pytest.raises(ValueError, match=r"x|codes|rows|scale|vector"):
                 native.symmetric_matvec(*arguments)
