@@ -213,6 +213,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, math.inf),
     "num_prompts": (1, math.inf),
     "rows": (1, 2**20),
+    "vectors": (1, 2**10),
     "megabytes": (1, 2**20),
     "trials": (1, math.inf),
     "tokens": (1, math.inf),
