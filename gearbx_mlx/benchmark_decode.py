@@ -11,7 +11,7 @@ from mlx_lm.models import llama
 from rich.progress import Progress
 
 from . import terminal
-from .benchmark_kernels import GIGABYTE, INT8, MLX, NATIVE, bandwidth_reader, native_module, timed
+from .benchmark_kernels import GIGABYTE, INT8, INT16, MLX, NATIVE, bandwidth_reader, native_module, timed
 from .errors import GearbxError
 from .gears.cost import break_even_tokens
 from .gears.gearbox import Gearbox
@@ -19,7 +19,7 @@ from .gears.ladder import Ladder
 from .loading import load
 
 SLOW_TOKENS = 2  # of MLX's own kernels
-PATHS = ((NATIVE, "native", "float"), (INT8, "native", "int8"), (MLX, "mlx", "float"))
+PATHS = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"), (MLX, "mlx", "float"))
 PROMPT = [1, 2, 3]
 
 
@@ -77,7 +77,7 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         for path, kernels, activations in PATHS
     }
     # Weights that are not packed meet activations as they are.
-    cases = [(path, gear) for path in boxes for gear in ladder if path != INT8 or not gear.dense]
+    cases = [(path, gear) for path in boxes for gear in ladder if path not in (INT16, INT8) or not gear.dense]
     seconds: dict[tuple, list[float]] = {case: [] for case in cases}
     shifts: dict[tuple, list[float]] = {case: [] for case in cases}
     peaks: dict[tuple, int] = {}

@@ -1,6 +1,7 @@
 """Matrix times vector in every format, against the read bandwidth of the machine."""
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from .kernels.dispatch import dense_product, groupwise_product, rowwise_product,
 GIGABYTE, GIBIBYTE = 1e9, 2**30
 GROUP = 64
 SLOW_TRIALS = 2  # of MLX's own kernels
-NATIVE, INT8, MLX = "native", "native int8", "mlx"  # paths; int8: activations of 8 bits
+NATIVE, INT16, INT8, MLX = "native", "native int16", "native int8", "mlx"  # paths; with activations of so many bits
 
 Product = Callable[..., mx.array | None]
 Many = list[mx.array]
@@ -85,15 +86,15 @@ def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
     for widths in [(b,) for b in (2, 3, 4, 5, 6, 8)] + [(4, 4), (4, 1, 1, 2)]:
         planes = split(weight.astype(mx.bfloat16), widths, GROUP)
 
-        def product(x: mx.array, w: Many, s: mx.array, b: Many, widths: Any = widths, int8: bool = False) -> mx.array:
-            return stack_product(x, w, s, b, widths, GROUP, int8=int8)
+        def product(x: mx.array, w: Many, s: mx.array, b: Many, widths: Any = widths, x_bits: int = 0) -> mx.array:
+            return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
 
         def own(x: mx.array, w: Many, s: mx.array, b: Many, widths: Any = widths) -> mx.array:
             return reference.planes_matmul(x, w, s, b, widths, GROUP)
 
         name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
         arrays = [planes.weights, planes.scales, planes.biases]
-        products = {NATIVE: product, INT8: with_int8(product), MLX: own}
+        products = by_activations(product) | {MLX: own}
         yield from cases_of(name, sum(widths), arrays, total, products, paths)
 
 
@@ -102,25 +103,24 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
     width = weight.shape[1]
     for bits in sorted(rowwise.Q_MAX):
 
-        def rows(
-            x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, int8: bool = False
-        ) -> mx.array | None:
-            return rowwise_product(x, codes, scales, bits, width, int8=int8)
+        def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
+            return rowwise_product(x, codes, scales, bits, width, x_bits=x_bits)
 
         codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
         arrays = [rowwise.pack(codes, bits), scales]
-        yield from cases_of("rowwise", bits, arrays, total, {NATIVE: rows, INT8: with_int8(rows)}, paths)
+        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows), paths)
 
-    def groups(x: mx.array, w: mx.array, s: mx.array, int8: bool = False) -> mx.array | None:
-        return groupwise_product(x, w, s, width, int8=int8)
+    def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
+        return groupwise_product(x, w, s, width, x_bits=x_bits)
 
     codes, scales = groupwise.quantize(weight)
     arrays = [rowwise.pack(codes, groupwise.BITS), scales]
-    yield from cases_of("groupwise", groupwise.BITS, arrays, total, {NATIVE: groups, INT8: with_int8(groups)}, paths)
+    yield from cases_of("groupwise", groupwise.BITS, arrays, total, by_activations(groups), paths)
 
 
-def with_int8(product: Product) -> Product:
-    return lambda x, *arrays: product(x, *arrays, int8=True)
+def by_activations(product: Product) -> dict[str, Product]:
+    """The paths of a product: activations as they are, and rounded."""
+    return {path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()}
 
 
 def time_case(case: Case, x: mx.array, trials: int, read_bandwidth: Callable[[], float]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def benchmark_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
         GearbxError: no native kernels, with which the read bandwidth is measured.
     """
     module = native_module()
-    paths = [NATIVE, INT8] if args.native_only else [NATIVE, INT8, MLX]
+    paths = [NATIVE, INT16, INT8] if args.native_only else [NATIVE, INT16, INT8, MLX]
     weight = mx.random.normal((args.rows, args.cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((args.vectors, args.cols), key=mx.random.key(1))
     read_bandwidth = bandwidth_reader(module)

@@ -39,7 +39,7 @@ def test_kernels(command, tmp_path):
     }
     for row in rows:
         assert (row["rows"], row["cols"], row["threads"]) == (64, 128, cpu.native().threads())
-        assert row["path"] in ("native", "native int8", "mlx")
+        assert row["path"] in ("native", "native int16", "native int8", "mlx")
         assert row["trials"] == 2
         assert row["seconds"] > 0
         assert row["gigabytes_per_second"] > 0
@@ -80,6 +80,7 @@ def test_decode(command, tmp_path):
     assert [(row["path"], row["gear"], row["bits"]) for row in rows] == [
         ("native", "low", 4),
         ("native", "high", 16),
+        ("native int16", "low", 4),
         ("native int8", "low", 4),
         ("mlx", "low", 4),
         ("mlx", "high", 16),
@@ -88,7 +89,7 @@ def test_decode(command, tmp_path):
         assert row["tokens_per_second"] > 0
         assert row["peak_memory_bytes"] > 0
     assert rows[0]["weight_bytes_per_token"] < rows[1]["weight_bytes_per_token"]
-    assert rows[4]["ratio"] == pytest.approx(1)
+    assert rows[5]["ratio"] == pytest.approx(1)
     low, top = rows[:2]
     assert low["speedup"] == pytest.approx(low["tokens_per_second"] / top["tokens_per_second"])
     assert low["predicted_speedup"] == pytest.approx(top["weight_bytes_per_token"] / low["weight_bytes_per_token"])
