@@ -61,7 +61,7 @@ class TestPrediction:
 
 
 def calibrate(command, out: Path, *more: object):
-    flags = ("--data", HELD_OUT, "--tokens", 200, "--kernels", "auto", "--out", out)
+    flags = ("--data", HELD_OUT, "--tokens", 150, "--kernels", "auto", "--out", out)
     return command("calibrate", *flags, *more)
 
 
