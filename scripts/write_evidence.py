@@ -1,6 +1,6 @@
-"""Put the tables of docs/evidence.md there, from the reports that its commands have written.
+"""Put the tables of docs/evidence.md and docs/pair.md there, from the reports that their commands have written.
 
-    python scripts/write_evidence.py RESULTS docs/evidence.md
+    python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
 
 RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME is
 one of the functions below that are in TABLES, and what follows it are its arguments. The pictures go beside the page.
@@ -164,34 +164,52 @@ def writing(results, folder):
     rows = [
         [
             row["name"],
-            f"{row['right']} of {row['problems']}" if "right" in row else percent(row["accuracy"]),
+            row["problems"],
+            percent(row["accuracy"]),
             percent(row["same_answer_as_reference"]),
             megabytes(row["weight_bytes_per_token"]),
         ]
         for row in report["policies"]
     ]
-    return table(["policy", "right", "same answer as the top", "MB/token"], rows)
+    return table(["policy", "problems", "right", "same answer as the top", "MB/token"], rows)
+
+
+def pair_writing(results, folder):
+    report = json.loads((results / folder / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            percent(row["accuracy"]),
+            percent(row["same_answer_as_reference"]),
+            percent(row["share_top"], 1),
+            percent(row["parameter_ratio"], 1),
+            f"{row['caught_up_per_token']:.2f}",
+        ]
+        for row in report["policies"]
+    ]
+    return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
 
 
 TABLES = {
     function.__name__: function
-    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, pair, writing)
+    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, pair, writing, pair_writing)
 }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("page", type=Path)
+    parser.add_argument("pages", type=Path, nargs="+")
     args = parser.parse_args()
 
     def filled(match):
         begin, name, arguments, end = match.groups()
         return begin + TABLES[name](args.results, *arguments.split()) + end
 
-    args.page.write_text(BLOCK.sub(filled, args.page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in args.pages:
+        page.write_text(BLOCK.sub(filled, page.read_text(encoding="utf-8")), encoding="utf-8")
     for model, folder in MODELS.items():
-        shutil.copy(args.results / folder / "evaluation.png", args.page.parent / "images" / f"kl_{model}.png")
+        shutil.copy(args.results / folder / "evaluation.png", args.pages[0].parent / "images" / f"kl_{model}.png")
 
 
 if __name__ == "__main__":
