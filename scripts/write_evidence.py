@@ -2,8 +2,8 @@
 
     python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
 
-RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME is
-one of the functions below that are in TABLES, and what follows it are its arguments. The pictures go beside the page.
+RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME
+is one of the functions in TABLES, and what follows it are its arguments. The pictures go beside the first page.
 """
 
 import argparse
@@ -72,9 +72,7 @@ def kickdown(results):
         report = json.loads((results / folder / "evaluation.json").read_text())
         for row in report["policies"]:
             if row["policy"] == "kickdown":
-                lagged = next(
-                    r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route")
-                )
+                lagged = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
                 rows.append(
                     [
                         model,

@@ -106,6 +106,10 @@ def test_kickdown_within_given_bytes_and_generate_reads_it(command, tmp_path):
     assert written.status == 0
     assert json.loads(summary.read_text())["mode"] == "kickdown"
 
+    assert_refused(command("generate", "--thresholds", out, "--gears", "3,4,16"), out, "made for gears")
+    out.write_text(json.dumps(made | {"fingerprint": "0" * 32}))
+    assert_refused(command("generate", "--thresholds", out), out, "made for another model")
+
 
 def test_mistakes(command, tmp_path):
     out = tmp_path / "policy.json"
