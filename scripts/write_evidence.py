@@ -137,6 +137,14 @@ def wall_clock(results):
     return table(["activations", "bound", "top gear, tokens/s", "lossless, tokens/s", "ratio", "identical"], rows)
 
 
+def passes(results):
+    rows = []
+    for file in sorted(results.glob("time_*.json")):
+        found = json.loads(file.read_text())
+        rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
+    return table(["activations", *(f"{name}, ms" for name in found["milliseconds"])], rows)
+
+
 def pair(results, *thresholds):
     report = json.loads((results / "pair" / "evaluation.json").read_text())
     rows = [
@@ -190,7 +198,7 @@ def pair_writing(results, folder):
 
 TABLES = {
     function.__name__: function
-    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, pair, writing, pair_writing)
+    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair, writing, pair_writing)
 }
 
 
