@@ -44,6 +44,7 @@ def parse_arguments():
     parser.add_argument("--model", help="Directory. Default: the demo model.")
     parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines as of GSM8K.")
     parser.add_argument("--num-prompts", type=int, default=50)
+    parser.add_argument("--num-compared", type=int, help="Prompts for the rivals of the curve, the first ones. All.")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--gears", help="Default: what calibrating finds best; without it 4,8,16")
     parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
@@ -229,13 +230,15 @@ def main():
         "drafting": json.loads(made.text()) if made else None,
         "curve": run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, rule, draft, "lossless"),
     }
-    # Fixed lengths draft in the same gear, so that only the rule differs.
-    result["fixed"] = {
-        length: run_lossless(
-            gearbox, tokenizer, prompts, texts, args.max_tokens, FixedLength(length), draft, f"length {length}"
-        )
-        for length in map(int, filter(None, args.lengths.split(",")))
+    prompts, texts = prompts[: args.num_compared], texts[: args.num_compared]
+    lengths = list(map(int, filter(None, args.lengths.split(","))))
+    rules = {"curve": rule, **{length: FixedLength(length) for length in lengths}}  # in the same draft gear
+    compared = {
+        name: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, other, draft, f"compared: {name}")
+        for name, other in rules.items()
+        if lengths
     }
+    result["compared"], result["fixed"] = compared.pop("curve", None), compared
     if result["fixed"]:
         result["best_fixed"] = min(result["fixed"], key=lambda n: result["fixed"][n]["weight_bytes_per_token"])
     if args.speculative:

@@ -91,8 +91,9 @@ def lossless(results):
     rows = []
     for file in sorted(results.glob("lossless_*.json")):
         found = json.loads(file.read_text())
-        curve, fixed, theirs = found["curve"], found.get("fixed", {}), found.get("mlx_lm_speculative", {})
-        length = found.get("best_fixed")
+        curve, compared = found["curve"], found["compared"]
+        fixed, theirs = found["fixed"], found.get("mlx_lm_speculative", {})
+        length = str(found["best_fixed"])
         best = max(theirs, key=lambda n: theirs[n]["times_fewer_bytes"], default=None)
         rows.append(
             [
@@ -102,12 +103,13 @@ def lossless(results):
                 f"{curve['identical']} of {curve['texts']}",
                 f"{curve['tokens_per_check']:.1f}",
                 f"**{curve['times_fewer_bytes']:.2f}**",
-                f"{fixed[length]['times_fewer_bytes']:.2f} ({length})" if length else "",
+                f"{compared['times_fewer_bytes']:.2f} ({compared['texts']})",
+                f"{fixed[length]['times_fewer_bytes']:.2f} ({length})",
                 f"{theirs[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
             ]
         )
-    head = ["model", "top", "draft", "identical", "tokens per check", "times fewer bytes", "best fixed length"]
-    return table([*head, "mlx-lm speculative"], rows)
+    head = ["model", "top", "draft", "identical", "tokens per check", "times fewer bytes"]
+    return table([*head, "compared", "best fixed length", "mlx-lm speculative"], rows)
 
 
 def chi_square(results):
