@@ -3,10 +3,12 @@
     python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
 
 RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME
-is one of the functions in TABLES, and what follows it are its arguments. The pictures go beside the first page.
+is one of the functions in TABLES, and what follows it are its arguments. Where there is no report, a table stays as it
+is. The pictures go beside the first page.
 """
 
 import argparse
+import errno
 import json
 import re
 import shutil
@@ -29,6 +31,14 @@ def change(control):
 
 def megabytes(count):
     return f"{count / 1e6:.2f}"
+
+
+def reports(results, pattern):
+    """Those whose names fit, in alphabetical order."""
+    files = sorted(results.glob(pattern))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
+    return [json.loads(file.read_text()) for file in files]
 
 
 def table(head, rows):
@@ -89,8 +99,7 @@ def kickdown(results):
 
 def lossless(results):
     rows = []
-    for file in sorted(results.glob("lossless_*.json")):
-        found = json.loads(file.read_text())
+    for found in reports(results, "lossless_*.json"):
         curve, compared = found["curve"], found["compared"]
         fixed, theirs = found["fixed"], found.get("mlx_lm_speculative", {})
         length = str(found["best_fixed"])
@@ -123,8 +132,7 @@ def chi_square(results):
 
 def wall_clock(results):
     rows = []
-    for file in sorted(results.glob("time_*.json")):
-        found = json.loads(file.read_text())
+    for found in reports(results, "time_*.json"):
         for bound, run in found["bounds"].items():
             rows.append(
                 [
@@ -141,8 +149,7 @@ def wall_clock(results):
 
 def passes(results):
     rows = []
-    for file in sorted(results.glob("time_*.json")):
-        found = json.loads(file.read_text())
+    for found in reports(results, "time_*.json"):
         rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
     return table(["activations", *(f"{name}, ms" for name in found["milliseconds"])], rows)
 
@@ -212,12 +219,18 @@ def main():
 
     def filled(match):
         begin, name, arguments, end = match.groups()
-        return begin + TABLES[name](args.results, *arguments.split()) + end
+        try:
+            return begin + TABLES[name](args.results, *arguments.split()) + end
+        except FileNotFoundError as error:
+            print(f"{name}{arguments} stays as it is: {error.filename} is not there")
+            return match.group()
 
     for page in args.pages:
         page.write_text(BLOCK.sub(filled, page.read_text(encoding="utf-8")), encoding="utf-8")
     for model, folder in MODELS.items():
-        shutil.copy(args.results / folder / "evaluation.png", args.pages[0].parent / "images" / f"kl_{model}.png")
+        picture = args.results / folder / "evaluation.png"
+        if picture.exists():
+            shutil.copy(picture, args.pages[0].parent / "images" / f"kl_{model}.png")
 
 
 if __name__ == "__main__":
