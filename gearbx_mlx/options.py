@@ -15,7 +15,7 @@ from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
 from .gears.discovery import MANAGE, is_quantized, vocabulary
-from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox, fingerprint_of
+from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_LADDER, GROUP_SIZES, Gearbox, fingerprint_of
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
@@ -94,9 +94,9 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--activations",
         choices=ACTIVATIONS,
-        default="float",
-        help="What packed weights are multiplied by in native kernels of the CPU; int8: rounded to 8 bits, faster. "
-        "Default: float",
+        default=DEFAULT_ACTIVATIONS,
+        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
+        f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
     )
 
 
@@ -215,6 +215,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, math.inf),
     "num_prompts": (1, math.inf),
     "rows": (1, 2**20),
+    "vectors": (1, 2**10),
     "megabytes": (1, 2**20),
     "trials": (1, math.inf),
     "tokens": (1, math.inf),

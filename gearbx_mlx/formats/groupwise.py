@@ -58,7 +58,7 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
     """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.int8)
+        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
         return super().__call__(x) if y is None else y
 
 

@@ -153,7 +153,7 @@ class NativePlanesLinear(Native, PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return stack_product(x, *self._stack(), self.get("bias"), self.int8)
+        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits)
 
 
 class PlanesSwitchLinear(_PlanesModule):
@@ -179,7 +179,7 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.int8)
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
         return with_expert_bias(self, y, indices)
 
 

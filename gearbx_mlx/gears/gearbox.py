@@ -28,6 +28,7 @@ from .residency import EMPTY, Resident, make_residency
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
+DEFAULT_ACTIVATIONS = "int16"
 GROUP_SIZES = (32, 64, 128)
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
@@ -62,9 +63,9 @@ class Gearbox:
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
             for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
             a CPU that has them, where the ladder has quantized gears.
-        activations: "float", or "int8": native kernels of the CPU round what packed weights are multiplied by to 8
-            bits, with a step per token and group of inputs (W4A8, W8A8). Faster, and further from the weights: see
-            docs/performance.md.
+        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are;
+            "int16", "int8": rounded to so many bits, with a step per token and group of inputs. 16 bits are nearer than
+            bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -83,7 +84,7 @@ class Gearbox:
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
-        activations: str = "float",
+        activations: str = DEFAULT_ACTIVATIONS,
     ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.format = get_format(format)
@@ -287,7 +288,7 @@ class Gearbox:
             made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
             for linear in made.values():
                 if isinstance(linear, Native):
-                    linear.int8 = self.kernels.int8
+                    linear.x_bits = self.kernels.x_bits
             made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
@@ -348,6 +349,6 @@ def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
     choice = choose(kernels, activations)
     if kernels == "native" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
-    elif activations == "int8" and not choice.int8:
+    elif activations == "int8" and not choice.x_bits:
         warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
     return choice
