@@ -14,8 +14,8 @@ from .decoding.stream import AUTO
 from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE, is_quantized
-from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.discovery import MANAGE, is_quantized, vocabulary
+from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_LADDER, GROUP_SIZES, Gearbox, fingerprint_of
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
@@ -169,16 +169,18 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
             ) from error
 
 
-def make_routing(args: argparse.Namespace, gears: int, vocab_size: int) -> Routing:
-    """Raises GearbxError for thresholds that do not fit the ladder or the vocabulary."""
+def make_routing(args: argparse.Namespace, ladder: Ladder, model: nn.Module) -> Routing:
+    """Raises GearbxError for thresholds that do not fit the ladder or the model."""
+    vocab_size = vocabulary(model)
     given = read_thresholds(args.thresholds)
     if isinstance(given, ThresholdFile):
         try:
-            return Routing(fitting(given, gears, vocab_size), **gate_settings(args, given))
+            bits = [gear.bits for gear in ladder]
+            return Routing(fitting(given, bits, vocab_size, fingerprint_of(model)), **gate_settings(args, given))
         except GearbxError as error:
             raise GearbxError(f"{args.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
-    thresholds = default_thresholds(gears, vocab_size) if given is None else given
-    check_thresholds(thresholds, gears)
+    thresholds = default_thresholds(len(ladder), vocab_size) if given is None else given
+    check_thresholds(thresholds, len(ladder))
     return Routing(thresholds, **gate_settings(args))
 
 

@@ -201,6 +201,7 @@ def file_of(
         hysteresis=DEFAULT_HYSTERESIS,
         min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
         mode=candidate.mode,
+        fingerprint=gearbox.fingerprint,
     )
 
 

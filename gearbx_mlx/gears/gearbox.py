@@ -38,6 +38,12 @@ def attached(model: nn.Module) -> "Gearbox | None":
     return getattr(model, ATTACHED, None)
 
 
+def fingerprint_of(model: nn.Module) -> str:
+    """Of the model as it was loaded, whatever gear it is in."""
+    gearbox = attached(model)
+    return fingerprint(model) if gearbox is None else gearbox.fingerprint
+
+
 class Gearbox:
     """Puts one of several precisions into a model, and back.
 
@@ -92,8 +98,7 @@ class Gearbox:
                 "run it with telemetry only, or load the original"
             )
         self.model = model
-        earlier = attached(model)
-        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
+        self.fingerprint = fingerprint_of(model)
         self.group_size = group_size
         self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
