@@ -141,6 +141,10 @@ class Gearbox:
         allowed = [g.bits for g in self.ladder if g.bits >= max(gear.bits, layer.lowest_bits)]
         return allowed[0] if allowed else DENSE
 
+    def _stored_bits(self, layer: Layer) -> tuple[int, ...]:
+        """The quantized gears that a layer is stored for: none below its floor, so that the lowest is a stock module."""
+        return tuple(bits for bits in self.ladder.quantized_bits if bits >= layer.lowest_bits)
+
     def prepare(self, gear: Gear) -> None:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
         if gear in self._trees or gear in self._prepared:
@@ -191,7 +195,7 @@ class Gearbox:
         if bits == DENSE:
             read = math.prod(shape) * size
         else:
-            read = self.format.bytes_read(shape, bits, self.ladder.quantized_bits, self.group_size, size)
+            read = self.format.bytes_read(shape, bits, self._stored_bits(layer), self.group_size, size)
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
@@ -275,7 +279,8 @@ class Gearbox:
             dense.weight = dense.weight.astype(self.storage[layer.path])
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
             held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-            made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
+            stored = self._stored_bits(layer)
+            made = self.format.modules(dense, bits[layer.path], stored, self.group_size, held_in)
             made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
