@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from .prompts import read_prompts
     from .telemetry.report import draw_report, get_pyplot
 
+    options.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     options.check_routing(args, ladder)

@@ -361,6 +361,7 @@ def run(args: argparse.Namespace) -> int:
     from . import options
     from .gears.ladder import Ladder
 
+    options.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     if args.small_model is not None:

@@ -14,13 +14,14 @@ from .decoding.stream import AUTO
 from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE, is_quantized
-from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.discovery import MANAGE
+from .gears.gearbox import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
+from .gears.saved import without_gears
 from .kernels.dispatch import KERNELS
-from .loading import DEMO_MODEL, context_length, find, load, one_line
+from .loading import DEMO_MODEL, context_length, find, gears_of, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
@@ -62,21 +63,15 @@ def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gears")
     group.add_argument(
         "--gears",
-        default=DEFAULT_LADDER,
-        help=f"Bits of the gears, ascending; 16: the weights as they are. Default: {DEFAULT_LADDER}",
+        help="Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}",
     )
 
 
 def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     add_ladder_flags(parser)
     group = parser.add_argument_group("gearbox")
-    group.add_argument("--format", choices=list(FORMATS), default=DEFAULT_FORMAT, help=f"Default: {DEFAULT_FORMAT}")
-    group.add_argument(
-        "--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all"
-    )
-    group.add_argument(
-        "--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size of planes and affine. Default: 64"
-    )
+    add_format_flags(group)
     group.add_argument(
         "--residency",
         choices=RESIDENCIES,
@@ -91,6 +86,44 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
         "Default: auto",
     )
+
+
+def add_format_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--format", choices=list(FORMATS), help=f"Default: {DEFAULT_FORMAT}")
+    group.add_argument("--manage", choices=list(MANAGE), help="Linear layers that change gear. Default: all")
+    group.add_argument(
+        "--q-group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        help=f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}",
+    )
+
+
+DEFAULTS = {"format": DEFAULT_FORMAT, "manage": "all", "q_group_size": DEFAULT_GROUP_SIZE}
+
+
+def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER) -> None:
+    """Fill in --gears, --format, --manage and --q-group-size: from a geared checkpoint, else by default.
+
+    Raises:
+        GearbxError: gears that make no ladder, or a flag that says otherwise than the checkpoint.
+    """
+    if args.gears is not None:
+        Ladder.parse(args.gears)
+    saved = gears_of(args.model)
+    if saved is not None:
+        try:
+            args.gears = str(saved.chosen(args.gears))
+        except GearbxError as error:
+            raise GearbxError(f"{args.model}: {error}") from error
+    args.gears = args.gears or default
+    for name, fallback in DEFAULTS.items():
+        given = getattr(args, name, None)
+        held = fallback if saved is None else vars(saved)[name.removeprefix("q_")]
+        if saved is not None and given not in (None, held):
+            flag = f"--{name.replace('_', '-')}"
+            raise GearbxError(f"{flag} is {given}, and the gears of {args.model} have {held}; leave out {flag}")
+        setattr(args, name, held if given is None else given)
 
 
 def add_gate_flags(parser: argparse.ArgumentParser) -> None:
@@ -262,7 +295,7 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
 
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
     """A Gearbox, or an Observer where nothing can or may shift."""
-    if args.telemetry_only or is_quantized(model):
+    if args.telemetry_only or without_gears(model):
         return Observer(model, ladder, dtype=args.dtype)
     show_compiling()
     return Gearbox(
