@@ -55,7 +55,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     decode = commands.add_parser("decode", help="Tokens per second of each gear.")
     decode.add_argument("--model", help="Local directory or Hub repository. Default: a random Llama of --shape")
     decode.add_argument("--shape", default="1024x8", help="WIDTHxLAYERS of the random Llama. Default: 1024x8")
-    decode.add_argument("--gears", default="4,8,16", help="Default: 4,8,16")
+    decode.add_argument("--gears", help="Default: those of a geared checkpoint, or 4,8,16")
     decode.add_argument("--tokens", type=int, default=16, help="Tokens in a trial. Default: 16")
     for command in (kernels, decode):
         command.add_argument("--trials", type=int, default=5, help="Counted trials. Default: 5")
@@ -241,11 +241,13 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     import mlx.core as mx
     from rich.progress import Progress
 
+    from . import options
     from .gears.cost import break_even_tokens
     from .gears.gearbox import Gearbox
     from .gears.ladder import Ladder
     from .loading import load
 
+    options.settle_gears(args)
     module, ladder = native_module(), Ladder.parse(args.gears)
     words = mx.full((GIBIBYTE // 4,), 1, dtype=mx.uint32)
     mx.eval(words)

@@ -208,6 +208,7 @@ def calibrate_drafting(args: argparse.Namespace, ladders: list[Any], out: Path) 
     from . import options
     from .decoding.agreement import draft_files, record_agreement
     from .gears.ladder import DENSE, Ladder
+    from .gears.saved import saved_gears
     from .loading import model_name
 
     texts = chosen_prompts(args)["mixed"]
@@ -220,7 +221,8 @@ def calibrate_drafting(args: argparse.Namespace, ladders: list[Any], out: Path) 
         for ladder in ladders:
             bits = [gear.bits for gear in ladder]
             # The originals stay, whatever the top gear is: the next ladder is made from them.
-            gearbox = made_gearbox(args, model, Ladder(bits if bits[-1] == DENSE else [*bits, DENSE]))
+            kept = bits if bits[-1] == DENSE or saved_gears(model) else [*bits, DENSE]
+            gearbox = made_gearbox(args, model, Ladder(kept))
             top = gearbox.ladder.find(bits[-1])
             below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
             gears = [gear for gear in below if gear.bits in DRAFT_BITS] or below
@@ -280,6 +282,7 @@ def run(args: argparse.Namespace) -> int:
         return target.run(args, wish, chosen_prompts(args)["mixed"])
     if args.mode != "route" and args.method != "share":
         raise GearbxError(f"--method {args.method} is for --mode route; leave it out")
+    options.settle_gears(args, None)
     texts_of_ladders = DRAFT_LADDERS[args.top] if args.mode == "lossless" else (DEFAULT_LADDER,)
     ladders = [Ladder.parse(text) for text in ([args.gears] if args.gears else texts_of_ladders)]
     ladder = ladders[0]

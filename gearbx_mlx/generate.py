@@ -174,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if pairing.is_pair(args):
         return run_pair(args)
     options_modes.apply_mode(args)
+    options.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_routing(args, ladder)
     prompt, trace, summary = check(args)

@@ -57,7 +57,8 @@ def wish_of(args: argparse.Namespace) -> Wish | None:
 
 def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
     """Record each gear, choose, verify, write."""
-    ladder = Ladder.parse(args.gears or DEFAULT_GEARS)
+    options.settle_gears(args, DEFAULT_GEARS)
+    ladder = Ladder.parse(args.gears)
     out = options.output_path(args.out or "policy.json")
     documents = read_documents(Path(args.data)) if args.data else None
     model, tokenizer, config = options.load_model(args)
