@@ -132,6 +132,9 @@ class Gearbox:
         held_in = dict.fromkeys(self.storage, self.compute_dtype)
         held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, Native)}
         self._held_in = held_in
+        for layer in self.layers:
+            if self.saved is not None and "bias" in layer.module:
+                layer.module.bias = layer.module.bias.astype(held_in[layer.path])
         self.residency: Residency
         if self.saved is not None and residency == "disk":
             self.residency = SavedDisk(self.saved, held_in)
