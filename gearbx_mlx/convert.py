@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         os.replace(work, out)
     except OSError as error:
         raise GearbxError(
-            f"{work}: cannot be written ({error.strerror or error}); make room, and the same command goes on from there"
+            f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
         ) from error
     tell(out, manifest)
     if args.upload_repo is not None:
