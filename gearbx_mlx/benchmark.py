@@ -241,13 +241,13 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     import mlx.core as mx
     from rich.progress import Progress
 
-    from . import options
+    from . import options_gears
     from .gears.cost import break_even_tokens
     from .gears.gearbox import Gearbox
     from .gears.ladder import Ladder
     from .loading import load
 
-    options.settle_gears(args)
+    options_gears.settle_gears(args)
     module, ladder = native_module(), Ladder.parse(args.gears)
     words = mx.full((GIBIBYTE // 4,), 1, dtype=mx.uint32)
     mx.eval(words)

@@ -17,13 +17,13 @@ INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole y
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options_gears
     from .gears.activations import DTYPES
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.convert",
-        description="Write a checkpoint that holds several gears, and that mlx-lm reads as a 4-bit model where the format "
-        "is planes or affine. An interrupted run goes on when the command is given again.",
+        description="Write a checkpoint that holds several gears, and that mlx-lm reads as a 4-bit model where the "
+        "format is planes or affine. An interrupted run goes on when the command is given again.",
     )
     parser.add_argument(
         "--hf-path", "--model", dest="model", help="Local directory or Hub repository. Default: the model that ships."
@@ -33,13 +33,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
     parser.add_argument("--dtype", choices=list(DTYPES), help="Type to save the original weights in. Default: theirs")
     parser.add_argument("--upload-repo", help="The Hugging Face repo to upload the model to.")
-    options.add_ladder_flags(parser)
-    options.add_format_flags(parser.add_argument_group("gearbox"))
+    options_gears.add_ladder_flags(parser)
+    options_gears.add_format_flags(parser.add_argument_group("gearbox"))
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options_gears
     from .errors import GearbxError
     from .gears.ladder import Ladder
     from .loading import DEMO_MODEL, find, gears_of
@@ -55,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
     source = find(args.model or DEMO_MODEL, args.revision)
     if gears_of(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
-    options.settle_gears(args)
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
+    gears = tuple(gear.bits for gear in ladder)
     if not ladder.quantized_bits:
         raise GearbxError(f"--gears {ladder}: nothing to convert; give a gear of fewer bits")
     try:
-        manifest = convert(args, source, ladder.quantized_bits if not ladder.top.dense else (*ladder.quantized_bits, 16), work)
+        manifest = convert(args, source, gears, work)
         os.replace(work, out)
     except OSError as error:
         raise GearbxError(

@@ -12,22 +12,14 @@ import mlx.nn as nn
 
 from .decoding.stream import AUTO
 from .errors import GearbxError
-from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE
-from .gears.gearbox import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
-from .gears.observer import Observer
-from .gears.residency import NAMES as RESIDENCIES
-from .gears.saved import without_gears
-from .kernels.dispatch import KERNELS
-from .loading import DEMO_MODEL, context_length, find, gears_of, load, one_line
+from .loading import context_length, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
-from .terminal import show_compiling
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -57,73 +49,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
     group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
-
-
-def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gears")
-    group.add_argument(
-        "--gears",
-        help="Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}",
-    )
-
-
-def add_gear_flags(parser: argparse.ArgumentParser) -> None:
-    add_ladder_flags(parser)
-    group = parser.add_argument_group("gearbox")
-    add_format_flags(group)
-    group.add_argument(
-        "--residency",
-        choices=RESIDENCIES,
-        default="resident",
-        help="Of gears not engaged: kept, moved out of MLX's memory, or dense originals read again from disk.",
-    )
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        default="auto",
-        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
-        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
-        "Default: auto",
-    )
-
-
-def add_format_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", choices=list(FORMATS), help=f"Default: {DEFAULT_FORMAT}")
-    group.add_argument("--manage", choices=list(MANAGE), help="Linear layers that change gear. Default: all")
-    group.add_argument(
-        "--q-group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        help=f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}",
-    )
-
-
-DEFAULTS = {"format": DEFAULT_FORMAT, "manage": "all", "q_group_size": DEFAULT_GROUP_SIZE}
-
-
-def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER) -> None:
-    """Fill in --gears, --format, --manage and --q-group-size: from a geared checkpoint, else by default.
-
-    Raises:
-        GearbxError: gears that make no ladder, or a flag that says otherwise than the checkpoint.
-    """
-    if args.gears is not None:
-        Ladder.parse(args.gears)
-    saved = gears_of(args.model)
-    if saved is not None:
-        try:
-            args.gears = str(saved.chosen(args.gears))
-        except GearbxError as error:
-            raise GearbxError(f"{args.model}: {error}") from error
-    args.gears = args.gears or default
-    for name, fallback in DEFAULTS.items():
-        given = getattr(args, name, None)
-        held = fallback if saved is None else vars(saved)[name.removeprefix("q_")]
-        if saved is not None and given not in (None, held):
-            flag = f"--{name.replace('_', '-')}"
-            raise GearbxError(f"{flag} is {given}, and the gears of {args.model} have {held}; leave out {flag}")
-        setattr(args, name, held if given is None else given)
 
 
 def add_gate_flags(parser: argparse.ArgumentParser) -> None:
@@ -291,24 +216,6 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
                 f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
             ) from error
     return model, tokenizer, config
-
-
-def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
-    """A Gearbox, or an Observer where nothing can or may shift."""
-    if args.telemetry_only or without_gears(model):
-        return Observer(model, ladder, dtype=args.dtype)
-    show_compiling()
-    return Gearbox(
-        model,
-        ladder,
-        format=args.format,
-        manage=args.manage,
-        group_size=args.q_group_size,
-        residency=args.residency,
-        checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
-        dtype=args.dtype,
-        kernels=args.kernels,
-    )
 
 
 def check_prompt(prompt: str) -> None:

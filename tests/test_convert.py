@@ -140,7 +140,9 @@ class TestTheBase:
         for layer in made.layers:
             name = layer.path if f"{layer.path}.scales" in theirs else f"{layer.path}.projection"
             for part in ("weight", "scales", "biases"):
-                same = ours[f"{layer.path}.{part}"] == theirs[f"{name}.{part}"].astype(ours[f"{layer.path}.{part}"].dtype)
+                same = ours[f"{layer.path}.{part}"] == theirs[f"{name}.{part}"].astype(
+                    ours[f"{layer.path}.{part}"].dtype
+                )
                 assert same.all().item()
         assert isinstance(text, str)
 

@@ -226,8 +226,6 @@ class Converter:
         for name, value in plan.items():
             if whole[0].get(name) != value:
                 told = "another model" if name == "source" else f"{name} {whole[0].get(name)} and not {value}"
-                raise GearbxError(f"{self.work}: holds the beginning of a conversion of {told}; remove it to begin anew")
+                raise GearbxError(f"{self.work}: holds the beginning of a conversion of {told}; remove it")
         os.truncate(journal, sum(len(line.encode()) for line in lines if line.endswith("\n")))
         return {line["unit"]: line for line in whole[1:]}
-
-

@@ -100,7 +100,8 @@ def read_manifest(directory: Path) -> Manifest | None:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["version"] > VERSION:
             raise GearbxError(
-                f"{file}: of version {content['version']}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
+                f"{file}: of version {content['version']}, and this gearbx-mlx reads up to {VERSION}; "
+                "upgrade gearbx-mlx"
             )
         return Manifest.parse(content)
     except FileNotFoundError as error:
@@ -111,5 +112,3 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GearbxError(f"{file}: damaged ({type(error).__name__}: {error}); {RESTORE}") from error
-
-

@@ -14,7 +14,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..errors import GearbxError
 from ..formats import get_format
 from ..formats.native import bare
-from ..formats.tied import in_place_of, linear_of
+from ..formats.tied import linear_of
 from .activations import DTYPES
 from .discovery import Layer, is_quantized, stored_bits
 from .ladder import DENSE, Gear
@@ -63,7 +63,7 @@ def open_gears(directory: Path) -> "SavedGears | None":
             raise GearbxError(f"{directory / name}: damaged or truncated ({error}); {RESTORE}") from error
         if found != expected:
             raise GearbxError(
-                f"{directory / name}: changed since the gears beside it were made, which do not fit it any more; {RESTORE}"
+                f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
             )
         held |= set(entries)
     needed = {n for layer in manifest.layers.values() for names in layer.gears.values() for n in names.values()}
@@ -86,7 +86,7 @@ class SavedGears:
         self._files = (directory / GEARS_FILE, *(directory / name for name in manifest.base))
         self._unread: dict[str, mx.array] = {}
         # Gears that share an array share it here too, for as long as one of them has it.
-        self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype], mx.array] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
 
     def attach(self, model: nn.Module) -> None:
         """Tell a `Gearbox` of this model where its gears are; a base that mlx-lm cannot run gets the lowest gear."""
