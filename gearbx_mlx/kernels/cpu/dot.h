@@ -11,9 +11,6 @@
 
 #include "codes.h"
 
-// What is called for every 32 bytes: a call, or a value that goes through memory, would cost more than the work.
-#define GEARBX_INLINE inline __attribute__((always_inline))
-
 namespace gearbx {
 
 constexpr int BASE = 254;

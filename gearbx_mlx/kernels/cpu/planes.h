@@ -74,8 +74,7 @@ struct SymmetricRow {
 
 // count values to float32, and zeros up to a multiple of 8; each times `factor`, added to what is there if `onto`.
 template <class T>
-void widen(const void* values, int64_t from, int count, float factor, bool onto, float* out) {
-  const T* p = static_cast<const T*>(values) + from;
+GEARBX_INLINE void widen(const T* p, int count, float factor, bool onto, float* out) {
   const F8 factors = all8(factor);
   int i = 0;
   for (; i + 8 <= count; i += 8) store8(out + i, multiply_add8(load8(p + i), factors, onto ? load8(out + i) : zero8()));
@@ -83,41 +82,35 @@ void widen(const void* values, int64_t from, int count, float factor, bool onto,
   for (; i % 8; i++) out[i] = 0.0f;
 }
 
-inline void widen(int type, const void* values, int64_t from, int count, float factor, bool onto, float* out) {
-  if (type == GEARBX_BFLOAT16)
-    widen<Bf16>(values, from, count, factor, onto, out);
-  else if (type == GEARBX_FLOAT16)
-    widen<Fp16>(values, from, count, factor, onto, out);
-  else
-    widen<float>(values, from, count, factor, onto, out);
-}
-
-// Scale of one unit of the lowest plane, and the biases of all planes together, of `count` groups of a row.
-inline void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
-                               float* offsets) {
+template <class T>
+GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
+                                      float* offsets) {
   const int64_t from = row * (m.columns / m.group) + group;
-  if (m.kind != GEARBX_AFFINE) {
-    const float middle = static_cast<float>(1 << (m.widths[0] - 1));
-    if (m.kind == GEARBX_SYMMETRIC_GROUPS) {
-      widen(m.scale_type, m.scales, from, count, 1.0f, false, scales);
-      for (int g = 0; g < count; g += 8) store8(offsets + g, multiply8(load8(scales + g), all8(-middle)));
-      return;
+  const T* held = static_cast<const T*>(m.scales);
+  if (m.kind == GEARBX_AFFINE) {
+    float factor = 1.0f;
+    widen(static_cast<const T*>(m.biases[0]) + from, count, factor, false, offsets);
+    for (int p = 1; p < m.planes; p++) {
+      factor /= static_cast<float>(1 << m.widths[p]);
+      widen(static_cast<const T*>(m.biases[p]) + from, count, factor, true, offsets);
     }
-    float scale[8];
-    widen(m.scale_type, m.scales, row, 1, 1.0f, false, scale);
-    for (int g = 0; g < (count + 7) / 8 * 8; g++) {
-      scales[g] = g < count ? scale[0] : 0.0f;
-      offsets[g] = g < count ? -middle * scale[0] : 0.0f;
-    }
+    widen(held + from, count, factor, false, scales);
     return;
   }
-  float factor = 1.0f;
-  widen(m.scale_type, m.biases[0], from, count, factor, false, offsets);
-  for (int p = 1; p < m.planes; p++) {
-    factor /= static_cast<float>(1 << m.widths[p]);
-    widen(m.scale_type, m.biases[p], from, count, factor, true, offsets);
-  }
-  widen(m.scale_type, m.scales, from, count, factor, false, scales);
+  if (m.kind == GEARBX_SYMMETRIC_GROUPS)
+    widen(held + from, count, 1.0f, false, scales);
+  else
+    for (int g = 0; g < (count + 7) / 8 * 8; g++) scales[g] = g < count ? to_float(held[row]) : 0.0f;
+  const F8 middle = all8(-static_cast<float>(1 << (m.widths[0] - 1)));
+  for (int g = 0; g < count; g += 8) store8(offsets + g, multiply8(load8(scales + g), middle));
+}
+
+// Scale of one unit of the lowest plane, and the offsets of all planes together, of `count` groups of a row.
+GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
+                                      float* offsets) {
+  if (m.scale_type == GEARBX_BFLOAT16) return scales_and_offsets<Bf16>(m, row, group, count, scales, offsets);
+  if (m.scale_type == GEARBX_FLOAT16) return scales_and_offsets<Fp16>(m, row, group, count, scales, offsets);
+  scales_and_offsets<float>(m, row, group, count, scales, offsets);
 }
 
 typedef void (*Work)(const void* job, int piece);

@@ -14,6 +14,9 @@
 #include <arm_neon.h>
 #endif
 
+// What is called for every few bytes: a call, or a value that goes through memory, would cost more than the work.
+#define GEARBX_INLINE inline __attribute__((always_inline))
+
 namespace gearbx {
 
 inline float bf16_to_float(uint16_t half) {
