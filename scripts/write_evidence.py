@@ -151,7 +151,7 @@ def passes(results):
     rows = []
     for found in reports(results, "time_*.json"):
         rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
-    return table(["activations", *(f"{name}, ms" for name in found["milliseconds"])], rows)
+    return table(["activations", *(f"{name}, ms".replace("1 rows", "1 row") for name in found["milliseconds"])], rows)
 
 
 def pair(results, *thresholds):
