@@ -13,7 +13,7 @@ FILES = ("trace.jsonl", "summary.json", *PICTURES)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, options_gears
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.analyze",
@@ -27,18 +27,19 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", default="analysis", help="Directory for trace, summary and pictures. Default: analysis"
     )
-    options.add_ladder_flags(parser)
+    options_gears.add_ladder_flags(parser)
     options.add_routing_flags(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options, options_gears
     from .errors import GearbxError
     from .gears.ladder import Ladder
     from .prompts import read_prompts
     from .telemetry.report import draw_report, get_pyplot
 
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     options.check_routing(args, ladder)

@@ -42,7 +42,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     for command in (decode, routing):
         command.add_argument("--model", help="Local directory or Hub repository. Default: a random Llama of --shape")
         command.add_argument("--shape", default="1024x8", help="WIDTHxLAYERS of the random Llama. Default: 1024x8")
-        command.add_argument("--gears", default="4,8,16", help="Default: 4,8,16")
+        command.add_argument("--gears", help="Default: those of a geared checkpoint, or 4,8,16")
         command.add_argument("--tokens", type=int, default=16, help="Tokens in a trial. Default: 16")
     for command in (kernels, decode, routing):
         command.add_argument("--trials", type=int, default=5, help="Counted trials. Default: 5")

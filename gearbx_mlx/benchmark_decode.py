@@ -17,6 +17,7 @@ from .gears.cost import break_even_tokens
 from .gears.gearbox import Gearbox
 from .gears.ladder import Ladder
 from .loading import load
+from .options_gears import settle_gears
 
 SLOW_TOKENS = 2  # of MLX's own kernels
 PATHS = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"), (MLX, "mlx", "float"))
@@ -70,6 +71,7 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         GearbxError: no native kernels, a shape or ladder that does not exist.
     """
+    settle_gears(args)
     module, ladder = native_module(), Ladder.parse(args.gears)
     read_bandwidth = bandwidth_reader(module)
     boxes = {

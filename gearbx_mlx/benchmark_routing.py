@@ -15,6 +15,7 @@ from .decoding.stream import stream_generate
 from .gears.gearbox import Gearbox
 from .gears.ladder import Ladder
 from .loading import load
+from .options_gears import settle_gears
 from .routing.gates import ThresholdGate
 
 
@@ -34,6 +35,7 @@ def benchmark_routing(args: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         GearbxError: no native kernels, a shape or ladder that does not exist.
     """
+    settle_gears(args)
     module, ladder = native_module(), Ladder.parse(args.gears)
     read_bandwidth = bandwidth_reader(module)
     model, tokenizer = model_of(args), load()[1]

@@ -30,7 +30,7 @@ DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_ANSWER = 256, 2000, 256
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options, pairing
+    from . import options, options_gears, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.evaluate",
@@ -38,7 +38,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "distribution with the top gear's. An interrupted run goes on when the command is given again.",
     )
     options.add_model_flags(parser)
-    options.add_gear_flags(parser)
+    options_gears.add_gear_flags(parser)
     parser.set_defaults(telemetry_only=False)
     options.add_gate_flags(parser)
     pairing.add_sweep_flags(parser)
@@ -171,13 +171,13 @@ def load_geared(args: argparse.Namespace, ladder: "Ladder") -> "tuple[Gearbox, A
     Raises:
         GearbxError: a model that has no gears.
     """
-    from . import options
+    from . import options, options_gears
     from .errors import GearbxError
     from .gears.gearbox import Gearbox
     from .loading import model_name
 
     model, tokenizer, config = options.load_model(args)
-    gearbox = options.make_gearbox(args, model, ladder)
+    gearbox = options_gears.make_gearbox(args, model, ladder)
     if not isinstance(gearbox, Gearbox):
         raise GearbxError(
             f"{model_name(args.model)}: is quantized already, so that no gear can be compared with the original; "
@@ -357,9 +357,10 @@ RUN = {"text": run_text, "gsm8k": run_gsm8k}
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options, options_gears
     from .gears.ladder import Ladder
 
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     if args.small_model is not None:

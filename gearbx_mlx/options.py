@@ -12,21 +12,16 @@ import mlx.nn as nn
 
 from .decoding.stream import AUTO
 from .errors import GearbxError
-from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE, is_quantized, vocabulary
-from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_LADDER, GROUP_SIZES, Gearbox, fingerprint_of
+from .gears.discovery import vocabulary
+from .gears.gearbox import model_fingerprint
 from .gears.ladder import Ladder
-from .gears.observer import Observer
-from .gears.residency import NAMES as RESIDENCIES
-from .kernels.dispatch import ACTIVATIONS, KERNELS
-from .loading import DEMO_MODEL, context_length, find, load, one_line
+from .loading import context_length, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
-from .terminal import show_compiling
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -56,48 +51,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
     group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
-
-
-def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gears")
-    group.add_argument(
-        "--gears",
-        default=DEFAULT_LADDER,
-        help=f"Bits of the gears, ascending; 16: the weights as they are. Default: {DEFAULT_LADDER}",
-    )
-
-
-def add_gear_flags(parser: argparse.ArgumentParser) -> None:
-    add_ladder_flags(parser)
-    group = parser.add_argument_group("gearbox")
-    group.add_argument("--format", choices=list(FORMATS), default=DEFAULT_FORMAT, help=f"Default: {DEFAULT_FORMAT}")
-    group.add_argument(
-        "--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all"
-    )
-    group.add_argument(
-        "--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size of planes and affine. Default: 64"
-    )
-    group.add_argument(
-        "--residency",
-        choices=RESIDENCIES,
-        default="resident",
-        help="Of gears not engaged: kept, moved out of MLX's memory, or dense originals read again from disk.",
-    )
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        default="auto",
-        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
-        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
-        "Default: auto",
-    )
-    group.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default=DEFAULT_ACTIVATIONS,
-        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
-        f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
-    )
 
 
 def add_gate_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +129,7 @@ def make_routing(args: argparse.Namespace, ladder: Ladder, model: nn.Module) -> 
     if isinstance(given, ThresholdFile):
         try:
             bits = [gear.bits for gear in ladder]
-            return Routing(fitting(given, bits, vocab_size, fingerprint_of(model)), **gate_settings(args, given))
+            return Routing(fitting(given, bits, vocab_size, model_fingerprint(model)), **gate_settings(args, given))
         except GearbxError as error:
             raise GearbxError(f"{args.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
     thresholds = default_thresholds(len(ladder), vocab_size) if given is None else given
@@ -268,25 +221,6 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
                 f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
             ) from error
     return model, tokenizer, config
-
-
-def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
-    """A Gearbox, or an Observer where nothing can or may shift."""
-    if args.telemetry_only or is_quantized(model):
-        return Observer(model, ladder, dtype=args.dtype)
-    show_compiling()
-    return Gearbox(
-        model,
-        ladder,
-        format=args.format,
-        manage=args.manage,
-        group_size=args.q_group_size,
-        residency=args.residency,
-        checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
-        dtype=args.dtype,
-        kernels=args.kernels,
-        activations=args.activations,
-    )
 
 
 def check_prompt(prompt: str) -> None:

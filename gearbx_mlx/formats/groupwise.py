@@ -6,7 +6,7 @@ a last group that is not full is filled up with zeros.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -75,6 +75,7 @@ class Groupwise:
 
     name = "groupwise"
     native, native_experts = True, False
+    scales: frozenset[str] = frozenset()  # float32, whatever is asked for
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -90,10 +91,15 @@ class Groupwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
+        return {BITS: self.module(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, ladder, group_size)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
         kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
-        return {BITS: kind(dense, BITS, pack(codes, BITS), scales, self.cache)}
+        return kind(dense, BITS, arrays["weight"], arrays["scales"], self.cache)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -9,7 +9,7 @@ less one shared scale, and a shift copies nothing.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -188,6 +188,7 @@ class NestedPlanes:
 
     name = "planes"
     native = native_experts = True
+    scales = frozenset({"scales", "biases", "plane_biases"})
 
     def check(self, bits: int) -> None:
         pass  # planes of any widths make up the bits of a ladder
@@ -199,15 +200,31 @@ class NestedPlanes:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
-        first = planes.weights[0], planes.scales, planes.biases[0]
-        lowest = quantized_module(dense, ladder[0], group_size, *first)
+        return {bits: self._prefix(dense, bits, planes) for bits in ladder}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        count = ladder.index(bits) + 1
+        if count == 1:
+            weights, biases = [arrays["weight"]], [arrays["biases"]]
+        else:
+            weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
+        stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return self._prefix(dense, bits, stack)
+
+    def _prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
+        """The gear of so many bits; the lowest is a stock module."""
+        if bits == planes.widths[0]:
+            first = planes.weights[0], planes.scales, planes.biases[0]
+            return quantized_module(dense, bits, planes.group_size, *first)
         native, one = isinstance(dense, Native), dense.weight.ndim == 2
         kind: type[_PlanesModule]
         if native:
             kind = NativePlanesLinear if one else NativePlanesSwitchLinear
         else:
             kind = PlanesLinear if one else PlanesSwitchLinear
-        return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
+        return kind(planes, bits, dense)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

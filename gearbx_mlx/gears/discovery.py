@@ -16,6 +16,8 @@ from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
+from .ladder import DENSE as SIXTEEN
+from .ladder import Gear, Ladder
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -40,6 +42,16 @@ class Layer:
     path: str
     module: nn.Module
     lowest_bits: int = 0
+
+
+def bits_of(layer: Layer, gear: Gear, ladder: Ladder) -> int:
+    """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
+    return min((g.bits for g in ladder if g.bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
+
+
+def stored_bits(layer: Layer, ladder: Ladder) -> tuple[int, ...]:
+    """The quantized gears that a layer is stored for: none below its floor, so that the lowest is a stock module."""
+    return tuple(bits for bits in ladder.quantized_bits if bits >= layer.lowest_bits)
 
 
 def is_attention(path: str, module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int ORDERS = 4;  // of the activations: for planes of 1, 2 and 4 bits, and for the others
 constexpr int MOST_LANES = 8;
+constexpr int AHEAD = 2048;  // bytes that are asked for before they are needed, as far as a row and a half of 4 bits
 
 constexpr int order_of(int width) { return width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3; }
 
@@ -156,6 +157,7 @@ void add_plane(const Part& part, F8* totals) {
   int64_t unit = part.first / CODES;
   const int64_t whole = part.end / CODES < part.bytes / BYTES ? part.end / CODES : part.bytes / BYTES;
   for (; unit + 2 <= whole; unit += 2) {
+    __builtin_prefetch(part.row + unit * BYTES + AHEAD);
     add_unit(unit, part.row + unit * BYTES, even);
     add_unit(unit + 1, part.row + (unit + 1) * BYTES, odd);
   }
