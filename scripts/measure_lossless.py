@@ -33,6 +33,7 @@ from gearbx_mlx.decoding.drop_in import DropIn
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.tachometer import drive
 from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.kernels.dispatch import ACTIVATIONS
 from gearbx_mlx.prompts import read_prompts
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
@@ -50,6 +51,7 @@ def parse_arguments():
     parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
     parser.add_argument("--kernels", default="native")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default="float")
     parser.add_argument("--curve", help="Drafting file. Default: what ships for the model.")
     parser.add_argument("--calibrate", metavar="PROMPTS", help="Make the drafting file from these prompts first.")
     parser.add_argument("--lengths", default=",".join(map(str, range(1, MOST_DRAFTED + 1))))
@@ -73,7 +75,7 @@ def calibrated(args):
     command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
     command += ["--gears", args.gears] if args.gears else ["--top", args.top]
     command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels]
-    command += ["--max-tokens", str(args.max_tokens), "--out", str(file)]
+    command += ["--activations", args.activations, "--max-tokens", str(args.max_tokens), "--out", str(file)]
     subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
     return str(file)
 
@@ -205,8 +207,9 @@ def main():
     curve = calibrated(args) if args.calibrate else args.curve
     made = read_draft_file(curve) if curve else None
     ladder = Ladder(made.gears) if made else Ladder.parse(args.gears or "4,8,16")
+    geared = {"kernels": args.kernels, "activations": args.activations, "group_size": args.q_group_size}
     model, tokenizer = load(args.model)
-    gearbox = Gearbox(model, ladder, kernels=args.kernels, group_size=args.q_group_size)
+    gearbox = Gearbox(model, ladder, **geared)
     top = gearbox.ladder.top
     rule, draft = find_rule(gearbox, curve)
     draft = gearbox.ladder.find(draft) if draft else gearbox.ladder[0]
@@ -221,6 +224,7 @@ def main():
         "gears": [gear.bits for gear in ladder],
         "draft_bits": draft.bits,
         "kernels": args.kernels,
+        "activations": args.activations,
         "prompts": len(prompts),
         "max_tokens": args.max_tokens,
         "date": time.strftime("%Y-%m-%d"),
@@ -243,7 +247,7 @@ def main():
         result["best_fixed"] = min(result["fixed"], key=lambda n: result["fixed"][n]["weight_bytes_per_token"])
     if args.speculative:
         other, _ = load(args.model)
-        second = Gearbox(other, ladder, kernels=args.kernels, group_size=args.q_group_size)
+        second = Gearbox(other, ladder, **geared)
         result["mlx_lm_speculative"] = {
             length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
             for length in map(int, args.speculative.split(","))

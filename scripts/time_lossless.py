@@ -29,6 +29,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
 from gearbx_mlx.kernels.dispatch import ACTIVATIONS
 from gearbx_mlx.prompts import read_prompts
 from gearbx_mlx.routing.acceptance import ProductRule
@@ -45,7 +46,7 @@ def parse_arguments():
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--curve", default=str(SHIPPED / "4-8-16.json"), help="Of the demo model; says the ladder too.")
     parser.add_argument("--bounds", help="On the product of a(H). Default: the curve's")
-    parser.add_argument("--activations", choices=ACTIVATIONS, default="float")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=DEFAULT_ACTIVATIONS)
     parser.add_argument("--json", help="File to write.")
     return parser.parse_args()
 

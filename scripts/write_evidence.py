@@ -151,14 +151,14 @@ def passes(results):
     rows = []
     for found in reports(results, "time_*.json"):
         rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
-    return table(["activations", *(f"{name}, ms" for name in found["milliseconds"])], rows)
+    return table(["activations", *(f"{name}, ms".replace("1 rows", "1 row") for name in found["milliseconds"])], rows)
 
 
 def pair(results, *thresholds):
     report = json.loads((results / "pair" / "evaluation.json").read_text())
     rows = [
         [
-            row["threshold"],
+            str(row["threshold"]).removesuffix(".0"),
             percent(row["share_top"], 1),
             percent(row["parameter_ratio"], 1),
             f"{row['perplexity']:.3f}",
@@ -172,21 +172,6 @@ def pair(results, *thresholds):
     ]
     head = ["threshold", "large", "parameters", "perplexity", "by chance", "agreement", "by chance", "KL vs chance"]
     return table(head, rows)
-
-
-def writing(results, folder):
-    report = json.loads((results / folder / "evaluation.json").read_text())
-    rows = [
-        [
-            row["name"],
-            row["problems"],
-            percent(row["accuracy"]),
-            percent(row["same_answer_as_reference"]),
-            megabytes(row["weight_bytes_per_token"]),
-        ]
-        for row in report["policies"]
-    ]
-    return table(["policy", "problems", "right", "same answer as the top", "MB/token"], rows)
 
 
 def pair_writing(results, folder):
@@ -207,7 +192,7 @@ def pair_writing(results, folder):
 
 TABLES = {
     function.__name__: function
-    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair, writing, pair_writing)
+    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair, pair_writing)
 }
 
 
