@@ -176,8 +176,8 @@ def run(args: argparse.Namespace) -> int:
     options_modes.apply_mode(args)
     options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
-    options.check_routing(args, ladder)
     prompt, trace, summary = check(args)
+    options.check_routing(args, ladder)
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache = load_cache(args)
