@@ -134,7 +134,8 @@ def main() -> None:
         size = sum(file.stat().st_size for file in (base, gears)) / 1e9
         layer = 32000 * args.hidden * 2 / 1e9
         print(
-            f"conversion: peak {peak:.2f} GB, {idle:.2f} GB for the demo model; output {size:.2f} GB, head {layer:.2f} GB"
+            "conversion: "
+            f"peak {peak:.2f} GB, {idle:.2f} GB for the demo model; output {size:.2f} GB, head {layer:.2f} GB"
         )
         for cold in (False, True):
             report(out, [base], ["low"], cold, args.trials)
