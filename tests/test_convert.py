@@ -38,6 +38,14 @@ def convert(command, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def geared(tmp_path_factory):
+    out = tmp_path_factory.mktemp("commands") / "geared"
+    arguments = ["--gears", "3,4,8,16", "--mlx-path", out]
+    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
+    return out
+
+
 def same_model(a: nn.Module, b: nn.Module) -> bool:
     ours, theirs = weights_of(a), weights_of(b)
     same_classes = [type(m) for m in a.modules()] == [type(m) for m in b.modules()]
@@ -192,13 +200,6 @@ class TestTheBase:
 
 
 class TestCommands:
-    @pytest.fixture(scope="class")
-    def geared(self, tmp_path_factory):
-        out = tmp_path_factory.mktemp("commands") / "geared"
-        arguments = ["--gears", "3,4,8,16", "--mlx-path", out]
-        subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
-        return out
-
     @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "telemetry-only"])
     def test_generate_has_its_ladder_from_the_checkpoint(self, geared, command, tmp_path, mode):
         summary = tmp_path / "summary.json"
