@@ -56,13 +56,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from .decoding.stream import TELEMETRY_ONLY, stream_generate
-    from .gears.discovery import vocabulary
     from .gears.observer import Observer
     from .loading import model_name
     from .results import Speed, summary_of
 
     model, tokenizer, config = options.load_model(args)
-    routing = options.make_routing(args, len(ladder), vocabulary(model))
+    routing = options.make_routing(args, ladder, model)
     encoded = [options.encode_prompt(args, tokenizer, prompt) for prompt in prompts]
     lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
     observer = Observer(model, ladder, dtype=args.dtype)

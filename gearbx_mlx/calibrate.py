@@ -194,6 +194,7 @@ def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float
         min_gear_duration=1,
         shares=reached,
         mode="kickdown",
+        fingerprint=geared.gearbox.fingerprint,
     )
     write_text(out, content.text())
     tell_shares(ladder, reached, content.tokens)

@@ -129,7 +129,7 @@ def inputs_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
     directory = find(args.model or DEMO_MODEL)
     files = [file for pattern in ("*.safetensors", "*.json") for file in directory.glob(pattern)]
-    common = ("task", "gears", "format", "manage", "q_group_size", "kernels", "dtype", "adapter_path")
+    common = ("task", "gears", "format", "manage", "q_group_size", "kernels", "activations", "dtype", "adapter_path")
     return {
         "model contents": fingerprint(*files),
         "data contents": fingerprint(Path(args.data)),
@@ -296,10 +296,9 @@ def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
 
     from .evaluation import gsm8k
     from .evaluation.session import Session
-    from .gears.discovery import vocabulary
 
     gearbox, tokenizer, config = load_geared(args, ladder)
-    routing = options.make_routing(args, len(ladder), vocabulary(gearbox.model))
+    routing = options.make_routing(args, ladder, gearbox.model)
     named = ("num_problems", "num_shots", "max_tokens")
     session = Session(out, inputs_of(args, *named) | vars(routing))
     prompts = prompts_of(args, tokenizer, config, examples, problems)

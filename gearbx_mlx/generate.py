@@ -166,17 +166,16 @@ def run(args: argparse.Namespace) -> int:
 
     from . import options, options_gears, options_modes, pairing
     from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
-    from .gears.discovery import vocabulary
     from .gears.ladder import Ladder
     from .loading import model_name
     from .results import summary_of
 
     if pairing.is_pair(args):
         return run_pair(args)
+    prompt, trace, summary = check(args)
     options_modes.apply_mode(args)
     options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
-    prompt, trace, summary = check(args)
     options.check_routing(args, ladder)
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -185,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     tokens = options.encode_prompt(args, tokenizer, prompt, args.prefill_response, after_cache=cache is not None)
     cached = cache[0].offset if cache else 0
     max_tokens = options.room_for(config, cached + len(tokens), args.max_tokens, args.max_kv_size)
-    routing = options.make_routing(args, len(ladder), vocabulary(model))
+    routing = options.make_routing(args, ladder, model)
     keywords = generation_keywords(args, tokenizer, cache)
     gearbox = options_gears.make_gearbox(args, model, ladder)
     mode = choose_mode(model, gearbox, args.mode)

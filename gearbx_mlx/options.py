@@ -13,6 +13,8 @@ import mlx.nn as nn
 from .decoding.stream import AUTO
 from .errors import GearbxError
 from .gears.activations import DTYPES
+from .gears.discovery import vocabulary
+from .gears.gearbox import model_fingerprint
 from .gears.ladder import Ladder
 from .loading import context_length, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
@@ -120,16 +122,18 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
             ) from error
 
 
-def make_routing(args: argparse.Namespace, gears: int, vocab_size: int) -> Routing:
-    """Raises GearbxError for thresholds that do not fit the ladder or the vocabulary."""
+def make_routing(args: argparse.Namespace, ladder: Ladder, model: nn.Module) -> Routing:
+    """Raises GearbxError for thresholds that do not fit the ladder or the model."""
+    vocab_size = vocabulary(model)
     given = read_thresholds(args.thresholds)
     if isinstance(given, ThresholdFile):
         try:
-            return Routing(fitting(given, gears, vocab_size), **gate_settings(args, given))
+            bits = [gear.bits for gear in ladder]
+            return Routing(fitting(given, bits, vocab_size, model_fingerprint(model)), **gate_settings(args, given))
         except GearbxError as error:
             raise GearbxError(f"{args.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
-    thresholds = default_thresholds(gears, vocab_size) if given is None else given
-    check_thresholds(thresholds, gears)
+    thresholds = default_thresholds(len(ladder), vocab_size) if given is None else given
+    check_thresholds(thresholds, len(ladder))
     return Routing(thresholds, **gate_settings(args))
 
 
@@ -164,6 +168,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, math.inf),
     "num_prompts": (1, math.inf),
     "rows": (1, 2**20),
+    "vectors": (1, 2**10),
     "megabytes": (1, 2**20),
     "trials": (1, math.inf),
     "tokens": (1, math.inf),

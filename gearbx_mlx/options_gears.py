@@ -7,12 +7,12 @@ import mlx.nn as nn
 from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.discovery import MANAGE
-from .gears.gearbox import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
-from .kernels.dispatch import KERNELS
+from .kernels.dispatch import ACTIVATIONS, KERNELS
 from .loading import DEMO_MODEL, find, gears_of
 from .terminal import show_compiling
 
@@ -43,6 +43,13 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
         "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
         "Default: auto",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default=DEFAULT_ACTIVATIONS,
+        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
+        f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
     )
 
 
@@ -99,4 +106,5 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,
         kernels=args.kernels,
+        activations=args.activations,
     )

@@ -202,6 +202,7 @@ def file_of(
         hysteresis=DEFAULT_HYSTERESIS,
         min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
         mode=candidate.mode,
+        fingerprint=gearbox.fingerprint,
     )
 
 

@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from gearbx_mlx.benchmark import GIBIBYTE, GIGABYTE, decode_seconds, native_module, random_llama, timed
+from gearbx_mlx.benchmark_decode import decode_seconds, random_llama
+from gearbx_mlx.benchmark_kernels import GIBIBYTE, GIGABYTE, native_module, timed
 from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.kernels.dispatch import ACTIVATIONS
 from gearbx_mlx.telemetry.files import write_text
 from gearbx_mlx.telemetry.summary import as_json
 
@@ -116,7 +118,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             sizes[bits] = file.stat().st_size
             clocks[bits] = llama_cpp_clock(file, threads, args.tokens)
             file.unlink()
-        gearbox = Gearbox(model, "4,8,16", kernels="native")
+        gearbox = Gearbox(model, "4,8,16", kernels="native", activations=args.activations)
         for bits, clock in progress.track(clocks.items(), description="timing"):
             gearbox.shift(bits)
             decode_seconds(model, 2), clock()  # a warm-up
@@ -149,6 +151,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="1024x24", help="WIDTHxLAYERS of the random Llama. Default: 1024x24")
     parser.add_argument("--tokens", type=int, default=16, help="Tokens in a trial. Default: 16")
     parser.add_argument("--trials", type=int, default=5, help="Default: 5")
+    parser.add_argument("--activations", choices=ACTIVATIONS, default="int16", help="Of our gears. Default: int16")
     parser.add_argument("--json", metavar="FILE", type=Path)
     return parser
 

@@ -14,7 +14,9 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from gearbx_mlx.formats.packing import unpack
 from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
 
 # How long an example takes says nothing on a machine that others use.
@@ -92,6 +94,17 @@ def same_weights(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
 
 def float64(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
+    """What a stack stands for in float64, and the sizes of its terms."""
+    total, sizes = 0.0, 0.0
+    for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
+        codes = np.array(unpack(words, width)).astype(np.float64)
+        s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
+        total = total + (s * codes + z) * 2.0**-shift
+        sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
+    return total, sizes
 
 
 def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: np.ndarray) -> None:

@@ -10,17 +10,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import programs
 import pytest
-from conftest import ON_A_CPU, assert_products_close, float64, tiny_model, weights_of
+from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.formats.native import NativeDense
-from gearbx_mlx.formats.packing import unpack
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import cpu, dispatch
-from gearbx_mlx.kernels.reference import plane_shifts
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
@@ -29,17 +28,6 @@ CHECK = Path(__file__).parent / "native" / "check_core.c"
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
 pytestmark = ON_A_CPU
-
-
-def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
-    """What a stack stands for in float64, and the sizes of its terms."""
-    total, sizes = 0.0, 0.0
-    for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
-        codes = np.array(unpack(words, width)).astype(np.float64)
-        s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
-        total = total + (s * codes + z) * 2.0**-shift
-        sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
-    return total, sizes
 
 
 class TestNumbers:
@@ -169,7 +157,8 @@ class TestModel:
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test_every_gear_differs_from_mlx_in_last_bits_only(self, format, dtype):
         stock, fast = (
-            Gearbox(tiny_model(dtype=dtype), format=format, group_size=32, kernels=k) for k in ("mlx", "native")
+            Gearbox(tiny_model(dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
+            for k in ("mlx", "native")
         )
         for gear in ("low", "mid", "high"):
             stock.shift(gear)
@@ -214,7 +203,7 @@ class TestModel:
         assert {path: a.dtype for path, a in weights_of(gearbox.model).items()} == types
 
     def test_biases(self):
-        stock, fast = (Gearbox(tiny_model("gpt_neox"), kernels=k) for k in ("mlx", "native"))
+        stock, fast = (Gearbox(tiny_model("gpt_neox"), kernels=k, activations="float") for k in ("mlx", "native"))
         for gear in ("low", "mid", "high"):
             stock.shift(gear)
             fast.shift(gear)
@@ -327,28 +316,22 @@ class TestCache:
         assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "path"),
-    [("address,undefined", "native"), ("address,undefined", "portable"), ("thread", "native")],
-)
-def test_the_core_under_sanitizers(tmp_path, sanitizer, path):
-    compiler = cpu.find_compiler()
-    program = tmp_path / "check"
-    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{cpu.SOURCES}"]
-    flags += ["-ffp-contract=off", processor if path == "native" else "-DGEARBX_PORTABLE"]
-    main = [*compiler, "-x", "c", "-std=c11", *flags, "-c", str(CHECK), "-o", f"{program}.o"]
-    sources = [str(cpu.SOURCES / name) for name in ("stack.cpp", "dense.cpp", "products.cpp", "pool.cpp")]
-    link = [*compiler, "-std=c++20", *flags, "-pthread", *sources, f"{program}.o", "-o", str(program)]
-    for step in (main, link):
-        built = subprocess.run(step, capture_output=True, text=True)
-        if built.returncode:
-            break
-    if "cannot find" in built.stderr and "san" in built.stderr:
-        pytest.skip(f"this compiler has no {sanitizer} sanitizer")
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run(
-        [program], capture_output=True, text=True, env=os.environ | {"GEARBX_THREADS": "4"}, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ", 0 wrong, 4 threads" in done.stdout
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_the_core_under_sanitizers(tmp_path, flags):
+    programs.run_sanitized(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
+    programs.run_on_arm(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", [["-mavx512f", "-mavx512vl", "-mavx512vnni"], ["-mavxvnni"]], ids=str)
+def test_integer_products_compile_for_newer_processors(tmp_path, flags):
+    """Those of this machine may be older: what is compiled here is not run."""
+    if platform.machine() != "x86_64":
+        pytest.skip("x86 alone")
+    command = [*cpu.find_compiler(), "-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", *flags, "-S", "-o", "-"]
+    done = subprocess.run([*command, str(cpu.SOURCES / "integer.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "vpdpbusd" in done.stdout

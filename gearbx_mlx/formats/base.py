@@ -15,6 +15,7 @@ class Format(Protocol):
 
     name: str
     native: bool  # whether its gears have native kernels
+    native_experts: bool  # and those of mixtures of experts
     scales: frozenset[str]  # parameters of its modules that are held in the type that is asked for
 
     def check(self, bits: int) -> None:

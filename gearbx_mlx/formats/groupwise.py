@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
-from .native import NativeDense
+from .native import Native, NativeDense
 from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack, unpack
 
@@ -54,11 +54,11 @@ class GroupwiseLinear(_Groupwise, ReconstructedLinear):
     """A linear layer over groupwise codes."""
 
 
-class NativeGroupwiseLinear(GroupwiseLinear):
+class NativeGroupwiseLinear(Native, GroupwiseLinear):
     """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"))
+        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
         return super().__call__(x) if y is None else y
 
 
@@ -74,7 +74,7 @@ class Groupwise:
     """
 
     name = "groupwise"
-    native = False
+    native, native_experts = True, False
     scales: frozenset[str] = frozenset()  # float32, whatever is asked for
 
     def __init__(self, cache: bool = False):

@@ -153,7 +153,7 @@ class NativePlanesLinear(Native, PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return stack_product(x, *self._stack(), self.get("bias"))
+        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits)
 
 
 class PlanesSwitchLinear(_PlanesModule):
@@ -179,14 +179,15 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        return with_expert_bias(self, stack_experts(x, *self._stack(), indices, sorted_indices), indices)
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
+        return with_expert_bias(self, y, indices)
 
 
 class NestedPlanes:
     """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
 
     name = "planes"
-    native = True
+    native = native_experts = True
     scales = frozenset({"scales", "biases", "plane_biases"})
 
     def check(self, bits: int) -> None:

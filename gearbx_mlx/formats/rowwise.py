@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
-from .native import NativeDense
+from .native import Native, NativeDense
 from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
@@ -102,11 +102,13 @@ class RowwiseLinear(_Rowwise, ReconstructedLinear):
     """A linear layer over rowwise codes."""
 
 
-class NativeRowwiseLinear(RowwiseLinear):
+class NativeRowwiseLinear(Native, RowwiseLinear):
     """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = rowwise_product(x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"))
+        y = rowwise_product(
+            x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.x_bits
+        )
         return super().__call__(x) if y is None else y
 
 
@@ -122,7 +124,7 @@ class Rowwise:
     """
 
     name = "rowwise"
-    native = False
+    native, native_experts = True, False
     scales = frozenset({"scales"})
 
     def __init__(self, cache: bool = False):

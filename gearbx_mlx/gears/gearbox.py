@@ -6,7 +6,6 @@ import math
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +16,6 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..formats.tied import in_place_of, linear_of
-from ..kernels.dispatch import KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import separate_head, token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
@@ -25,12 +23,13 @@ from .discovery import Layer, Predicate, bits_of, discover, is_quantized, stored
 from .double_quantization import looks_quantized
 from .fingerprint import fingerprint
 from .ladder import DENSE, Gear, Ladder
-from .manifest import Manifest
 from .residency import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
+from .settings import check_settings, choose_kernels
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
+DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
@@ -39,6 +38,14 @@ ATTACHED = "attached_gearbox"  # attribute of a model that has one
 def attached(model: nn.Module) -> "Gearbox | None":
     """The gearbox that was last put on a model."""
     return getattr(model, ATTACHED, None)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Of the model as it was loaded, whatever gear it is in."""
+    gearbox, saved = attached(model), saved_gears(model)
+    if gearbox is not None:
+        return gearbox.fingerprint
+    return fingerprint(model) if saved is None else saved.manifest.fingerprint
 
 
 class Gearbox:
@@ -63,6 +70,9 @@ class Gearbox:
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
             for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
             a CPU that has them, where the ladder has quantized gears.
+        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are;
+            "int16", "int8": rounded to so many bits, with a step per token and group of inputs. 16 bits are nearer than
+            bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -81,6 +91,7 @@ class Gearbox:
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
+        activations: str = DEFAULT_ACTIVATIONS,
     ):
         self.saved = saved_gears(model)
         if self.saved is not None:
@@ -103,22 +114,20 @@ class Gearbox:
                 "run it with telemetry only, or load the original"
             )
         self.model = model
-        earlier = attached(model)
+        self.fingerprint = model_fingerprint(model)
         self.group_size = group_size
-        self.fingerprint: str
         if self.saved is not None:
-            self.fingerprint, self.unmanaged = self.saved.manifest.fingerprint, dict(self.saved.manifest.unmanaged)
+            self.unmanaged = dict(self.saved.manifest.unmanaged)
             self.layers = self.saved.layers(model)
             model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in self.layers]))
         else:
-            self.fingerprint = fingerprint(model) if earlier is None else earlier.fingerprint
             self.layers, self.unmanaged = discover(model, manage or "all", group_size, self.format)
         quantized = self.ladder.quantized_bits
         if quantized and not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
 
-        self.kernels = choose_kernels(kernels, bool(quantized))
+        self.kernels = choose_kernels(kernels, bool(quantized), activations)
         native = self._use_kernels()
         unread = [] if self.saved is None else [e.module for e in self.layers if not isinstance(e.module, nn.Embedding)]
         self.compute_dtype = compute_in(model, dtype, bool(quantized), [*native, *unread])
@@ -325,7 +334,11 @@ class Gearbox:
             made = self.format.modules(dense, wanted, stored, self.group_size, held_in)
             made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
-        return {path: made[bits[path]] for path, made in self._made.items()}
+        chosen = {path: made[bits[path]] for path, made in self._made.items()}
+        for module in map(linear_of, chosen.values()):
+            if isinstance(module, Native):
+                module.x_bits = self.kernels.x_bits
+        return chosen
 
     def _compute(self, modules: dict[str, nn.Module]) -> None:
         """Evaluate gears that were made, layer by layer, so that what one needs in passing is freed before the next."""
@@ -371,31 +384,3 @@ class Gearbox:
         for layer in self.layers:
             if {self.bits_of(layer, gear) for gear in self.ladder} <= self._made[layer.path].keys() - {DENSE}:
                 layer.module.weight = EMPTY
-
-
-def check_settings(manifest: Manifest, **given: Any) -> None:
-    """Raises GearbxError for a setting of a Gearbox that is not the checkpoint's."""
-    for name, value in given.items():
-        held, value = getattr(manifest, name), getattr(value, "name", value)
-        if value not in (None, held):
-            told = name.replace("_", " ")
-            raise GearbxError(f"the checkpoint's gears are of {told} {held}, not {value}; convert the original anew")
-
-
-def choose_kernels(kernels: str, quantized: bool) -> Choice:
-    """What the name of kernels comes to for a ladder that has quantized gears or not.
-
-    With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
-    Warns where native kernels were asked for and there are none.
-
-    Raises:
-        GearbxError: a name that does not exist.
-    """
-    if kernels not in KERNELS:
-        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
-    if kernels == "auto" and not quantized:
-        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
-    choice = choose(kernels)
-    if kernels == "native" and not choice.native:
-        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
-    return choice

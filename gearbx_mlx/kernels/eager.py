@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 MAX_PLANES = 8
+SYMMETRIC_GROUPS, SYMMETRIC_ROWS = 1, 2  # kinds of stack
 TYPES = {mx.float32: 0, mx.bfloat16: 1, mx.float16: 2}
 
 
@@ -28,6 +29,10 @@ class Stack(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("biases", ctypes.c_void_p * MAX_PLANES),
         ("scale_type", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("inputs", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("x_bits", ctypes.c_int),
     ]
 
 
@@ -95,26 +100,47 @@ class Library:
         self._library.gearbx_entropy_bits(rows.ctypes.data, bits.size, rows.shape[-1], bits.ctypes.data)
         return mx.array(bits)
 
-    def stack_matvec(self, x, weights, scales, biases, widths, group) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 2)
+    def stack_matvec(self, x, weights, scales, biases, widths, group, x_bits=0) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, x_bits, 2)
         return self._product("stack", matrix, x, held)
+
+    def symmetric_matvec(self, x, weight, scales, bits, x_bits=0) -> mx.array:
+        width = x.shape[-1]
+        require(x_bits in (0, 8, 16), "activations of 8 or 16 bits, or as they are (0)")
+        require(bits in (2, 4, 6, 8), "symmetric codes of 2, 4, 6 or 8 bits")
+        signed = mx.int8 if bits == 8 else mx.uint8
+        require(weight.dtype == signed and weight.ndim == 2, "rows of bytes, with a sign where a code is one")
+        require(x.size > 0, "one vector or more")
+        require(-(-width * bits // 8) <= weight.shape[1], "x is wider than the weights")
+        require(scales.dtype in TYPES, "scales are float32, bfloat16 or float16")
+        by_row = scales.ndim == 1
+        shape = (len(weight),) if by_row else (len(weight), -(-width // 32))
+        require(scales.shape == shape, "a scale for each row, or for each 32 of its inputs")
+        group = 64 if by_row else 32
+        memory, *held = in_memory([x.astype(mx.float32), weight, scales])
+        matrix = Stack(len(weight), -(-width // group) * group, group, planes=1, inputs=width, x_bits=x_bits)
+        matrix.kind = SYMMETRIC_ROWS if by_row else SYMMETRIC_GROUPS
+        matrix.widths[0], matrix.weights[0], matrix.row_bytes = bits, held[0].ctypes.data, weight.shape[1]
+        matrix.scales, matrix.scale_type = held[1].ctypes.data, TYPES[scales.dtype]
+        return self._product("stack", matrix, memory, held)
 
     def dense_matvec(self, x, weight) -> mx.array:
         matrix, x, held = self._dense(x, weight, 2)
         return self._product("dense", matrix, x, held)
 
-    def stack_experts(self, x, weights, scales, biases, widths, group, indices) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 3)
+    def stack_experts(self, x, weights, scales, biases, widths, group, indices, x_bits=0) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, x_bits, 3)
         return self._experts("stack", matrix, x, held, scales.shape[0], indices)
 
     def dense_experts(self, x, weight, indices) -> mx.array:
         matrix, x, held = self._dense(x, weight, 3)
         return self._experts("dense", matrix, x, held, weight.shape[0], indices)
 
-    def _stack(self, x, weights, scales, biases, widths, group, dimensions) -> tuple[Stack, np.ndarray, list]:
+    def _stack(self, x, weights, scales, biases, widths, group, x_bits, dimensions) -> tuple[Stack, np.ndarray, list]:
         """The matrix as C has it, the activations, and the memory that must live as long."""
         planes = len(widths)
         require(1 <= planes <= MAX_PLANES and len(weights) == len(biases) == planes, "1 to 8 planes, each with arrays")
+        require(x_bits in (0, 8, 16), "activations of 8 or 16 bits, or as they are (0)")
         require(group in (32, 64, 128), "groups of 32, 64 or 128")
         require(scales.ndim == dimensions, "scales of a matrix, or one for each expert")
         require(all(w in (1, 2, 3, 4, 5, 6, 8) for w in widths) and sum(widths) <= 8, "planes of 8 bits together")
@@ -141,6 +167,7 @@ class Library:
             at[planes],
             pointers(*at[planes + 1 :]),
             TYPES[scales.dtype],
+            x_bits=x_bits,
         )
         return matrix, memory, held
 
@@ -154,7 +181,7 @@ class Library:
     def _product(self, kind: str, matrix: Stack | Dense, x: np.ndarray, held: list) -> mx.array:
         y = np.empty((*x.shape[:-1], matrix.rows), np.float32)
         multiply = getattr(self._library, f"gearbx_{kind}_product")
-        multiply(ctypes.addressof(matrix), x.ctypes.data, x.size // matrix.columns, y.ctypes.data)
+        multiply(ctypes.addressof(matrix), x.ctypes.data, x.size // x.shape[-1], y.ctypes.data)
         return mx.array(y)
 
     def _experts(
