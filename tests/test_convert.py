@@ -1,6 +1,8 @@
 """Geared checkpoints: what is written, that mlx-lm reads it, and that gears from disk are those made in memory."""
 
 import json
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +36,14 @@ def convert(command, tmp_path):
         return source, out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def geared(tmp_path_factory):
+    out = tmp_path_factory.mktemp("commands") / "geared"
+    arguments = ["--gears", "3,4,8,16", "--mlx-path", out]
+    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
+    return out
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:
@@ -187,3 +197,57 @@ class TestTheBase:
             "gears.safetensors",
             "gears.json",
         }
+
+
+class TestCommands:
+    @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "telemetry-only"])
+    def test_generate_has_its_ladder_from_the_checkpoint(self, geared, command, tmp_path, mode):
+        summary = tmp_path / "summary.json"
+        flags = ["--mode", mode, "--prompt", "Once", "-m", 8, "--model", geared, "--summary", summary, "--seed", 1]
+        done = command("generate", *flags)
+        assert done.status == 0, done.err
+        told = json.loads(summary.read_text())
+        assert [gear["bits"] for gear in told["ladder"]] == [3, 4, 8, 16]
+        assert told["mode"] == mode
+
+    def test_generate_writes_what_it_writes_with_the_original(self, geared, command):
+        flags = ["--prompt", "Once", "-m", 12, "--mode", "kickdown", "--gears", "3,4,8,16", "--thresholds", "1,2,3"]
+        saved, made = (
+            command("generate", *flags, "--verbose", "False", "--model", model) for model in (geared, DEMO_MODEL)
+        )
+        assert saved.status == 0, saved.err
+        assert saved.out == made.out
+
+    def test_a_gear_that_is_not_there_is_refused(self, geared, command):
+        done = command("generate", "--prompt", "x", "--model", geared, "--gears", "6,16")
+        assert done.status == 2
+        assert f"{geared}: the checkpoint holds no gear of 6 bits; choose from 3, 4, 8, 16" in done.err
+        done = command("generate", "--prompt", "x", "--model", geared, "--format", "affine")
+        assert f"--format is affine, and the gears of {geared} have planes; leave out --format" in done.err
+
+    def test_evaluate_and_calibrate_take_it(self, geared, command, tmp_path):
+        data = tmp_path / "text.txt"
+        data.write_text("Once upon a time there was a king who had three daughters, and the youngest was so fair. " * 4)
+        common = ["--data", data, "--tokens", 40, "--context", 32]
+        done = command("evaluate", *common, "--model", geared, "--policy", "static", "--out", tmp_path / "report")
+        assert done.status == 0, done.err
+        rows = json.loads((tmp_path / "report" / "evaluation.json").read_text())
+        assert [gear["bits"] for gear in rows["ladder"]] == [3, 4, 8, 16]
+        for mode in ("kickdown", "lossless"):
+            out = tmp_path / f"{mode}.json"
+            flags = ["--mode", mode, "--num-prompts", 1, "-m", 8, "--out", out]
+            done = command("calibrate", *flags, "--model", geared)
+            assert done.status == 0, done.err
+            assert json.loads(out.read_text())["gears"][-1] == 16
+
+    def test_the_hub_is_asked_for_the_gears_too(self, geared, monkeypatch):
+        asked = {}
+
+        def download(name, revision=None, allow_patterns=None):
+            asked.update(name=name, patterns=allow_patterns)
+            return geared
+
+        monkeypatch.setattr("gearbx_mlx.loading._download", download)
+        model, _ = gearbx_mlx.load("somebody/geared")
+        assert str(Gearbox(model).ladder) == "3,4,8,16"
+        assert {"gears.safetensors", "*.json", "model*.safetensors"} <= set(asked["patterns"])

@@ -340,20 +340,23 @@ class Gearbox:
                 module.x_bits = self.kernels.x_bits
         return chosen
 
+    def _compute(self, modules: dict[str, nn.Module]) -> None:
+        """Evaluate gears that were made, layer by layer, so that what one needs in passing is freed before the next."""
+        for path, module in modules.items():
+            # All that was made together: an array that is still to be computed keeps the original weight in memory.
+            mx.eval([made.parameters() for made in self._made[path].values()])
+            scales = linear_of(module).get("scales")
+            if scales is not None and not mx.isfinite(scales).all().item():
+                raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
         if gear not in self._trees:
             modules = self._make(gear)
-            for path, module in modules.items():
-                # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
-                # together, since an array that is still to be computed keeps the original weight in memory.
-                if self.saved is not None:
-                    self.saved.read(module.parameters())
-                    continue
-                mx.eval([made.parameters() for made in self._made[path].values()])
-                scales = linear_of(module).get("scales")
-                if scales is not None and not mx.isfinite(scales).all().item():
-                    raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+            if self.saved is None:
+                self._compute(modules)
+            else:
+                self.saved.read([module.parameters() for module in modules.values()])
             self._trees[gear] = tree_unflatten(list(modules.items()))
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._keeps_all:
