@@ -40,7 +40,7 @@ class Format(Protocol):
                 gear is the same whatever type it is computed in.
 
         Returns:
-            bits to module, with `wanted` among them. Nothing is evaluated.
+            bits to module, with `wanted` among them. Unevaluated, but for large matrices.
         """
         ...
 

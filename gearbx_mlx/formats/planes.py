@@ -26,6 +26,9 @@ from .packing import pack, unpack
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
 
+BLOCK = 2**23  # weights that are split at a time: what that needs in passing is several times their size
+
+
 @dataclass(frozen=True)
 class Planes:
     """One weight matrix (..., O, I) as bit planes.
@@ -81,6 +84,14 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     bits = sum(widths)
     if bits > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
+    blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
+    if blocks > 1:  # rows have nothing to do with each other
+        ends = [weight.shape[-2] * i // blocks for i in range(1, blocks)]
+        parts = []
+        for rows in mx.split(weight, ends, axis=-2):
+            parts.append(split(rows, widths, group_size, dtype))
+            mx.eval(parts[-1].weights, parts[-1].scales, parts[-1].biases)
+        return joined(parts)
     own = weight.dtype
     w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
     low, high = w.min(axis=-1), w.max(axis=-1)
@@ -108,6 +119,23 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     first = biases[0].astype(dtype or own)
     held = [first, *(shared[width] for width in widths[1:])]
     return Planes(weights, scale.astype(dtype or own), held, tuple(widths), group_size)
+
+
+def joined(parts: Sequence[Planes]) -> Planes:
+    """Planes of blocks of rows as those of the whole matrix; planes that share a bias share it again."""
+    first = parts[0]
+
+    def whole(arrays: Sequence[mx.array]) -> mx.array:
+        return mx.concatenate(list(arrays), axis=-2)
+
+    biases = {id(bias): whole([part.biases[i] for part in parts]) for i, bias in enumerate(first.biases)}
+    return Planes(
+        [whole(weights) for weights in zip(*(part.weights for part in parts))],
+        whole([part.scales for part in parts]),
+        [biases[id(bias)] for bias in first.biases],
+        first.widths,
+        first.group_size,
+    )
 
 
 Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
