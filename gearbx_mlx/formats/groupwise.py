@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack, unpack
 
 BITS, Q_MAX, GROUP = 4, 7, 32
@@ -43,9 +43,9 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
 
 
 class _Groupwise(Reconstructed):
-    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-        codes = unpack(weight, BITS, scales.shape[-1] * GROUP)
-        return dequantize(codes, scales, self.input_dims, dtype)
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
+        codes = unpack(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
+        return dequantize(codes, arrays["scales"], self.input_dims, dtype)
 
 
 class GroupwiseLinear(_Groupwise, ReconstructedLinear):
@@ -80,7 +80,7 @@ class Groupwise:
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
         kind = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
-        return {BITS: kind(dense, BITS, pack(codes, BITS), scales, self.cache)}
+        return {BITS: kind(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, self.cache)}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

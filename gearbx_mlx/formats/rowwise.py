@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}
@@ -92,8 +92,8 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
 
 
 class _Rowwise(Reconstructed):
-    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-        return dequantize(unpack(weight, self.bits, self.input_dims), scales, dtype)
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
+        return dequantize(unpack(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
 
 
 class RowwiseLinear(_Rowwise, ReconstructedLinear):
@@ -128,7 +128,8 @@ class Rowwise:
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight, wanted)
         kind = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
-        return {wanted: kind(dense, wanted, pack(codes, wanted), scales.astype(dtype), self.cache)}
+        arrays = {"weight": pack(codes, wanted), "scales": scales.astype(dtype)}
+        return {wanted: kind(dense, wanted, arrays, self.cache)}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
