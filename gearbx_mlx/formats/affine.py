@@ -13,6 +13,7 @@ class Affine:
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"
+    layer_bits: tuple[int, ...] = ()
 
     def check(self, bits: int) -> None:
         pass  # a ladder has no bits that MLX has not

@@ -14,6 +14,9 @@ class Format(Protocol):
     """A way to store one weight matrix at several precisions."""
 
     name: str
+    # Bits that a single layer may have whatever the ladder is: of a format whose gears are made one by one, for a layer
+    # with a floor between two gears. Empty: only those of the ladder.
+    layer_bits: Sequence[int]
 
     def check(self, bits: int) -> None:
         """Raises GearbxError if the format has no gear of so many bits."""

@@ -64,6 +64,7 @@ class Groupwise:
     """
 
     name = "groupwise"
+    layer_bits: tuple[int, ...] = ()
 
     def __init__(self, cache: bool = False):
         self.cache = cache

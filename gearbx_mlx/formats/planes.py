@@ -181,6 +181,7 @@ class NestedPlanes:
     """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
 
     name = "planes"
+    layer_bits: tuple[int, ...] = ()
 
     def check(self, bits: int) -> None:
         pass  # planes of any widths make up the bits of a ladder

@@ -112,6 +112,7 @@ class Rowwise:
     """
 
     name = "rowwise"
+    layer_bits: tuple[int, ...] = ()
 
     def __init__(self, cache: bool = False):
         self.cache = cache

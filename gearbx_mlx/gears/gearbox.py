@@ -26,6 +26,7 @@ from .residency import EMPTY, Resident, make_residency
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
 GROUP_SIZES = (32, 64, 128)
+FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
 
@@ -44,7 +45,8 @@ class Gearbox:
     Args:
         model: an mlx-lm model that is not quantized.
         ladder: a Ladder, or text such as "4,8,16".
-        format: how quantized gears are stored: "planes", "affine", "rowwise", "groupwise", or a Format.
+        format: how quantized gears are stored: "planes", "affine", "rowwise", "groupwise", "codebook",
+            "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
         residency: of gears that are not engaged: "resident", "host" or "disk".
@@ -133,9 +135,9 @@ class Gearbox:
             del self.active_memory[self._original.name]
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
-        allowed = [g.bits for g in self.ladder if g.bits >= max(gear.bits, layer.lowest_bits)]
-        return allowed[0] if allowed else DENSE
+        """The bits of a layer in a gear: the gear's, or the lowest that the layer may be used in and the format has."""
+        held = {*self.format.layer_bits, *(g.bits for g in self.ladder)}
+        return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=DENSE)
 
     def prepare(self, gear: Gear) -> None:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
@@ -187,7 +189,10 @@ class Gearbox:
         if bits == DENSE:
             read = math.prod(shape) * size
         else:
-            read = self.format.bytes_read(shape, bits, self.ladder.quantized_bits, self.group_size, size)
+            made = self._made[layer.path].get(bits)  # knows what a format can only expect: how many outliers there are
+            read = getattr(made, "bytes_read", None) or self.format.bytes_read(
+                shape, bits, self.ladder.quantized_bits, self.group_size, size
+            )
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
@@ -203,10 +208,13 @@ class Gearbox:
 
     def weight_bytes_per_token(self, gear: Gear) -> int:
         """Bytes of weights that one token reads from the whole model in a gear."""
-        if gear not in self._token_bytes:
-            managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-            self._token_bytes[gear] = token_bytes(self.model, managed, self.storage)
-        return self._token_bytes[gear]
+        if gear in self._token_bytes:
+            return self._token_bytes[gear]
+        managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        read = token_bytes(self.model, managed, self.storage)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[gear] = read
+        return read
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
@@ -254,8 +262,8 @@ class Gearbox:
                 # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
                 # together, since an array that is still to be computed keeps the original weight in memory.
                 mx.eval([made.parameters() for made in self._made[path].values()])
-                scales = module.get("scales")
-                if scales is not None and not mx.isfinite(scales).all().item():
+                fitted = [module[name] for name in FITTED if name in module]
+                if not all(mx.isfinite(array).all().item() for array in fitted):
                     raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
             self._trees[gear] = tree_unflatten(list(modules.items()))
             self._caches[gear] = [module for module in modules.values() if hasattr(module, "forget")]
