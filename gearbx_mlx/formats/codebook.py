@@ -81,7 +81,7 @@ def nbytes(arrays: Arrays) -> int:
     return held + OUTLIER_SIZE * Outliers.of(arrays).count()
 
 
-def outlier_bytes(shape: Sequence[int], share: float = GAUSSIAN_SHARE) -> int:
+def outlier_bytes(shape: Sequence[int], share: float) -> int:
     """Bytes of the outliers of (..., O, I) if so many weights are some."""
     matrices = math.prod(shape[:-2])
     return matrices * (OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1]))
@@ -141,8 +141,13 @@ class Codebook:
         kind = CodebookLinear if dense.weight.ndim == 2 else CodebookSwitchLinear
         return {wanted: kind(dense, wanted, arrays, self.cache)}
 
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+        """Bytes of (..., O, I) if so many weights are outliers."""
+        rows = math.prod(shape[:-1])
+        return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)
+
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
         """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
-        return math.prod(shape[:-1]) * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape)
+        return self.stored_bytes(shape, bits)

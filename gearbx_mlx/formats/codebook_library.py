@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..errors import GearbxError
-from .codebook import CodebookModule, bulk, misfit, outlier_bytes
+from .codebook import ENTRY_SIZE, CodebookModule, bulk, misfit, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
-from .codebook_outliers import Outliers, find_all, row_blocks, take_out
+from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
 from .packing import pack, unpack
 from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
 
@@ -100,15 +101,20 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     return codes, entries.astype(mx.uint8), scale[:, 0], middle[:, 0]
 
 
-def encode(weight: mx.array, bits: int, rounds: int = ROUNDS) -> dict[str, mx.array]:
+def encode(
+    weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None
+) -> dict[str, mx.array]:
     """A matrix (O, I), or experts (E, O, I), as a layer with a library holds it. G = I / 128 rounded up.
+
+    Args:
+        mask: (..., O, I) bool, the outliers; found if not given.
 
     Returns:
         weight: packed codes (..., O, G * 4 * bits). library: (..., 32, 2^bits) float16. entries: (..., O, G) uint8.
         scales, midpoints: (..., O, G) float16, not finite in groups that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
     """
-    mask = find_all(weight)
+    mask = find_all(weight) if mask is None else mask
     shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / GROUP))
     libraries, parts = [], []
     for matrix, outlying in zip(
@@ -188,10 +194,14 @@ class CodebookLibrary:
         kind = LibraryLinear if dense.weight.ndim == 2 else LibrarySwitchLinear
         return {wanted: kind(dense, wanted, arrays, self.cache)}
 
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+        """Bytes of (..., O, I) if so many weights are outliers."""
+        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
+        libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
+        return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
+
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
         """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
-        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
-        libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * 2
-        return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape)
+        return self.stored_bytes(shape, bits)
