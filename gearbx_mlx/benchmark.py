@@ -172,6 +172,7 @@ def native_module() -> Any:
     from .errors import GearbxError
     from .kernels import cpu
 
+    terminal.show_compiling()
     module = cpu.native()
     if module is None:
         raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")

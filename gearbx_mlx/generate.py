@@ -65,6 +65,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
     output.add_argument("--trace", metavar="FILE.jsonl", help="Write one JSON object per token.")
     output.add_argument("--summary", metavar="FILE.json", help="Write the summary as JSON.")
+    output.add_argument(
+        "--describe", action="store_true", help="Before the text: each layer's bits and kernels, and why, on stderr."
+    )
     output.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="Tint tokens by gear.")
     return parser
 
@@ -182,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     mode = choose_mode(model, gearbox, None)
     if mode == TELEMETRY_ONLY and not args.telemetry_only and args.verbose:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
+    if args.describe:
+        terminal.messages.print(terminal.layers_table(ladder, gearbox.layer_paths()))
 
     names = [gear.name for gear in ladder]
     tally, speed, text, last = Tally.of(names), Speed(), "", None

@@ -15,7 +15,7 @@ from .errors import GearbxError
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
 from .gears.discovery import MANAGE, is_quantized
-from .gears.gearbox import DEFAULT_KERNELS, DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
@@ -26,6 +26,7 @@ from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
+from .terminal import show_compiling
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -85,9 +86,10 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kernels",
         choices=KERNELS,
-        default=DEFAULT_KERNELS,
-        help="MLX's own, or native ones for the CPU, compiled when first used; auto: native where there are any. "
-        f"Default: {DEFAULT_KERNELS}",
+        default="auto",
+        help="MLX's own, or native ones for the CPU, compiled when first used; auto: native where there are any, but "
+        "for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
+        "Default: auto",
     )
 
 
@@ -262,6 +264,7 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
     """A Gearbox, or an Observer where nothing can or may shift."""
     if args.telemetry_only or is_quantized(model):
         return Observer(model, ladder, dtype=args.dtype)
+    show_compiling()
     return Gearbox(
         model,
         ladder,

@@ -4,7 +4,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
@@ -13,6 +14,10 @@ from rich.text import Text
 
 from .errors import GearbxError, GearbxWarning
 from .telemetry.colors import gear_color
+
+if TYPE_CHECKING:
+    from .gears.description import LayerPath
+    from .gears.ladder import Ladder
 
 INTERRUPTED = 130
 USER_ERROR = 2
@@ -50,6 +55,14 @@ def run(command: Callable[[], int | None]) -> None:
         messages.print(Text(f"error: {kind}: {error} ({TRACEBACK}=1 shows where)", style="red"), soft_wrap=True)
         status = 1
     sys.exit(status or 0)
+
+
+def show_compiling() -> None:
+    """From here on, a spinner turns while CPU kernels are compiled: some twenty seconds, once for a machine."""
+    from .kernels import cpu
+
+    told = "compiling kernels for this CPU: once, and then kept"
+    cpu.while_compiling = lambda: messages.status(told) if messages.is_terminal else nullcontext()
 
 
 class TintedText:
@@ -125,4 +138,22 @@ def summary_table(summary: dict[str, Any]) -> Table:
             "which is fast here; the values are kept" if computed == "float32" else "as asked for: values are rounded"
         )
         table.add_row("computed in", f"{computed} ({stored} checkpoint), {kept}")
+    return table
+
+
+def layers_table(ladder: "Ladder", layers: Sequence["LayerPath"]) -> Table:
+    """What every layer runs on and why; layers that are alike, over the blocks of a model, are one line."""
+    from .gears.description import grouped
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for i, gear in enumerate(ladder):
+        table.add_column(gear.name, justify="right", style=gear_color(i, len(ladder)))
+    table.add_column("layers", no_wrap=True)
+    table.add_column()
+    table.add_column("kernels")
+    table.add_column("why", overflow="fold")
+    for path, layer, count in grouped(layers):
+        why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
+        row = path, f"x {count}" if count > 1 else "", layer.kernels, why
+        table.add_row(*map(str, layer.bits), *map(Text, row))
     return table

@@ -14,6 +14,7 @@ class Affine:
 
     name = "affine"
     layer_bits: tuple[int, ...] = ()
+    native = True
 
     def check(self, bits: int) -> None:
         pass  # a ladder has no bits that MLX has not

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from .native import NativeDense, NativeQuantizedLinear
+from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
 
 
 class Format(Protocol):
@@ -17,6 +17,7 @@ class Format(Protocol):
     # Bits that a single layer may have whatever the ladder is: of a format whose gears are made one by one, for a layer
     # with a floor between two gears. Empty: only those of the ladder.
     layer_bits: Sequence[int]
+    native: bool  # whether its gears have native kernels
 
     def check(self, bits: int) -> None:
         """Raises GearbxError if the format has no gear of so many bits."""
@@ -64,21 +65,17 @@ def quantized_module(
 ) -> nn.Module:
     """The stock quantized module of a Linear or SwitchLinear, over given arrays; a bias is shared, not copied.
 
-    Of a NativeDense it is the native one.
-
-    The constructors of these modules quantize a random weight. They are passed by, since a shift in the middle of a
-    text must not draw from the random numbers that its tokens are sampled with.
+    Of a native layer it is the native one. Nothing random is drawn: a shift in the middle of a text must not touch the
+    numbers that its tokens are sampled with.
     """
-    if isinstance(dense, NativeDense):
-        kind = NativeQuantizedLinear
+    native = isinstance(dense, Native)
+    if isinstance(dense, nn.Linear):
+        module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
     else:
-        kind = nn.QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedSwitchLinear
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
+        module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
+        module.global_scale = None
     module.group_size, module.bits, module.mode = group_size, bits, "affine"
     module.weight, module.scales, module.biases = weight, scales, biases
-    if kind is QuantizedSwitchLinear:
-        module.global_scale = None
     if "bias" in dense:
         module.bias = dense.bias
     module.freeze()

@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.dispatch import codebook_product
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, OFFSET_SIZE, OUTLIER_SIZE, WIDEST, Outliers, find_all, row_blocks, take_out
 from .codebook_packing import LAYOUT, pack, row_bytes, unpack
+from .native import Native
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 ENTRY_SIZE = 2  # bytes: float16, whatever the checkpoint has
@@ -105,8 +107,20 @@ class _Rows(CodebookModule):
         return decode(arrays, self.bits, self.input_dims, dtype)
 
 
+class NativeProduct(Native, ReconstructedLinear):
+    """A linear layer over codebooks, by the table in `kernels/dispatch.py`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = codebook_product(x, self.packed(), self.bits, lambda: self.dense_weight(x.dtype))
+        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+
+
 class CodebookLinear(_Rows, ReconstructedLinear):
     """A linear layer over codebooks."""
+
+
+class NativeCodebookLinear(_Rows, NativeProduct):
+    """The same over the same arrays, natively."""
 
 
 class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
@@ -123,6 +137,7 @@ class Codebook:
 
     name = "codebook"
     layer_bits = tuple(LAYOUT)
+    native = True
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
@@ -138,7 +153,8 @@ class Codebook:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         arrays = encode(dense.weight, wanted, self.rounds)
-        kind = CodebookLinear if dense.weight.ndim == 2 else CodebookSwitchLinear
+        linear = NativeCodebookLinear if isinstance(dense, Native) else CodebookLinear
+        kind = linear if dense.weight.ndim == 2 else CodebookSwitchLinear
         return {wanted: kind(dense, wanted, arrays, self.cache)}
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:

@@ -16,9 +16,10 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import GearbxError
-from .codebook import ENTRY_SIZE, CodebookModule, bulk, misfit, outlier_bytes
+from .codebook import ENTRY_SIZE, CodebookModule, NativeProduct, bulk, misfit, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
+from .native import Native
 from .packing import pack, unpack
 from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
 
@@ -162,6 +163,10 @@ class LibraryLinear(_Library, ReconstructedLinear):
     """A linear layer over a library of codebooks."""
 
 
+class NativeLibraryLinear(_Library, NativeProduct):
+    """The same over the same arrays, natively."""
+
+
 class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over libraries of codebooks, one for each expert."""
 
@@ -176,6 +181,7 @@ class CodebookLibrary:
 
     name = "codebook-library"
     layer_bits = BITS
+    native = True
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
@@ -191,7 +197,8 @@ class CodebookLibrary:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         arrays = encode(dense.weight, wanted, self.rounds)
-        kind = LibraryLinear if dense.weight.ndim == 2 else LibrarySwitchLinear
+        linear = NativeLibraryLinear if isinstance(dense, Native) else LibraryLinear
+        kind = linear if dense.weight.ndim == 2 else LibrarySwitchLinear
         return {wanted: kind(dense, wanted, arrays, self.cache)}
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:

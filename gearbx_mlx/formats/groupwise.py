@@ -65,6 +65,7 @@ class Groupwise:
 
     name = "groupwise"
     layer_bits: tuple[int, ...] = ()
+    native = False
 
     def __init__(self, cache: bool = False):
         self.cache = cache

@@ -1,45 +1,98 @@
-"""Linear layers over the arrays of stock ones, whose products go by the table in `kernels/dispatch.py`."""
+"""Layers over the arrays of stock ones, whose products go by the table in `kernels/dispatch.py`."""
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..kernels.dispatch import dense_product, stack_product
+from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
 
 
-class NativeDense(nn.Linear):
-    """A Linear whose weight keeps the type of the checkpoint, two bytes as a rule, whatever activations are.
+class Native:
+    """A layer whose arrays keep the type of the checkpoint, two bytes as a rule, whatever activations are.
 
-    A layer of this class makes native gears: a format looks at the class of the layer that it is given.
+    A dense one makes native gears: a format looks at the class of the layer that it is given.
     """
+
+
+class NativeDense(Native, nn.Linear):
+    """A Linear."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = dense_product(x, self["weight"])
         return y + self["bias"].astype(x.dtype) if "bias" in self else y
 
 
-class NativeQuantizedLinear(nn.QuantizedLinear):
-    """A QuantizedLinear, affine, over the same arrays."""
+class NativeQuantizedLinear(Native, nn.QuantizedLinear):
+    """A QuantizedLinear, affine."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = stack_product(x, [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size)
         return y + self["bias"].astype(x.dtype) if "bias" in self else y
 
 
-def is_stock_linear(module: nn.Module) -> bool:
-    """Whether a layer computes what nn.Linear does: a subclass may do more, and is left alone."""
-    return type(module) in (nn.Linear, NativeDense)
+class NativeSwitchLinear(Native, SwitchLinear):
+    """A SwitchLinear: E experts of one shape, one of them for each vector."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices), indices)
+
+
+class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
+    """A QuantizedSwitchLinear, affine."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
+        return with_expert_bias(self, stack_experts(x, *stack, indices, sorted_indices), indices)
+
+
+class NativeEmbedding(Native, nn.Embedding):
+    """An Embedding, which may be the output head as well (`as_linear`).
+
+    `activations` is the type that rows are looked up in: that of the model's activations.
+    """
+
+    activations = mx.float32
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self["weight"][x].astype(self.activations)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return dense_product(x, self["weight"])
+
+
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: NativeDense,
+    SwitchLinear: NativeSwitchLinear,
+    nn.Embedding: NativeEmbedding,
+}
+STOCK = {native: stock for stock, native in NATIVE.items()}
+FLOATING = (mx.float32, mx.bfloat16, mx.float16)
+
+
+def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:
+    return y + mx.expand_dims(module["bias"][indices].astype(y.dtype), -2) if "bias" in module else y
 
 
 def with_kernels(module: nn.Module, native: bool) -> nn.Module:
-    """A linear layer over the same arrays, native or as MLX has it; the module itself where it is that already."""
-    kind = NativeDense if native else nn.Linear
-    if not is_stock_linear(module) or type(module) is kind:
+    """A layer over the same arrays, native or as MLX has it.
+
+    The module itself where it is that already, where a subclass may compute something of its own, or where its weights
+    are of a type that native kernels do not read.
+    """
+    kind = (NATIVE if native else STOCK).get(type(module))
+    if kind is None or module.weight.dtype not in FLOATING:
         return module
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
+    made = bare(kind)
     for name in ("weight", "bias"):
         if name in module:
             made[name] = module[name]
     made.train(module.training)
     made._no_grad = set(module._no_grad)
     return made
+
+
+def bare(kind: type[nn.Module]) -> nn.Module:
+    """A module without arrays: the constructors of MLX's draw random numbers, which must not change with a shift."""
+    module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
+    nn.Module.__init__(module)
+    return module

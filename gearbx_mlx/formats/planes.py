@@ -16,10 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.dispatch import stack_product
+from ..kernels.dispatch import stack_experts, stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
 from .base import quantized_module, whole_groups
-from .native import NativeDense
+from .native import Native, with_expert_bias
 from .packing import pack, unpack
 
 # The smallest scale: groups of equal weights have no range.
@@ -149,7 +149,7 @@ class PlanesLinear(_PlanesModule):
         return y + self["bias"] if "bias" in self else y
 
 
-class NativePlanesLinear(PlanesLinear):
+class NativePlanesLinear(Native, PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -161,8 +161,7 @@ class PlanesSwitchLinear(_PlanesModule):
     """mlx-lm's SwitchLinear (E experts of one shape, chosen by `indices`) over bit planes."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = planes_gather_matmul(x, *self._stack(), indices, sorted_indices)
-        return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
+        return with_expert_bias(self, planes_gather_matmul(x, *self._stack(), indices, sorted_indices), indices)
 
     @property
     def input_dims(self) -> int:
@@ -177,11 +176,19 @@ class PlanesSwitchLinear(_PlanesModule):
         return self.scales.shape[0]
 
 
+class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
+    """The same over the same arrays, by the table in `kernels/dispatch.py`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return with_expert_bias(self, stack_experts(x, *self._stack(), indices, sorted_indices), indices)
+
+
 class NestedPlanes:
     """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
 
     name = "planes"
     layer_bits: tuple[int, ...] = ()
+    native = True
 
     def check(self, bits: int) -> None:
         pass  # planes of any widths make up the bits of a ladder
@@ -195,9 +202,12 @@ class NestedPlanes:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
         first = planes.weights[0], planes.scales, planes.biases[0]
         lowest = quantized_module(dense, ladder[0], group_size, *first)
-        kind: type[_PlanesModule] = PlanesLinear if dense.weight.ndim == 2 else PlanesSwitchLinear
-        if isinstance(dense, NativeDense):
-            kind = NativePlanesLinear
+        native, one = isinstance(dense, Native), dense.weight.ndim == 2
+        kind: type[_PlanesModule]
+        if native:
+            kind = NativePlanesLinear if one else NativePlanesSwitchLinear
+        else:
+            kind = PlanesLinear if one else PlanesSwitchLinear
         return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
 
     def bytes_read(

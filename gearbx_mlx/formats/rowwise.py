@@ -113,6 +113,7 @@ class Rowwise:
 
     name = "rowwise"
     layer_bits: tuple[int, ...] = ()
+    native = False
 
     def __init__(self, cache: bool = False):
         self.cache = cache

@@ -6,7 +6,7 @@ Floating arrays are counted in the type that the checkpoint stores them in: a ha
 float32 on a CPU (see activations.py), and counting four bytes there would flatter every gear below the top one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,7 +40,7 @@ def token_bytes(model: nn.Module, managed: Mapping[str, int], storage: Mapping[s
     """
     modules = dict(model.named_modules())
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
-    separate_head = any(path.split(".")[-1] in HEADS for path in modules)
+    head_is_separate = separate_head(modules)
     total = 0.0
     for path, module in modules.items():
         kept_as = storage.get(path, storage[""])
@@ -48,13 +48,18 @@ def token_bytes(model: nn.Module, managed: Mapping[str, int], storage: Mapping[s
             total += managed[path] * used_share(path, modules)
         elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             rows = module.weight.shape[0]
-            total += layer_bytes(module, kept_as) / (rows if separate_head else 1)
+            total += layer_bytes(module, kept_as) / (rows if head_is_separate else 1)
         elif path in containers:
             own = (value for value in module.values() if isinstance(value, mx.array))
             total += sum(stored_bytes(array, kept_as) for array in own)
         else:
             total += layer_bytes(module, kept_as) * used_share(path, modules)
     return round(total)
+
+
+def separate_head(paths: Iterable[str]) -> bool:
+    """Whether a model has an output head of its own: else its embedding is the head as well."""
+    return any(path.split(".")[-1] in HEADS for path in paths)
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module]) -> float:

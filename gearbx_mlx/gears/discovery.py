@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, FORMATS
 from ..formats.base import Format
-from ..formats.native import NativeDense
+from ..formats.native import NativeDense, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 
@@ -19,7 +19,7 @@ from ..formats.reconstruct import Reconstructed
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear)
+DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear)
 QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,

@@ -14,10 +14,11 @@ from mlx.utils import tree_unflatten
 from ..errors import GearbxError, GearbxWarning
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
-from ..formats.native import NativeDense, is_stock_linear, with_kernels
+from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
-from .cost import token_bytes, whole_model_speedup
+from .cost import separate_head, token_bytes, whole_model_speedup
+from .description import LayerPath, kernels_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
 from .ladder import DENSE, Gear, Ladder
@@ -53,7 +54,8 @@ class Gearbox:
         checkpoint: the model's directory, for "disk".
         dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
-            for a CPU; the top gear then differs from mlx-lm in the last bits. "auto": native where there are any.
+            for a CPU; the top gear then differs from mlx-lm in the last bits. "auto": native where there are any and
+            the ladder has quantized gears.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -92,20 +94,18 @@ class Gearbox:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
 
-        self.kernels = choose_kernels(kernels)
-        self.layers = [
-            dataclasses.replace(layer, module=with_kernels(layer.module, self.kernels.native)) for layer in self.layers
-        ]
-        if self.layers:
-            model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in self.layers]))
-        native = [layer.module for layer in self.layers if isinstance(layer.module, NativeDense)]
+        self.kernels = choose_kernels(kernels, bool(quantized))
+        native = self._use_kernels()
         self.compute_dtype = compute_in(model, dtype, bool(quantized), native)
+        for module in native:
+            if isinstance(module, NativeEmbedding):
+                module.activations = self.compute_dtype
         # What the checkpoint holds decides what a gear is, whatever it is computed in.
         self.storage = {
             path: stored_dtype(model, path and f"{path}.weight") for path in ("", *(e.path for e in self.layers))
         }
         held_in = dict.fromkeys(self.storage, self.compute_dtype)
-        held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, NativeDense)}
+        held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, Native)}
         self.residency = make_residency(residency, model, checkpoint, held_in)
         if quantized and looks_quantized([layer.module.weight for layer in self.layers]):
             warnings.warn(
@@ -224,21 +224,39 @@ class Gearbox:
         top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
         return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 
-    def describe(self) -> str:
-        """One line for each managed layer, with the kernels it runs on, and the reason for each that is not."""
-        lines = [
-            f"{layer.path}: {', '.join(str(self.bits_of(layer, g)) for g in self.ladder)}; {self.path_of(layer)}"
-            for layer in self.layers
-        ]
-        return "\n".join([*lines, *(f"{path}: dense ({reason})" for path, reason in self.unmanaged.items())])
+    def layer_paths(self) -> list[LayerPath]:
+        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        found = []
+        for layer in self.layers:
+            format = self.format if self.ladder.quantized_bits else None
+            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
+        modules = dict(self.model.named_modules())
+        fixed = dict(self.unmanaged)
+        if not separate_head(modules):
+            embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
+            tied = max(embeddings, key=lambda path: embeddings[path].weight.shape[0], default=None)
+            fixed |= {tied: "embedding and output head"} if tied is not None else {}
+        for path, reason in fixed.items():
+            kernels = kernels_of(modules[path], self.kernels, None)
+            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
+        return found
 
-    def path_of(self, layer: Layer) -> str:
-        """Which kernels a layer runs on, and why: "native (up to 16 vectors, MLX beyond)"."""
-        if isinstance(layer.module, NativeDense):
-            return f"native ({self.kernels.reason})"
-        if self.kernels.native and not is_stock_linear(layer.module):
-            return f"mlx (no native kernel for {type(layer.module).__name__})"
-        return f"mlx ({self.kernels.reason})"
+    def describe(self) -> str:
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)"."""
+        return "\n".join(map(str, self.layer_paths()))
+
+    def _use_kernels(self) -> list[nn.Module]:
+        """Put the layers of the chosen kernels into the model, and return those that are native.
+
+        Layers that change no gear, and an embedding that is the output head as well, run natively too.
+        """
+        chosen = {path: with_kernels(module, self.kernels.native) for path, module in self.model.named_modules()}
+        before = dict(self.model.named_modules())
+        changed = [(path, module) for path, module in chosen.items() if module is not before[path]]
+        self.model.update_modules(tree_unflatten(changed))
+        self.layers = [dataclasses.replace(layer, module=chosen[layer.path]) for layer in self.layers]
+        return [module for module in chosen.values() if isinstance(module, Native)]
 
     def _make(self, gear: Gear) -> dict[str, nn.Module]:
         """Path to module of a gear; what is missing is made, unevaluated."""
@@ -249,7 +267,7 @@ class Gearbox:
             dense = copy.copy(layer.module)
             dense.weight = dense.weight.astype(self.storage[layer.path])
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
-            held_in = self.storage[layer.path] if isinstance(dense, NativeDense) else self.compute_dtype
+            held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
             made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
@@ -292,10 +310,19 @@ class Gearbox:
                 layer.module.weight = EMPTY
 
 
-def choose_kernels(kernels: str) -> Choice:
-    """Raises GearbxError for a name that does not exist; warns where native ones were asked for and there are none."""
+def choose_kernels(kernels: str, quantized: bool) -> Choice:
+    """What the name of kernels comes to for a ladder that has quantized gears or not.
+
+    With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
+    Warns where native kernels were asked for and there are none.
+
+    Raises:
+        GearbxError: a name that does not exist.
+    """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    if kernels == "auto" and not quantized:
+        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
     choice = choose(kernels)
     if kernels == "native" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)

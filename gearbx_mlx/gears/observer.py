@@ -7,10 +7,11 @@ import mlx.nn as nn
 
 from .activations import compute_in, stored_dtype
 from .cost import layer_bytes, token_bytes
+from .description import LayerPath
 from .discovery import DENSE as DENSE_LAYERS
 from .discovery import QUANTIZED, is_quantized
 from .gearbox import DEFAULT_LADDER
-from .ladder import Gear, Ladder
+from .ladder import DENSE, Gear, Ladder
 
 
 class Observer:
@@ -51,6 +52,14 @@ class Observer:
     def ladder_report(self) -> list[dict]:
         """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear: none of them was made."""
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
+
+    def layer_paths(self) -> list[LayerPath]:
+        """Every linear layer with the bits that it has, whatever gear is named."""
+        modules = dict(self.model.named_modules())
+        return [
+            LayerPath(path, (getattr(modules[path], "bits", DENSE),) * len(self.ladder), "mlx", reason)
+            for path, reason in self.unmanaged.items()
+        ]
 
     def weight_bytes_per_token(self, gear: Gear) -> int:
         return self._token_bytes

@@ -1,156 +1,50 @@
-// The kernels as operations of MLX's own graph: lazy, and run by MLX's CPU stream when their inputs are there.
+// Products of matrices and vectors as operations of MLX's graph, by name for Python.
 
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/variant.h>
-#include <nanobind/stl/vector.h>
+#include "graph.h"
 
-#include <stdexcept>
-
-#include "matvec.h"
-#include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
-#include "mlx/ops.h"
-#include "mlx/primitives.h"
-#include "mlx/utils.h"
-
-namespace mx = mlx::core;
-namespace nb = nanobind;
-using namespace nb::literals;
-
+namespace gearbx {
 namespace {
 
-int type_of(const mx::array& a) {
-  if (a.dtype() == mx::float32) return GEARBX_FLOAT32;
-  if (a.dtype() == mx::bfloat16) return GEARBX_BFLOAT16;
-  if (a.dtype() == mx::float16) return GEARBX_FLOAT16;
-  throw std::invalid_argument("weights, scales and biases are float32, bfloat16 or float16");
-}
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-// Row-contiguous when it is evaluated; nothing is copied that already is.
-mx::array in_rows(const mx::array& a, mx::Stream s) {
-  return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
-}
-
-mx::array in_rows_and_float32(const mx::array& x, mx::Stream s) { return in_rows(mx::astype(x, mx::float32, s), s); }
-
-int vectors_of(const mx::array& x) { return x.shape(-1) ? static_cast<int>(x.size() / x.shape(-1)) : 0; }
-
-void check_x(const mx::array& x, int64_t columns) {
-  require(x.ndim() >= 1 && x.shape(-1) == columns, "x and the weights differ in width");
-  require(columns > 0 && vectors_of(x) >= 1 && vectors_of(x) <= GEARBX_MAX_VECTORS, "1 to 16 vectors");
-}
-
-class Matvec : public mx::Primitive {
+class StackMatvec : public Operation {
  public:
-  using mx::Primitive::Primitive;
-
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::runtime_error("a CPU kernel has no GPU form");
-  }
-
- protected:
-  // Allocates the output, tells the encoder what is read and written, and hands `run` to the stream.
-  template <class Run>
-  void dispatch(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    for (const auto& input : inputs) encoder.set_input_array(input);
-    encoder.set_output_array(out);
-    encoder.dispatch(
-        [run, x = inputs[0].data<float>(), n = vectors_of(inputs[0]), y = out.data<float>()]() { run(x, n, y); });
-  }
-};
-
-// Inputs: x, the weights of each plane, scales, the biases of each plane.
-class StackMatvec : public Matvec {
- public:
-  StackMatvec(mx::Stream s, std::vector<int> widths, int group)
-      : Matvec(s), widths_(std::move(widths)), group_(group) {}
+  StackMatvec(mx::Stream s, StackForm form) : Operation(s), form_(std::move(form)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    gearbx_stack m = {};
-    m.planes = static_cast<int>(widths_.size());
-    m.group = group_;
-    m.columns = inputs[0].shape(-1);
-    m.rows = inputs[1].shape(0);
-    const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
-    m.scales = scales.data<void>();
-    m.scale_type = type_of(scales);
-    for (int p = 0; p < m.planes; p++) {
-      m.widths[p] = widths_[static_cast<size_t>(p)];
-      m.weights[p] = inputs[static_cast<size_t>(p + 1)].data<void>();
-      m.biases[p] = inputs[static_cast<size_t>(m.planes + 2 + p)].data<void>();
-    }
-    dispatch(inputs, outputs[0], [m](const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); });
+    dispatch(inputs, outputs[0], [m = form_.matrix(inputs), n = vectors_of(inputs[0])](const float* x, float* y) {
+      gearbx_stack_product(&m, x, n, y);
+    });
   }
 
   const char* name() const override { return "GearbxStackMatvec"; }
   bool is_equivalent(const mx::Primitive& other) const override {
-    const auto& o = static_cast<const StackMatvec&>(other);
-    return widths_ == o.widths_ && group_ == o.group_;
+    return form_ == static_cast<const StackMatvec&>(other).form_;
   }
 
  private:
-  std::vector<int> widths_;
-  int group_;
+  StackForm form_;
 };
 
 // Inputs: x, weights.
-class DenseMatvec : public Matvec {
+class DenseMatvec : public Operation {
  public:
-  using Matvec::Matvec;
+  using Operation::Operation;
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const mx::array& w = inputs[1];
-    const gearbx_dense m = {w.shape(0), w.shape(1), w.data<void>(), type_of(w)};
-    dispatch(inputs, outputs[0], [m](const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); });
+    dispatch(inputs, outputs[0], [m = dense_of(inputs[1]), n = vectors_of(inputs[0])](const float* x, float* y) {
+      gearbx_dense_product(&m, x, n, y);
+    });
   }
 
   const char* name() const override { return "GearbxDenseMatvec"; }
   bool is_equivalent(const mx::Primitive&) const override { return true; }
 };
 
-mx::array output(const mx::array& x, int rows, std::shared_ptr<mx::Primitive> primitive,
-                 std::vector<mx::array> inputs) {
-  auto shape = x.shape();
-  shape.back() = rows;
-  return mx::array(shape, mx::float32, std::move(primitive), std::move(inputs));
-}
-
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                        const std::vector<mx::array>& biases, const std::vector<int>& widths, int group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const size_t planes = widths.size();
-  require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
-          "1 to 8 planes, each with weights and biases");
-  require(group == 32 || group == 64 || group == 128, "groups of 32, 64 or 128");
-  require(scales.ndim() == 2, "scales are a matrix");
-  const int rows = scales.shape(0);
-  const int64_t columns = static_cast<int64_t>(scales.shape(1)) * group;
-  check_x(x, columns);
-  type_of(scales);
-
-  std::vector<mx::array> inputs = {in_rows_and_float32(x, s)};
-  int bits = 0;
-  for (size_t p = 0; p < planes; p++) {
-    const auto& w = weights[p];
-    require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes of 1 to 6 or 8 bits");
-    require(w.dtype() == mx::uint32 && w.ndim() == 2 && w.shape(0) == rows && w.shape(1) == columns / 32 * widths[p],
-            "packed weights that do not go with the scales");
-    bits += widths[p];
-    inputs.push_back(in_rows(w, s));
-  }
-  require(bits <= 8, "planes of 8 bits together at most");
-  inputs.push_back(in_rows(scales, s));
-  for (const auto& b : biases) {
-    require(b.dtype() == scales.dtype() && b.shape() == scales.shape(), "biases that do not go with the scales");
-    inputs.push_back(in_rows(b, s));
-  }
-  return output(x, rows, std::make_shared<StackMatvec>(s, widths, group), std::move(inputs));
+  const StackForm form = {widths, group};
+  auto inputs = form.inputs(x, weights, scales, biases, 2, s);
+  return output(x.shape(), scales.shape(0), std::make_shared<StackMatvec>(s, form), std::move(inputs));
 }
 
 mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
@@ -158,7 +52,7 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
   require(weight.ndim() == 2, "weights are a matrix");
   type_of(weight);
   check_x(x, weight.shape(1));
-  return output(x, weight.shape(0), std::make_shared<DenseMatvec>(s),
+  return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s),
                 {in_rows_and_float32(x, s), in_rows(weight, s)});
 }
 
@@ -170,10 +64,14 @@ uint32_t read_sum(const mx::array& words) {
 }
 
 }  // namespace
+}  // namespace gearbx
 
 NB_MODULE(_gearbx_cpu, m) {
+  using namespace gearbx;
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
+  bind_experts(m);
+  bind_codebooks(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

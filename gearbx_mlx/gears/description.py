@@ -1,0 +1,67 @@
+"""Which path every layer takes, and why."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from ..formats.base import Format
+from ..formats.native import Native
+from ..kernels.dispatch import Choice
+
+
+@dataclass(frozen=True)
+class LayerPath:
+    """One layer: its bits in each gear of the ladder, the kernels that it runs on, why, and why it changes no gear."""
+
+    path: str
+    bits: tuple[int, ...]
+    kernels: str
+    why: str
+    fixed: str | None = None
+
+    def __str__(self) -> str:
+        fixed = f"; changes no gear: {self.fixed}" if self.fixed else ""
+        return f"{self.path}: {', '.join(map(str, self.bits))}; {self.kernels} ({self.why}){fixed}"
+
+
+def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
+    """What a layer runs on, and why.
+
+    Args:
+        module: of the layer as it is in the top gear.
+        choice: of kernels, for the model.
+        format: of the layer's quantized gears; None if it has none.
+    """
+    if not choice.native:
+        return "mlx", choice.reason
+    if not isinstance(module, Native):
+        return "mlx", f"no native kernel for {type(module).__name__}"
+    if format is not None and not format.native:
+        return "mlx, native at 16 bits", f"no native kernel for {format.name}"
+    return "native", choice.reason
+
+
+def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
+    """Layers that differ in the numbers in their paths alone: "layers.0-23.mlp.up_proj", the first of them, how many.
+
+    In the order of the first ones.
+    """
+    groups: dict[tuple, list[LayerPath]] = {}
+    for layer in layers:
+        words = tuple("#" if part.isdigit() else part for part in layer.path.split("."))
+        groups.setdefault((words, layer.bits, layer.kernels, layer.why, layer.fixed), []).append(layer)
+    for (words, *_), members in groups.items():
+        columns = zip(*(layer.path.split(".") for layer in members))
+        path = ".".join(numbers(map(int, set(c))) if word == "#" else word for word, c in zip(words, columns))
+        yield path, members[0], len(members)
+
+
+def numbers(values: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> "0-2,5"."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(values)), key=lambda item: item[1] - item[0]):
+        members = [value for _, value in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)

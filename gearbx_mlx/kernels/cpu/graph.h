@@ -1,0 +1,150 @@
+// What the kernels have in common as operations of MLX's own graph: lazy, and run by MLX's CPU stream when their inputs
+// are there.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+#include "mlx/utils.h"
+#include "products.h"
+
+namespace gearbx {
+
+namespace mx = mlx::core;
+namespace nb = nanobind;
+using namespace nb::literals;
+
+inline int type_of(const mx::array& a) {
+  if (a.dtype() == mx::float32) return GEARBX_FLOAT32;
+  if (a.dtype() == mx::bfloat16) return GEARBX_BFLOAT16;
+  if (a.dtype() == mx::float16) return GEARBX_FLOAT16;
+  throw std::invalid_argument("weights, scales and biases are float32, bfloat16 or float16");
+}
+
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+// Row-contiguous when it is evaluated; nothing is copied that already is.
+inline mx::array in_rows(const mx::array& a, mx::Stream s) {
+  return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
+}
+
+inline mx::array in_rows_and_float32(const mx::array& x, mx::Stream s) {
+  return in_rows(mx::astype(x, mx::float32, s), s);
+}
+
+inline int64_t vectors_of(const mx::array& x) {
+  return x.shape(-1) ? static_cast<int64_t>(x.size()) / x.shape(-1) : 0;
+}
+
+inline void check_x(const mx::array& x, int64_t columns) {
+  require(x.ndim() >= 1 && x.shape(-1) == columns, "x and the weights differ in width");
+  require(columns > 0 && x.size() > 0, "one vector or more");
+}
+
+// An operation with one output, computed by a function of plain C.
+class Operation : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("a CPU kernel has no GPU form");
+  }
+
+ protected:
+  // Allocates the output, tells the encoder what is read and written, and hands run(x, y) to the stream; x is first
+  // among the inputs.
+  template <class Run>
+  void dispatch(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (const auto& input : inputs) encoder.set_input_array(input);
+    encoder.set_output_array(out);
+    encoder.dispatch([run, x = inputs[0].data<float>(), y = out.data<float>()]() { run(x, y); });
+  }
+};
+
+inline mx::array output(mx::Shape shape, int rows, std::shared_ptr<mx::Primitive> primitive,
+                        std::vector<mx::array> inputs) {
+  shape.back() = rows;
+  return mx::array(shape, mx::float32, std::move(primitive), std::move(inputs));
+}
+
+inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w)}; }
+
+// How a stack lies among the inputs of an operation: after x the weights of each plane, scales, the biases of each.
+struct StackForm {
+  std::vector<int> widths;
+  int group;
+
+  bool operator==(const StackForm& other) const { return widths == other.widths && group == other.group; }
+
+  gearbx_stack matrix(const std::vector<mx::array>& inputs) const {
+    gearbx_stack m = {};
+    m.planes = static_cast<int>(widths.size());
+    m.group = group;
+    const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
+    m.rows = scales.shape(-2);
+    m.columns = static_cast<int64_t>(scales.shape(-1)) * group;
+    m.scales = scales.data<void>();
+    m.scale_type = type_of(scales);
+    for (int p = 0; p < m.planes; p++) {
+      m.widths[p] = widths[static_cast<size_t>(p)];
+      m.weights[p] = inputs[static_cast<size_t>(p + 1)].data<void>();
+      m.biases[p] = inputs[static_cast<size_t>(m.planes + 2 + p)].data<void>();
+    }
+    return m;
+  }
+
+  // The inputs of an operation, checked; all arrays of the stack have `dimensions`.
+  std::vector<mx::array> inputs(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
+                                const std::vector<mx::array>& biases, size_t dimensions, mx::Stream s) const {
+    const size_t planes = widths.size();
+    require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
+            "1 to 8 planes, each with weights and biases");
+    require(group == 32 || group == 64 || group == 128, "groups of 32, 64 or 128");
+    require(scales.ndim() == dimensions, dimensions == 2 ? "scales are a matrix" : "scales are a matrix per expert");
+    const int64_t columns = static_cast<int64_t>(scales.shape(-1)) * group;
+    check_x(x, columns);
+    type_of(scales);
+
+    std::vector<mx::array> all = {in_rows_and_float32(x, s)};
+    int bits = 0;
+    for (size_t p = 0; p < planes; p++) {
+      require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes of 1 to 6 or 8 bits");
+      auto shape = scales.shape();
+      shape.back() = static_cast<int>(columns / 32 * widths[p]);
+      require(weights[p].dtype() == mx::uint32 && weights[p].shape() == shape,
+              "packed weights that do not go with the scales");
+      bits += widths[p];
+      all.push_back(in_rows(weights[p], s));
+    }
+    require(bits <= 8, "planes of 8 bits together at most");
+    all.push_back(in_rows(scales, s));
+    for (const auto& b : biases) {
+      require(b.dtype() == scales.dtype() && b.shape() == scales.shape(), "biases that do not go with the scales");
+      all.push_back(in_rows(b, s));
+    }
+    return all;
+  }
+};
+
+// Adds the products of mixtures of experts to the module (experts_primitive.cpp).
+void bind_experts(nb::module_& m);
+
+// Adds the products over codebooks (codebook_primitive.cpp).
+void bind_codebooks(nb::module_& m);
+
+}  // namespace gearbx

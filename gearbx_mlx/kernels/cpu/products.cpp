@@ -1,0 +1,97 @@
+// Products of any number of vectors, and of mixtures of experts, out of products of a few.
+
+#include "products.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "chunks.h"
+
+namespace gearbx {
+namespace {
+
+void multiply(const gearbx_stack& m, const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); }
+void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
+
+// `values` past the first `count` of a type.
+const void* beyond(const void* values, int type, int64_t count) {
+  return static_cast<const char*>(values) + count * (type == GEARBX_FLOAT32 ? 4 : 2);
+}
+
+gearbx_stack expert(const gearbx_stack& first, int64_t number) {
+  gearbx_stack m = first;
+  const int64_t groups = number * m.rows * (m.columns / m.group);
+  m.scales = beyond(m.scales, m.scale_type, groups);
+  for (int p = 0; p < m.planes; p++) {
+    m.weights[p] = static_cast<const char*>(m.weights[p]) + number * m.rows * (m.columns / 8 * m.widths[p]);
+    m.biases[p] = beyond(m.biases[p], m.scale_type, groups);
+  }
+  return m;
+}
+
+gearbx_dense expert(const gearbx_dense& first, int64_t number) {
+  gearbx_dense m = first;
+  m.weights = beyond(m.weights, m.type, number * m.rows * m.columns);
+  return m;
+}
+
+template <class Matrix>
+void product(const Matrix& m, const float* x, int64_t vectors, float* y) {
+  in_chunks(vectors, [&](int64_t first, int n) { multiply(m, x + first * m.columns, n, y + first * m.rows); });
+}
+
+// Pairs are put in the order of their experts (a counting sort, so that each keeps its order), and each expert's
+// vectors are brought together, multiplied, and their results put where they belong.
+template <class Matrix>
+void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float* x, float* y) {
+  const int64_t rows = first.rows, columns = first.columns;
+  std::vector<int64_t> start(static_cast<size_t>(pairs.experts) + 1, 0), order(static_cast<size_t>(pairs.count));
+  const auto chosen = [&](int64_t p) {
+    const int32_t e = pairs.expert[p];
+    return e < 0 || e >= pairs.experts ? -1 : e;
+  };
+  for (int64_t p = 0; p < pairs.count; p++) {
+    if (chosen(p) >= 0)
+      start[static_cast<size_t>(chosen(p)) + 1]++;
+    else  // no such expert: a result that nobody takes for one
+      for (int64_t r = 0; r < rows; r++) y[p * rows + r] = NAN;
+  }
+  for (size_t e = 1; e < start.size(); e++) start[e] += start[e - 1];
+  std::vector<int64_t> next(start);
+  for (int64_t p = 0; p < pairs.count; p++)
+    if (chosen(p) >= 0) order[static_cast<size_t>(next[static_cast<size_t>(chosen(p))]++)] = p;
+
+  std::vector<float> some_x(static_cast<size_t>(GEARBX_MAX_VECTORS * columns));
+  std::vector<float> some_y(static_cast<size_t>(GEARBX_MAX_VECTORS * rows));
+  for (int e = 0; e < pairs.experts; e++) {
+    const int64_t* mine = order.data() + start[static_cast<size_t>(e)];
+    const Matrix m = expert(first, e);
+    in_chunks(start[static_cast<size_t>(e) + 1] - start[static_cast<size_t>(e)], [&](int64_t from, int n) {
+      for (int v = 0; v < n; v++)
+        std::memcpy(some_x.data() + v * columns, x + pairs.vector[mine[from + v]] * columns,
+                    static_cast<size_t>(columns) * 4);
+      multiply(m, some_x.data(), n, some_y.data());
+      for (int v = 0; v < n; v++)
+        std::memcpy(y + mine[from + v] * rows, some_y.data() + v * rows, static_cast<size_t>(rows) * 4);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace gearbx
+
+extern "C" {
+void gearbx_stack_product(const gearbx_stack* m, const float* x, int64_t vectors, float* y) {
+  gearbx::product(*m, x, vectors, y);
+}
+void gearbx_dense_product(const gearbx_dense* m, const float* x, int64_t vectors, float* y) {
+  gearbx::product(*m, x, vectors, y);
+}
+void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, const float* x, float* y) {
+  gearbx::experts_product(*first, *pairs, x, y);
+}
+void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, const float* x, float* y) {
+  gearbx::experts_product(*first, *pairs, x, y);
+}
+}

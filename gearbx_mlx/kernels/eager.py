@@ -1,0 +1,164 @@
+"""The CPU kernels without MLX's graph: plain C functions, called with the memory of evaluated arrays.
+
+For machines where the kernels compile and their bindings to MLX do not work. Every product waits for its activations,
+which MLX would otherwise compute while the next operations are still being written down; the numbers are the same.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+MAX_PLANES = 8
+TYPES = {mx.float32: 0, mx.bfloat16: 1, mx.float16: 2}
+
+
+class Stack(ctypes.Structure):
+    """gearbx_stack of cpu/matvec.h."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("group", ctypes.c_int),
+        ("planes", ctypes.c_int),
+        ("widths", ctypes.c_int * MAX_PLANES),
+        ("weights", ctypes.c_void_p * MAX_PLANES),
+        ("scales", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p * MAX_PLANES),
+        ("scale_type", ctypes.c_int),
+    ]
+
+
+class Dense(ctypes.Structure):
+    """gearbx_dense of cpu/matvec.h."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("type", ctypes.c_int),
+    ]
+
+
+class Pairs(ctypes.Structure):
+    """gearbx_pairs of cpu/products.h."""
+
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("experts", ctypes.c_int),
+        ("vector", ctypes.c_void_p),
+        ("expert", ctypes.c_void_p),
+    ]
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def in_memory(arrays: Sequence[mx.array]) -> list[np.ndarray]:
+    """The memory of arrays, evaluated, row after row; not a copy of those that lie so already."""
+    # numpy has no bfloat16: its bits travel as integers.
+    views = [a.view(mx.uint16) if a.dtype == mx.bfloat16 else a for a in arrays]
+    mx.eval(views)
+    return [np.ascontiguousarray(view) for view in views]
+
+
+class Library:
+    """The functions of the compiled extension, over the library of plain C at `file`."""
+
+    def __init__(self, file: Path):
+        self.__file__ = str(file)
+        library = ctypes.CDLL(str(file))
+        pointer = ctypes.c_void_p
+        for name in ("stack", "dense"):
+            getattr(library, f"gearbx_{name}_product").argtypes = [pointer, pointer, ctypes.c_int64, pointer]
+            getattr(library, f"gearbx_{name}_experts").argtypes = [pointer] * 4
+        library.gearbx_read_sum.argtypes = [pointer, ctypes.c_int64]
+        library.gearbx_read_sum.restype = ctypes.c_uint32
+        self._library = library
+
+    def threads(self) -> int:
+        return self._library.gearbx_threads()
+
+    def read_sum(self, words: mx.array) -> int:
+        (memory,) = in_memory([words])
+        return self._library.gearbx_read_sum(memory.ctypes.data, words.size)
+
+    def stack_matvec(self, x, weights, scales, biases, widths, group) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 2)
+        return self._product("stack", matrix, x, held)
+
+    def dense_matvec(self, x, weight) -> mx.array:
+        matrix, x, held = self._dense(x, weight, 2)
+        return self._product("dense", matrix, x, held)
+
+    def stack_experts(self, x, weights, scales, biases, widths, group, indices) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 3)
+        return self._experts("stack", matrix, x, held, scales.shape[0], indices)
+
+    def dense_experts(self, x, weight, indices) -> mx.array:
+        matrix, x, held = self._dense(x, weight, 3)
+        return self._experts("dense", matrix, x, held, weight.shape[0], indices)
+
+    def _stack(self, x, weights, scales, biases, widths, group, dimensions) -> tuple[Stack, np.ndarray, list]:
+        """The matrix as C has it, the activations, and the memory that must live as long."""
+        planes = len(widths)
+        require(1 <= planes <= MAX_PLANES and len(weights) == len(biases) == planes, "1 to 8 planes, each with arrays")
+        require(group in (32, 64, 128), "groups of 32, 64 or 128")
+        require(scales.ndim == dimensions, "scales of a matrix, or one for each expert")
+        require(all(w in (1, 2, 3, 4, 5, 6, 8) for w in widths) and sum(widths) <= 8, "planes of 8 bits together")
+        columns = scales.shape[-1] * group
+        for words, width in zip(weights, widths):
+            shape = (*scales.shape[:-1], columns // 32 * width)
+            require(words.dtype == mx.uint32 and words.shape == shape, "packed weights that do not go with the scales")
+        require(scales.dtype in TYPES, "scales are float32, bfloat16 or float16")
+        require(
+            all(b.dtype == scales.dtype and b.shape == scales.shape for b in biases),
+            "biases that do not go with the scales",
+        )
+        require(x.shape[-1] == columns and x.size > 0, "x and the weights differ in width")
+        memory, *held = in_memory([x.astype(mx.float32), *weights, scales, *biases])
+        at = [array.ctypes.data for array in held]
+        pointers = ctypes.c_void_p * MAX_PLANES
+        matrix = Stack(
+            scales.shape[-2],
+            columns,
+            group,
+            planes,
+            (ctypes.c_int * MAX_PLANES)(*widths),
+            pointers(*at[:planes]),
+            at[planes],
+            pointers(*at[planes + 1 :]),
+            TYPES[scales.dtype],
+        )
+        return matrix, memory, held
+
+    def _dense(self, x, weight, dimensions) -> tuple[Dense, np.ndarray, list]:
+        require(weight.ndim == dimensions, "weights are a matrix, or one for each expert")
+        require(weight.dtype in TYPES, "weights are float32, bfloat16 or float16")
+        require(x.shape[-1] == weight.shape[-1] and x.size > 0, "x and the weights differ in width")
+        memory, *held = in_memory([x.astype(mx.float32), weight])
+        return Dense(weight.shape[-2], weight.shape[-1], held[0].ctypes.data, TYPES[weight.dtype]), memory, held
+
+    def _product(self, kind: str, matrix: Stack | Dense, x: np.ndarray, held: list) -> mx.array:
+        y = np.empty((*x.shape[:-1], matrix.rows), np.float32)
+        multiply = getattr(self._library, f"gearbx_{kind}_product")
+        multiply(ctypes.addressof(matrix), x.ctypes.data, x.size // matrix.columns, y.ctypes.data)
+        return mx.array(y)
+
+    def _experts(
+        self, kind: str, matrix: Stack | Dense, x: np.ndarray, held: list, experts: int, indices: mx.array
+    ) -> mx.array:
+        require(x.ndim >= 2 and x.shape[-2] == 1, "one vector for each index: x of shape (..., 1, I)")
+        require(mx.issubdtype(indices.dtype, mx.integer) and indices.size > 0, "indices are whole numbers")
+        own = x.shape[:-2]
+        vectors = np.arange(x.size // x.shape[-1], dtype=np.int32).reshape(own)
+        vectors, chosen = map(np.ascontiguousarray, np.broadcast_arrays(vectors, np.array(indices.astype(mx.int32))))
+        y = np.empty((*chosen.shape, 1, matrix.rows), np.float32)
+        pairs = Pairs(chosen.size, experts, vectors.ctypes.data, chosen.ctypes.data)
+        multiply = getattr(self._library, f"gearbx_{kind}_experts")
+        multiply(ctypes.addressof(matrix), ctypes.addressof(pairs), x.ctypes.data, y.ctypes.data)
+        return mx.array(y)
