@@ -12,9 +12,10 @@ import mlx.nn as nn
 
 from .decoding.stream import AUTO
 from .errors import GearbxError
+from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE, is_quantized
+from .gears.discovery import MANAGE, Predicate, is_quantized
 from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
@@ -26,7 +27,7 @@ from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
-from .terminal import show_compiling
+from .terminal import note, show_compiling
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -91,6 +92,7 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         "for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
         "Default: auto",
     )
+    add_floor_flags(parser)
 
 
 def add_gate_flags(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +233,8 @@ def check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and (value < unit or value % unit):
             raise GearbxError(f"--{name} is {value}; give a multiple of {unit}")
+    if hasattr(args, "auto_bits"):
+        wanted_floors(args)
     max_tokens = getattr(args, "max_tokens", None)
     if max_tokens is not None and (max_tokens == 0 or max_tokens < -1):
         raise GearbxError(f"--max-tokens is {max_tokens}; give 1 or more, or -1 for as many as fit the context")
@@ -265,11 +269,18 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
     if args.telemetry_only or is_quantized(model):
         return Observer(model, ladder, dtype=args.dtype)
     show_compiling()
+    manage: str | Predicate = args.manage
+    floors = wanted_floors(args)
+    if floors:
+        selection = select_bits(model, args.format, manage, floors)
+        manage = selection.predicate
+        for line in selection_lines(selection):
+            note(line)
     return Gearbox(
         model,
         ladder,
         format=args.format,
-        manage=args.manage,
+        manage=manage,
         group_size=args.q_group_size,
         residency=args.residency,
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,

@@ -1,7 +1,6 @@
 """Native CPU kernels: against float64, bit by bit over batches, and what happens where they cannot be had."""
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import sanitizers
 from conftest import tiny_model, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -368,28 +368,6 @@ class TestCache:
         assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "path"),
-    [("address,undefined", "native"), ("address,undefined", "portable"), ("thread", "native")],
-)
+@pytest.mark.parametrize(("sanitizer", "path"), sanitizers.WAYS)
 def test_the_core_under_sanitizers(tmp_path, sanitizer, path):
-    compiler = cpu.find_compiler()
-    program = tmp_path / "check"
-    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{cpu.SOURCES}"]
-    flags += ["-ffp-contract=off", processor if path == "native" else "-DGEARBX_PORTABLE"]
-    main = [*compiler, "-x", "c", "-std=c11", *flags, "-c", str(CHECK), "-o", f"{program}.o"]
-    sources = [str(cpu.SOURCES / name) for name in ("stack.cpp", "dense.cpp", "pool.cpp")]
-    link = [*compiler, "-std=c++20", *flags, "-pthread", *sources, f"{program}.o", "-o", str(program)]
-    for step in (main, link):
-        built = subprocess.run(step, capture_output=True, text=True)
-        if built.returncode:
-            break
-    if "cannot find" in built.stderr and "san" in built.stderr:
-        pytest.skip(f"this compiler has no {sanitizer} sanitizer")
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run(
-        [program], capture_output=True, text=True, env=os.environ | {"GEARBX_THREADS": "4"}, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ", 0 wrong, 4 threads" in done.stdout
+    sanitizers.run(tmp_path, CHECK, ("stack.cpp", "dense.cpp", "pool.cpp"), sanitizer, path)

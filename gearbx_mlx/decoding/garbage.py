@@ -4,12 +4,15 @@ Two signs of garbage: distributions far from the original's on calibration text,
 repeating itself where the original's does not.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
+
+from ..errors import GearbxError
 
 KL_BOUND = 0.5  # nats per token: on models that were measured, text is broken well before
 GENERATED = 64  # tokens of each text
@@ -18,7 +21,8 @@ LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
 
 @dataclass(frozen=True)
 class Sense:
-    """kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not. reason: if any."""
+    """kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not; more than a
+    quarter of them are too many. reason: why it does not pass, if so."""
 
     kl: float
     looped: int
@@ -31,7 +35,7 @@ class Sense:
 
 def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
     """(T, V) float32, of the token after each of T."""
-    logits = model(mx.array(tokens)[None])[0].astype(mx.float32)
+    logits = model(mx.array(list(tokens))[None])[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
@@ -45,9 +49,10 @@ def loops(tokens: Sequence[int]) -> bool:
     return False
 
 
-def continuation(model: nn.Module, tokens: Sequence[int], length: int = GENERATED) -> list[int]:
-    """The likeliest tokens after these, one by one."""
-    return [int(token) for token, _ in generate_step(mx.array(tokens), model, max_tokens=length)]
+def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Collection[int] = ()) -> list[int]:
+    """The likeliest tokens after these, one by one, up to one of `ends`."""
+    steps = (int(token) for token, _ in generate_step(mx.array(list(tokens)), model, max_tokens=length))
+    return list(itertools.takewhile(lambda token: token not in ends, steps))
 
 
 class GarbageCheck:
@@ -56,11 +61,26 @@ class GarbageCheck:
     Args:
         model: in its top gear.
         texts: tokens of calibration texts, of which both are taken: distributions all along, and what follows half.
+        kl_bound: nats per token, the most that passes.
+        written: tokens of each text that is generated.
+        ends: tokens that end a text: a tokenizer's `eos_token_ids`.
+
+    Raises:
+        GearbxError: no text of two tokens or more.
     """
 
-    def __init__(self, model: nn.Module, texts: Sequence[Sequence[int]], kl_bound: float = KL_BOUND):
+    def __init__(
+        self,
+        model: nn.Module,
+        texts: Sequence[Sequence[int]],
+        kl_bound: float = KL_BOUND,
+        written: int = GENERATED,
+        ends: Collection[int] = (),
+    ):
         self.texts = [list(text) for text in texts if len(text) > 1]
-        self.kl_bound = kl_bound
+        if not self.texts:
+            raise GearbxError("no calibration text has two tokens or more; give longer ones")
+        self.kl_bound, self.written, self.ends = kl_bound, written, ends
         self._logprobs = []
         for text in self.texts:
             self._logprobs.append(log_probabilities(model, text))
@@ -71,18 +91,15 @@ class GarbageCheck:
         kl = self.divergence(model)
         if not kl <= self.kl_bound:  # NaN as well
             return Sense(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
-        looped = sum(
-            loops(self._written(model, text)) and not before for text, before in zip(self.texts, self._loops)
-        )
-        return Sense(kl, looped, "repeats itself" if 2 * looped > len(self.texts) else "")
+        looped = sum(loops(self._written(model, text)) and not before for text, before in zip(self.texts, self._loops))
+        return Sense(kl, looped, "repeats itself" if 4 * looped > len(self.texts) else "")
 
     def divergence(self, model: nn.Module) -> float:
         """Mean KL(original, model) over all tokens of the texts, nats."""
         total = 0.0
         for text, original in zip(self.texts, self._logprobs):
-            total += (mx.exp(original) * (original - log_probabilities(model, text))).sum().item()
+            total += float((mx.exp(original) * (original - log_probabilities(model, text))).sum().item())
         return total / sum(map(len, self.texts))
 
-    @staticmethod
-    def _written(model: nn.Module, text: list[int]) -> list[int]:
-        return continuation(model, text[: max(1, len(text) // 2)])
+    def _written(self, model: nn.Module, text: list[int]) -> list[int]:
+        return continuation(model, text[: len(text) // 2], self.written, self.ends) if self.written else []

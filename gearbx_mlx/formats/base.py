@@ -14,10 +14,12 @@ class Format(Protocol):
     """A way to store one weight matrix at several precisions."""
 
     name: str
-    # Bits that a single layer may have whatever the ladder is: of a format whose gears are made one by one, for a layer
-    # with a floor between two gears. Empty: only those of the ladder.
-    layer_bits: Sequence[int]
     native: bool  # whether its gears have native kernels
+
+    @property
+    def layer_bits(self) -> Sequence[int]:
+        """Bits that a layer with a floor may have, beside those of the ladder, where gears are made one by one."""
+        ...
 
     def check(self, bits: int) -> None:
         """Raises GearbxError if the format has no gear of so many bits."""

@@ -14,7 +14,16 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..kernels.dispatch import codebook_product
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
-from .codebook_outliers import GAUSSIAN_SHARE, OFFSET_SIZE, OUTLIER_SIZE, WIDEST, Outliers, find_all, row_blocks, take_out
+from .codebook_outliers import (
+    GAUSSIAN_SHARE,
+    OFFSET_SIZE,
+    OUTLIER_SIZE,
+    WIDEST,
+    Outliers,
+    find_all,
+    row_blocks,
+    take_out,
+)
 from .codebook_packing import LAYOUT, pack, row_bytes, unpack
 from .native import Native
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
@@ -60,7 +69,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS) -> dict[str, mx.ar
         codebook, codes = fit(rows[block], mx.array(outlying[block]), bits, rounds)
         parts.append((pack(codes, bits), codebook))
         mx.eval(parts[-1])
-    words, codebooks = (mx.concatenate(p).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
+    words, codebooks = (mx.concatenate(list(p)).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
     arrays = {"weight": words, "codebook": codebooks} | take_out(weight, mask).arrays()
     mx.eval(arrays)
     return arrays
@@ -91,7 +100,9 @@ def outlier_bytes(shape: Sequence[int], share: float) -> int:
 
 def misfit(width: int) -> str | None:
     """`Format.fits` of formats whose outliers are named by 16 bits."""
-    return f"input width {width} is more than {WIDEST}, the columns that an outlier can be in" if width > WIDEST else None
+    return (
+        f"input width {width} is more than {WIDEST}, the columns that an outlier can be in" if width > WIDEST else None
+    )
 
 
 class CodebookModule(Reconstructed):

@@ -1,8 +1,8 @@
-"""A shared library of codebooks: XFP's V2a. Every group of 128 weights names one of 32, with a scale and a mid-point (3.4).
+"""A shared library of codebooks, XFP's V2a: a group of 128 weights names one of 32, a scale and a mid-point (XFP 3.4).
 
-The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and deviation
-1, by Lloyd's iteration over vectors. A weight is midpoint + scale * entry, or, where it is an outlier, itself. A group
-costs a byte and two fp16, 0.31 bits per weight.
+The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and
+deviation 1, by Lloyd's iteration over vectors. A weight is midpoint + scale * entry, or, where it is an outlier, itself.
+A group costs a byte and two fp16, 0.31 bits per weight.
 
 Codes are packed as MLX packs them, 32 codes in `bits` words, of which a group has four. That is Table 3.3 for 2 and 4
 bits, and leaves no group half a word for 3, which XFP has to leave out.
@@ -40,7 +40,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> mx.array:
-    """A library (size, K) of codebooks (R, K): Lloyd's iteration over vectors, from quantiles of their widest entries."""
+    """A library (size, K) of codebooks (R, K): Lloyd's iteration over vectors, from quantiles of their widths."""
     order = mx.argsort(mx.abs(codebooks).max(axis=-1))
     library = codebooks[order[(2 * mx.arange(size) + 1) * len(codebooks) // (2 * size)]]
     for _ in range(rounds):
@@ -65,8 +65,8 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS)
 def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
     """Which entry (G,) of a library (L, K) suits each group best, of groups (G, 128) with mean 0 and deviation 1.
 
-    The error of an entry is the sum over bins of the weights that lie there times the square that they are off: a matrix
-    product of histograms and a table.
+    The error of an entry is the sum over bins of the weights that lie there times the square that they are off: a
+    matrix product of histograms and a table.
     """
     centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
     off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
@@ -102,9 +102,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     return codes, entries.astype(mx.uint8), scale[:, 0], middle[:, 0]
 
 
-def encode(
-    weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None
-) -> dict[str, mx.array]:
+def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
     """A matrix (O, I), or experts (E, O, I), as a layer with a library holds it. G = I / 128 rounded up.
 
     Args:
@@ -118,9 +116,7 @@ def encode(
     mask = find_all(weight) if mask is None else mask
     shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / GROUP))
     libraries, parts = [], []
-    for matrix, outlying in zip(
-        weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])
-    ):
+    for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
         missing = [(0, 0), (0, -weight.shape[-1] % GROUP)]
         libraries.append(learn(matrix, outlying, bits, rounds))
         for block in row_blocks(*matrix.shape):
@@ -129,7 +125,7 @@ def encode(
             codes, *rest = fit(groups, left_out, libraries[-1])
             parts.append((pack(codes, bits), *rest))
             mx.eval(parts[-1])
-    words, entries, scales, midpoints = (mx.concatenate(p) for p in zip(*parts))
+    words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
     arrays = {
         "weight": words.reshape(*shape[:-1], -1),
         "library": mx.stack(libraries).reshape(*weight.shape[:-2], LIBRARY, 2**bits),

@@ -1,7 +1,7 @@
 """Lloyd's iteration on all rows of a matrix at once (Lloyd 1982; XFP 4.2).
 
-In one dimension a cell is a stretch of the sorted row, and its sum a difference of prefix sums. So rows are sorted once,
-and a round costs O(2^bits log I) a row, however long the row.
+In one dimension a cell is a stretch of the sorted row, and its sum a difference of prefix sums. So rows are sorted
+once, and a round costs O(2^bits log I) a row.
 
 A round moves an entry towards the mean of its cell. XFP moves it all the way, which converges slowly from quantiles:
 their tails are far from where they belong. Here it goes `STEP` = 1.9 times as far, and in the last two rounds all the

@@ -27,7 +27,7 @@ def row_blocks(rows: int, width: int) -> list[slice]:
 class Outliers:
     """Of a matrix (O, I), or (E, O, I) with E before every shape.
 
-    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, row r has entries offsets[r] to offsets[r + 1].
+    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, where each row's begin, and the end of all.
     N is 1 at least: an array without elements could not be told from one that was given up.
     """
 

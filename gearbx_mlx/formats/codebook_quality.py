@@ -1,4 +1,4 @@
-"""How well codebooks stand for a matrix: the cosine between each row and its reconstruction, and its median (XFP 4.3)."""
+"""How well codebooks stand for a matrix: the median cosine between rows and their reconstruction (XFP 4.3)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ class Match:
         return float(np.median(np.array(mx.where(norm > 0, self.product / mx.maximum(norm, 1e-38), self.own == 0))))
 
     def error(self) -> float:
-        off = (self.own - 2 * self.product + self.made).sum().item()
-        return max(off, 0.0) / max(self.own.sum().item(), 1e-38)
+        off = mx.maximum((self.own - 2 * self.product + self.made).sum(), 0)
+        return float((off / mx.maximum(self.own.sum(), 1e-38)).item())
 
 
 def compared(rows: mx.array, made: mx.array) -> Match:

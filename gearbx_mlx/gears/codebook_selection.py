@@ -143,11 +143,12 @@ class Selection:
     @property
     def effective_bits(self) -> float:
         """Per weight, over all layers."""
-        return self.bytes * 8 / sum(choice.weights for choice in self.choices)
+        bits = sum(choice.weights * choice.effective_bits for choice in self.choices)
+        return bits / sum(choice.weights for choice in self.choices)
 
     @property
     def bytes(self) -> int:
-        return round(sum(choice.weights * choice.effective_bits for choice in self.choices) / 8)
+        return round(self.effective_bits * sum(choice.weights for choice in self.choices) / 8)
 
     @property
     def predicate(self) -> Predicate:

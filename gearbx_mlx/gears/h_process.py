@@ -27,10 +27,17 @@ FITS, OVER = "fits", "over budget"
 class Verdict(Protocol):
     """What the garbage check says of a model. kl: nats per token against the original. looped: texts that repeat."""
 
-    passed: bool
-    reason: str
-    kl: float
-    looped: int
+    @property
+    def passed(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def kl(self) -> float: ...
+
+    @property
+    def looped(self) -> int: ...
 
 
 @dataclass

@@ -55,8 +55,11 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def component_rows(selection: Selection) -> list[dict[str, Any]]:
-    """Table A.1: of each component, the means over its layers of both cosines, the mean and most that outliers give, the
-    ratio of the errors without and with them at the 50th and 90th percentile, and the share of outliers."""
+    """Table A.1, of each component, over its layers.
+
+    The means of both cosines, the mean and most that outliers add, the ratio of the errors without and with them at the
+    50th and 90th percentile, and the share of outliers.
+    """
     rows = []
     for name, choices in grouped(selection, component).items():
         found = [choice.quality for choice in choices]

@@ -1,9 +1,6 @@
-// Matrix times vectors over codebooks: eight codes at a time pick their entries from a table in registers.
-//
-// Eight words lie side by side, each with K codes. Shifting all of them by the place of code k brings eight codes to the
-// lowest bits, K columns apart; the activations are put in that order once per call. Of a group of a library,
-// sum (midpoint + scale entry) x = scale sum entry x + midpoint sum x. Outliers come last: what their codes stand for is
-// taken back, and they are added. All rows and vectors go through the same operations in the same order.
+// Matrix times vectors over codebooks. Of a group of a library, sum (midpoint + scale entry) x = scale sum entry x +
+// midpoint sum x. Outliers come last: what their codes stand for is taken back, and they are added. All rows and vectors
+// go through the same operations in the same order.
 
 #include "codebook.h"
 
@@ -12,109 +9,24 @@
 #include <vector>
 
 #include "chunks.h"
-#include "lookup.h"
+#include "codebook_codes.h"
 #include "pool.h"
 #include "split.h"
 
 namespace gearbx {
 namespace {
 
-constexpr int GROUP = 128, LIBRARY = 32;
 constexpr int SUMS = 4;  // as many as hide the latency of an addition
 
 struct Job {
   const gearbx_codebook* matrix;
-  const float* x;                // as given
-  std::vector<float> ordered;    // per vector, `stride`
-  std::vector<float> sums;       // per vector and group, `groups` of them
-  std::vector<float> library;    // widened
+  const float* x;              // as given
+  std::vector<float> ordered;  // per vector `stride`, in the order of the codes
+  std::vector<float> sums;     // per vector, of each group
   int64_t stride, groups;
   int vectors;
   float* y;
   Pieces pieces;
-};
-
-// A function of k for each k below K, unrolled.
-template <int K, class Each>
-inline void for_each_code(Each each) {
-  [&]<int... k>(std::integer_sequence<int, k...>) { (each.template operator()<k>(), ...); }
-  (std::make_integer_sequence<int, K>{});
-}
-
-// One codebook a row.
-template <int B>
-struct ByRow {
-  static constexpr int BITS = B;
-  static constexpr int K = B == 5 ? 6 : 32 / B;     // codes in a lane of 32 bits
-  static constexpr int SPAN = 48 / K;               // blocks that are decoded at a time for several vectors
-  static constexpr bool GROUPED = false;
-  static constexpr int place(int k) { return B == 5 ? k / 3 * 16 + k % 3 * 5 : k * B; }
-  static int64_t blocks(const gearbx_codebook& m) { return (m.row_words + LANES - 1) / LANES; }
-
-  const gearbx_codebook& m;
-  const uint32_t* words;
-  alignas(32) float entries[1 << B];
-  Table<B> table;
-  float below = 0.0f;  // what the code of every outlier of the row stands for
-
-  ByRow(const Job& job, int64_t row)
-      : m(*job.matrix), words(m.weights + row * m.row_words), table(widened(m.codebook + (row << B))) {
-    const uint32_t first = m.outlier_offsets[row];
-    if (first < m.outlier_offsets[row + 1]) below = entry_at(m.outlier_columns[first]);
-  }
-
-  const float* widened(const uint16_t* halves) {
-    widen_entries<B>(halves, entries);
-    return entries;
-  }
-
-  Words8 block(int64_t i) const {
-    const int64_t left = m.row_words - i * LANES;
-    return left >= LANES ? load_words(words + i * LANES) : load_words(words + i * LANES, static_cast<int>(left));
-  }
-
-  const Table<B>& table_of(int64_t) const { return table; }
-
-  float entry_at(int64_t column) const {
-    return entries[words[column / K] >> place(static_cast<int>(column % K)) & ((1u << B) - 1)];
-  }
-  float stands_for(int64_t) const { return below; }
-};
-
-// Groups that name an entry of a library.
-template <int B>
-struct ByGroup {
-  static constexpr int BITS = B;
-  static constexpr int K = 4;
-  static constexpr int SPAN = GROUP / BLOCK;
-  static constexpr bool GROUPED = true;
-  static constexpr int place(int k) { return 8 * k; }
-  static int64_t blocks(const gearbx_codebook& m) { return m.row_words / B; }
-
-  const Job& job;
-  const uint8_t* bytes;
-  const uint8_t* entries;
-  const uint16_t *scales, *midpoints;
-
-  ByGroup(const Job& job, int64_t row)
-      : job(job),
-        bytes(reinterpret_cast<const uint8_t*>(job.matrix->weights + row * job.matrix->row_words)),
-        entries(job.matrix->entries + row * job.groups),
-        scales(job.matrix->scales + row * job.groups),
-        midpoints(job.matrix->midpoints + row * job.groups) {}
-
-  Words8 block(int64_t i) const { return as_words(unpack<B>(bytes + i * 4 * B)); }
-  const float* entry(int64_t group) const { return job.library.data() + ((entries[group] % LIBRARY) << B); }
-  Table<B> table_of(int64_t group) const { return Table<B>(entry(group)); }
-
-  float stands_for(int64_t column) const {
-    const int64_t bit = column * B;
-    unsigned around = bytes[bit / 8];
-    if (bit % 8 + B > 8) around |= static_cast<unsigned>(bytes[bit / 8 + 1]) << 8;
-    const int64_t group = column / GROUP;
-    const float value = entry(group)[around >> bit % 8 & ((1u << B) - 1)];
-    return multiply_add(half_to_float(scales[group]), value, half_to_float(midpoints[group]));
-  }
 };
 
 // One vector's outliers of a row, added to its sum.
@@ -152,52 +64,45 @@ inline F8 sum_of(const F8 sums[SUMS]) { return add8(add8(sums[0], sums[1]), add8
 // R rows at a time. For several vectors, codes become floats once for all of them, SPAN blocks at a time.
 template <class Row, int R, bool ONE>
 void some_rows(const Job& job, int64_t first) {
-  constexpr int K = Row::K, SPAN = Row::SPAN;
+  constexpr int N = Row::N, SPAN = Row::SPAN, MOST = ONE ? 1 : GEARBX_MAX_VECTORS;
   const gearbx_codebook& m = *job.matrix;
   const int64_t blocks = Row::blocks(m);
   const int vectors = ONE ? 1 : job.vectors;
-  F8 sums[ONE ? 1 : GEARBX_MAX_VECTORS][R][SUMS], total[ONE ? 1 : GEARBX_MAX_VECTORS][R];
+  F8 sums[MOST][R][SUMS], total[MOST][R];
   for (int v = 0; v < vectors; v++)
     for (int r = 0; r < R; r++) {
       total[v][r] = zero8();
       for (int s = 0; s < SUMS; s++) sums[v][r][s] = zero8();
     }
-  const auto rows = [&]<int... r>(std::integer_sequence<int, r...>) {
-    return std::array<Row, R>{Row(job, first + r)...};
+  auto rows = [&]<int... r>(std::integer_sequence<int, r...>) {
+    return std::array<Row, R>{Row(m, first + r)...};
   }(std::make_integer_sequence<int, R>{});
 
   for (int64_t span = 0; span < blocks; span += SPAN) {
     const int count = static_cast<int>(blocks - span < SPAN ? blocks - span : SPAN);
+    for (Row& row : rows) row.enter(span / SPAN);
     if constexpr (ONE) {
-      const auto& table = rows[0].table_of(span / SPAN);
-      const float* x = job.ordered.data() + span * LANES * K;
-      for (int b = 0; b < count; b++, x += LANES * K) {
-        const Words8 words = rows[0].block(span + b);
-        for_each_code<K>([&]<int k>() {
-          sums[0][0][k % SUMS] =
-              multiply_add8(table[shift_down(words, Row::place(k))], load8(x + LANES * k), sums[0][0][k % SUMS]);
-        });
+      const float* x = job.ordered.data() + span * 8 * N;
+      for (int b = 0; b < count; b++, x += 8 * N) {
+        F8 wide[N];
+        rows[0].decode(span + b, wide);
+        for (int n = 0; n < N; n++)
+          sums[0][0][n % SUMS] = multiply_add8(wide[n], load8(x + 8 * n), sums[0][0][n % SUMS]);
       }
     } else {
-      F8 wide[R][SPAN * K];
-      for (int r = 0; r < R; r++) {
-        const auto& table = rows[r].table_of(span / SPAN);
-        for (int b = 0; b < count; b++) {
-          const Words8 words = rows[r].block(span + b);
-          for_each_code<K>([&]<int k>() { wide[r][b * K + k] = table[shift_down(words, Row::place(k))]; });
-        }
-      }
+      F8 wide[R][SPAN][N];
+      for (int r = 0; r < R; r++)
+        for (int b = 0; b < count; b++) rows[r].decode(span + b, wide[r][b]);
       for (int v = 0; v < vectors; v++) {
-        const float* x = job.ordered.data() + v * job.stride + span * LANES * K;
+        const float* x = job.ordered.data() + v * job.stride + span * 8 * N;
         F8 local[R][SUMS];
         for (int r = 0; r < R; r++)
           for (int s = 0; s < SUMS; s++) local[r][s] = sums[v][r][s];
-        for (int b = 0; b < count; b++, x += LANES * K)
-          for_each_code<K>([&]<int k>() {
-            const F8 part = hold(load8(x + LANES * k));
-            for (int r = 0; r < R; r++)
-              local[r][k % SUMS] = multiply_add8(wide[r][b * K + k], part, local[r][k % SUMS]);
-          });
+        for (int b = 0; b < count; b++, x += 8 * N)
+          for (int n = 0; n < N; n++) {
+            const F8 part = hold(load8(x + 8 * n));
+            for (int r = 0; r < R; r++) local[r][n % SUMS] = multiply_add8(wide[r][b][n], part, local[r][n % SUMS]);
+          }
         for (int r = 0; r < R; r++)
           for (int s = 0; s < SUMS; s++) sums[v][r][s] = local[r][s];
       }
@@ -213,11 +118,8 @@ void some_rows(const Job& job, int64_t first) {
   }
   for (int v = 0; v < vectors; v++)
     for (int r = 0; r < R; r++) {
-      F8 sum = total[v][r];
-      if constexpr (Row::GROUPED)
-        sum = add_midpoints(job, rows[r], v, sum);
-      else
-        sum = sum_of(sums[v][r]);
+      F8 sum = sum_of(sums[v][r]);
+      if constexpr (Row::GROUPED) sum = add_midpoints(job, rows[r], v, total[v][r]);
       job.y[v * m.rows + first + r] = finish(job, rows[r], first + r, job.x + v * m.columns, sum);
     }
 }
@@ -238,20 +140,20 @@ void do_piece(const void* context, int piece) {
 // Activations in the order of the codes, zeros where there is none, and their sums over groups.
 template <class Row>
 void prepare(Job& job) {
-  constexpr int K = Row::K;
+  constexpr int N = Row::N;
   const gearbx_codebook& m = *job.matrix;
   const int64_t blocks = Row::blocks(m);
-  job.stride = blocks * LANES * K;
+  job.stride = blocks * 8 * N;
   job.groups = (m.columns + GROUP - 1) / GROUP;
   job.ordered.assign(static_cast<size_t>(job.vectors * job.stride), 0.0f);
   for (int v = 0; v < job.vectors; v++) {
     const float* x = job.x + v * m.columns;
     float* out = job.ordered.data() + v * job.stride;
-    for (int64_t block = 0; block < blocks; block++, out += LANES * K)
-      for (int k = 0; k < K; k++)
-        for (int l = 0; l < LANES; l++) {
-          const int64_t column = (block * LANES + l) * K + k;
-          if (column < m.columns) out[LANES * k + l] = x[column];
+    for (int64_t block = 0; block < blocks; block++, out += 8 * N)
+      for (int n = 0; n < N; n++)
+        for (int l = 0; l < 8; l++) {
+          const int64_t column = block * Row::COLUMNS + Row::column(n, l);
+          if (column < m.columns) out[8 * n + l] = x[column];
         }
   }
   if constexpr (Row::GROUPED) {
@@ -259,14 +161,12 @@ void prepare(Job& job) {
     for (int v = 0; v < job.vectors; v++)
       for (int64_t i = 0; i < m.columns; i++)
         job.sums[static_cast<size_t>(v * job.groups + i / GROUP)] += job.x[v * m.columns + i];
-    job.library.resize(LIBRARY << Row::BITS);
-    for (size_t i = 0; i < job.library.size(); i++) job.library[i] = half_to_float(m.codebook[i]);
   }
 }
 
 template <class Row>
 void multiply(const gearbx_codebook& m, const float* x, int vectors, float* y) {
-  Job job = {&m, x, {}, {}, {}, 0, 0, vectors, y, Pieces(m.rows, m.row_words * 4, vectors)};
+  Job job = {&m, x, {}, {}, 0, 0, vectors, y, Pieces(m.rows, m.row_words * 4, vectors)};
   prepare<Row>(job);
   share_out(job.pieces.count, do_piece<Row>, &job);
 }

@@ -1,12 +1,10 @@
-// Tables of floats, looked up by the lowest bits of eight words side by side.
+// Tables of fp16 entries in registers, from which codes pick floats: 32 at a time by their bytes, 8 at a time by dwords.
 
 #pragma once
 
 #include "codes.h"
 
 namespace gearbx {
-
-constexpr int LANES = 8;
 
 inline float half_to_float(uint16_t half) {
 #ifdef GEARBX_AVX2
@@ -18,48 +16,74 @@ inline float half_to_float(uint16_t half) {
 
 #ifdef GEARBX_AVX2
 
-typedef __m256i Words8;
-
-inline Words8 load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-
-// The first `count` words; zeros for the others, which are not read.
-inline Words8 load_words(const uint32_t* p, int count) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane));
-}
-
-inline Words8 as_words(Bytes32 bytes) { return bytes; }
-inline Words8 shift_down(Words8 words, int count) { return _mm256_srli_epi32(words, count); }
-
-// Of 2^B entries: a permutation picks among eight by three bits, and each further bit chooses between two halves.
-// Higher bits of an index do not matter; of four entries there are two copies, so that the third bit does not either.
+// Four or eight entries as floats: a permutation picks among eight by the lowest three bits of a dword, whatever is
+// above them. Of four there are two copies, so that the third bit does not matter either.
 template <int B>
-struct Table {
-  static constexpr int PARTS = B > 3 ? 1 << (B - 3) : 1;
-  F8 parts[PARTS];
+struct FloatTable {
+  static_assert(B == 2 || B == 3);
+  F8 entries;
 
-  explicit Table(const float* entries) {
-    for (int p = 0; p < PARTS; p++)
-      parts[p] = B == 2 ? _mm256_broadcast_ps(reinterpret_cast<const __m128*>(entries)) : load8(entries + 8 * p);
+  explicit FloatTable(const uint16_t* halves) {
+    const __m128i few = B == 2 ? load8_bytes(reinterpret_cast<const uint8_t*>(halves))
+                               : _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+    entries = _mm256_cvtph_ps(B == 2 ? _mm_unpacklo_epi64(few, few) : few);
   }
 
-  F8 operator[](Words8 index) const { return among<B>(parts, index); }
+  F8 operator[](__m256i dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
+};
+
+// Sixteen entries or more as their low and their high bytes: a byte shuffle picks among sixteen, each further bit of the
+// code chooses between two halves, and the bytes side by side are fp16 again.
+template <int B>
+struct HalfTable {
+  static constexpr int PARTS = 1 << (B - 4);
+  __m256i low[PARTS], high[PARTS];
+
+  explicit HalfTable(const uint16_t* halves) {
+    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
+                                           0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int p = 0; p < PARTS; p++) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + 16 * p));
+      const __m256i split = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, apart), 0xd8);  // all low, all high
+      low[p] = _mm256_permute2x128_si256(split, split, 0x00);
+      high[p] = _mm256_permute2x128_si256(split, split, 0x11);
+    }
+  }
+
+  // Floats in the order of the bytes, which are below 2^B.
+  void pick(Bytes32 codes, F8 out[4]) const {
+    const __m256i lows = among<B>(low, codes), highs = among<B>(high, codes);
+    const __m256i first = _mm256_unpacklo_epi8(lows, highs), second = _mm256_unpackhi_epi8(lows, highs);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(first));
+    out[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(second));
+    out[2] = _mm256_cvtph_ps(_mm256_extracti128_si256(first, 1));
+    out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
+  }
 
  private:
   template <int C>
-  static F8 among(const F8* parts, Words8 index) {
-    if constexpr (C <= 3) {
-      return _mm256_permutevar8x32_ps(parts[0], index);
-#ifdef __AVX512VL__
-    } else if constexpr (C == 4) {
-      return _mm256_permutex2var_ps(parts[0], index, parts[1]);
-#endif
-    } else {
-      const F8 choice = _mm256_castsi256_ps(_mm256_slli_epi32(index, 32 - C));
-      return _mm256_blendv_ps(among<C - 1>(parts, index), among<C - 1>(parts + (1 << (C - 4)), index), choice);
-    }
+  static __m256i among(const __m256i* parts, Bytes32 codes) {
+    if constexpr (C == 4)
+      return _mm256_shuffle_epi8(parts[0], codes);
+    else  // the sign of each byte chooses
+      return _mm256_blendv_epi8(among<C - 1>(parts, codes), among<C - 1>(parts + (1 << (C - 5)), codes),
+                                _mm256_slli_epi16(codes, 8 - C));
   }
 };
+
+// Eight words; zeros past the first `count`, which are not read.
+inline __m256i load_words(const uint32_t* p, int64_t count) {
+  if (count >= 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), wanted);
+}
+
+// The bits of `mask` of each dword after a shift up, or down if it is negative.
+inline __m256i masked(__m256i words, int up, unsigned mask) {
+  const __m256i moved = up >= 0 ? _mm256_slli_epi32(words, up) : _mm256_srli_epi32(words, -up);
+  return _mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(mask)));
+}
 
 inline F8 gather8(const float* x, const uint16_t* columns) {
   const __m256i index = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(columns)));
@@ -68,58 +92,12 @@ inline F8 gather8(const float* x, const uint16_t* columns) {
 
 #else
 
-struct Words8 {
-  uint32_t lane[LANES];
-};
-
-inline Words8 load_words(const uint32_t* p, int count = LANES) {
-  Words8 words = {};
-  std::memcpy(&words, p, static_cast<size_t>(count) * 4);
-  return words;
-}
-
-inline Words8 as_words(Bytes32 bytes) {
-  Words8 words;
-  for (int l = 0; l < LANES; l++) {
-    const uint8_t* b = bytes.byte + 4 * l;
-    words.lane[l] = b[0] | b[1] << 8 | b[2] << 16 | static_cast<uint32_t>(b[3]) << 24;
-  }
-  return words;
-}
-
-inline Words8 shift_down(Words8 words, int count) {
-  for (uint32_t& lane : words.lane) lane >>= count;
-  return words;
-}
-
-template <int B>
-struct Table {
-  float entries[1 << B];
-
-  explicit Table(const float* from) { std::memcpy(entries, from, sizeof entries); }
-
-  F8 operator[](Words8 index) const {
-    F8 found;
-    for (int l = 0; l < LANES; l++) found[l] = entries[index.lane[l] & ((1u << B) - 1)];
-    return found;
-  }
-};
-
 inline F8 gather8(const float* x, const uint16_t* columns) {
   F8 found;
-  for (int l = 0; l < LANES; l++) found[l] = x[columns[l]];
+  for (int l = 0; l < 8; l++) found[l] = x[columns[l]];
   return found;
 }
 
 #endif
-
-// 2^B fp16 values to floats; four at least.
-template <int B>
-inline void widen_entries(const uint16_t* halves, float* out) {
-  if constexpr (B == 2)
-    for (int i = 0; i < 4; i++) out[i] = half_to_float(halves[i]);
-  else
-    for (int i = 0; i < 1 << B; i += 8) store8(out + i, load8_fp16(halves + i));
-}
 
 }  // namespace gearbx
