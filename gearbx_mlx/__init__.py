@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 from .errors import GearbxError, GearbxWarning
 
 if TYPE_CHECKING:
+    from .decoding.kickdown import GearedModel
+    from .decoding.lossless import LosslessModel
+    from .decoding.paired_model import PairedModel
     from .decoding.response import GearResponse
     from .decoding.stream import generate, stream_generate
     from .gears.gearbox import Gearbox
     from .gears.ladder import Gear, Ladder
     from .gears.observer import Observer
-    from .loading import load
+    from .loading import load, load_small
     from .routing.entropy import entropy_bits
     from .routing.gates import ThresholdGate
     from .routing.monitor import Monitor
@@ -29,10 +32,14 @@ _HOME = {
     "Ladder": ".gears.ladder",
     "Gear": ".gears.ladder",
     "GearResponse": ".decoding.response",
+    "PairedModel": ".decoding.paired_model",
+    "GearedModel": ".decoding.kickdown",
+    "LosslessModel": ".decoding.lossless",
     "ThresholdGate": ".routing.gates",
     "Monitor": ".routing.monitor",
     "entropy_bits": ".routing.entropy",
     "load": ".loading",
+    "load_small": ".loading",
     "stream_generate": ".decoding.stream",
     "generate": ".decoding.stream",
 }
@@ -40,15 +47,19 @@ __all__ = [
     "Gear",
     "GearResponse",
     "Gearbox",
+    "GearedModel",
     "GearbxError",
     "GearbxWarning",
     "Ladder",
+    "LosslessModel",
     "Monitor",
     "Observer",
+    "PairedModel",
     "ThresholdGate",
     "entropy_bits",
     "generate",
     "load",
+    "load_small",
     "stream_generate",
 ]
 

@@ -12,7 +12,10 @@ from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
 
 if TYPE_CHECKING:
-    from .gears.ladder import Ladder
+    from collections.abc import Callable, Iterable, Sequence
+
+    from .decoding.response import GearResponse
+    from .results import Speed
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -21,12 +24,12 @@ DEFAULT_PROMPT = (
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, options_modes, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.generate",
         description="Generate text with a model that changes the precision of its weights while it writes.",
-        epilog="A shift acts two tokens after the one that caused it, since mlx-lm computes one token ahead.",
+        epilog="In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead.",
     )
     options.add_model_flags(parser)
     options.add_prompt_flags(parser)
@@ -57,9 +60,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
     options.add_gear_flags(parser)
     options.add_routing_flags(parser)
-    parser.add_argument(
-        "--telemetry-only", action="store_true", help="Shift nothing, name the gear that would be used."
-    )
+    options_modes.add_mode_flags(parser)
+    pairing.add_pair_flags(parser)
 
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
@@ -141,7 +143,7 @@ def load_cache(args: argparse.Namespace) -> Any:
     return cache
 
 
-def check(args: argparse.Namespace, ladder: "Ladder") -> tuple[str, Path | None, Path | None]:
+def check(args: argparse.Namespace) -> tuple[str, Path | None, Path | None]:
     """Find everything that can be wrong without a model before one is loaded.
 
     Returns:
@@ -151,7 +153,6 @@ def check(args: argparse.Namespace, ladder: "Ladder") -> tuple[str, Path | None,
     from .errors import GearbxError
 
     options.check_numbers(args)
-    options.check_routing(args, ladder)
     trace, summary = (options.output_path(file) if file else None for file in (args.trace, args.summary))
     if trace and summary and trace.resolve() == summary.resolve() and not trace.is_char_device():
         raise GearbxError(f"{trace}: both --trace and --summary; give two files")
@@ -163,15 +164,19 @@ def check(args: argparse.Namespace, ladder: "Ladder") -> tuple[str, Path | None,
 def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from . import options
+    from . import options, options_modes, pairing
     from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
     from .gears.discovery import vocabulary
     from .gears.ladder import Ladder
     from .loading import model_name
-    from .results import Speed, summary_of
+    from .results import summary_of
 
+    if pairing.is_pair(args):
+        return run_pair(args)
+    prompt, trace, summary = check(args)
+    options_modes.apply_mode(args)
     ladder = Ladder.parse(args.gears)
-    prompt, trace, summary = check(args, ladder)
+    options.check_routing(args, ladder)
     if args.seed is not None:
         mx.random.seed(args.seed)
     cache = load_cache(args)
@@ -182,30 +187,89 @@ def run(args: argparse.Namespace) -> int:
     routing = options.make_routing(args, len(ladder), vocabulary(model))
     keywords = generation_keywords(args, tokenizer, cache)
     gearbox = options.make_gearbox(args, model, ladder)
-    mode = choose_mode(model, gearbox, None)
+    mode = choose_mode(model, gearbox, args.mode)
     if mode == TELEMETRY_ONLY and not args.telemetry_only and args.verbose:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
     if args.describe:
         terminal.messages.print(terminal.layers_table(ladder, gearbox.layer_paths()))
+    responses = stream_generate(
+        model,
+        tokenizer,
+        tokens,
+        max_tokens,
+        gearbox=gearbox,
+        mode=mode,
+        initial_gear=options.initial_gear(args, ladder, prompt),
+        **vars(routing),
+        **options_modes.mode_keywords(args),
+        **keywords,
+    )
+    status, tally, speed = write_out(args, responses, mode, [gear.name for gear in ladder], trace)
+    result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory())
+    tell(args, result, terminal.summary_table, summary)
+    return status
 
-    names = [gear.name for gear in ladder]
+
+def run_pair(args: argparse.Namespace) -> int:
+    """Two models that take turns."""
+    import mlx.core as mx
+
+    from . import options, pairing
+    from .decoding.stream import PAIR, stream_generate
+    from .routing.pair import NAMES
+
+    turns = pairing.turns_of(args)
+    prompt, trace, summary = check(args)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    pair = pairing.load_pair(args)
+    tokens = options.encode_prompt(args, pair.tokenizer, prompt, args.prefill_response)
+    max_tokens = options.room_for(pair.config, len(tokens), args.max_tokens, args.max_kv_size)
+    responses = stream_generate(
+        pair.large,
+        pair.tokenizer,
+        tokens,
+        max_tokens,
+        small_model=pair.small,
+        thresholds=(turns.threshold(pair.vocab_size),),
+        window=turns.window,
+        min_gear_duration=turns.min_duration,
+        initial_gear=args.initial_gear,
+        **generation_keywords(args, pair.tokenizer, None),
+    )
+    status, tally, speed = write_out(args, responses, PAIR, NAMES, trace)
+    tell(
+        args,
+        pairing.summary_of_pair(args, pair, turns, tally, speed, mx.get_peak_memory()),
+        pairing.pair_table,
+        summary,
+    )
+    return status
+
+
+def write_out(
+    args: argparse.Namespace, responses: "Iterable[GearResponse]", mode: str, names: "Sequence[str]", trace: Path | None
+) -> "tuple[int, Tally, Speed]":
+    """The text and the trace, as they come.
+
+    Args:
+        names: of the gears, lowest first.
+
+    Returns:
+        exit status, what adds up over the tokens, and mlx-lm's figures.
+    """
+    import mlx.core as mx
+
+    from .results import Speed
+
     tally, speed, text, last = Tally.of(names), Speed(), "", None
     out = terminal.TintedText(names, args.color if args.verbose else "never")
     status = 0
     mx.reset_peak_memory()
     try:
         with TraceWriter(trace) as writer:
-            for response in stream_generate(
-                model,
-                tokenizer,
-                tokens,
-                max_tokens,
-                gearbox=gearbox,
-                initial_gear=options.initial_gear(args, ladder, prompt),
-                **vars(routing),
-                **keywords,
-            ):
-                writer.write(record(tally.tokens, response))
+            for response in responses:
+                writer.write(record(tally.tokens, response, mode=mode))
                 tally.add(response)
                 last = response
                 text += response.text
@@ -215,14 +279,16 @@ def run(args: argparse.Namespace) -> int:
         status = terminal.INTERRUPTED
     speed.add(last)
     print(text if not args.verbose else "", flush=True)
+    return status, tally, speed
 
-    result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory())
+
+def tell(args: argparse.Namespace, result: dict[str, Any], table: "Callable[[dict[str, Any]], Any]", file: Path | None):
+    """The summary: a table under the text, and JSON where it is asked for."""
     if args.verbose:
         terminal.messages.print()
-        terminal.messages.print(terminal.summary_table(result))
-    if summary:
-        write_text(summary, as_json(result))
-    return status
+        terminal.messages.print(table(result))
+    if file:
+        write_text(file, as_json(result))
 
 
 def main() -> None:

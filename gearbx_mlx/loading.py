@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -20,6 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from .errors import GearbxError
 
+SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
+    "The 3 brothers paid $1,234.50 each.",
+    "def f(x):\n    return x  # twice\n\n\n",
+    "naïve ÀÉ 漢字 🙂 don't",
+)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -51,6 +57,37 @@ def load(
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
         raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
+    """The small model of a pair, whose tokenizer has to be that of the large one.
+
+    Raises:
+        GearbxError: as `load`, or another tokenizer.
+    """
+    model, own = load(path_or_hf_repo, **kwargs)
+    check_same_tokenizer(own, tokenizer, str(path_or_hf_repo))
+    return model
+
+
+def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
+    """Raises GearbxError unless both make the same tokens of the same text.
+
+    Args:
+        small, large: tokenizers.
+        name: of the small model.
+    """
+    ours, theirs = small.get_vocab(), large.get_vocab()
+    remedy = "a pair needs models of one tokenizer; choose a smaller model of the same family"
+    if ours != theirs:
+        differing = len(ours.items() ^ theirs.items())
+        raise GearbxError(
+            f"{name}: its tokenizer is not the model's: {len(ours)} and {len(theirs)} tokens, "
+            f"of which {differing} differ; {remedy}"
+        )
+    for text in SAMPLES:
+        if small.encode(text) != large.encode(text):
+            raise GearbxError(f"{name}: its tokenizer cuts {text!r} in another way than the model's; {remedy}")
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:

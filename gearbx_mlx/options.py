@@ -20,7 +20,7 @@ from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
-from .kernels.dispatch import KERNELS
+from .kernels.dispatch import ACTIVATIONS, KERNELS
 from .loading import DEMO_MODEL, context_length, find, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
@@ -88,9 +88,16 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         choices=KERNELS,
         default="auto",
-        help="MLX's own, or native ones for the CPU, compiled when first used; auto: native where there are any, but "
-        "for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
+        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
+        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
         "Default: auto",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default="float",
+        help="What packed weights are multiplied by in native kernels of the CPU; int8: rounded to 8 bits, faster. "
+        "Default: float",
     )
     add_floor_flags(parser)
 
@@ -286,6 +293,7 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,
         kernels=args.kernels,
+        activations=args.activations,
     )
 
 

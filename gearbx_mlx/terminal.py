@@ -114,6 +114,15 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("would shift", f"{summary['shifts']} times")
     else:
         table.add_row("shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all")
+    if "drafted" in summary:
+        ties = summary["near_ties"]
+        table.add_row(
+            "drafted",
+            f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
+            f"{summary['checks']} checks" + (f", {ties} near-ties" if ties else ""),
+        )
+    if "recomputed" in summary:
+        table.add_row("recomputed", f"{summary['recomputed']} tokens, in a higher gear")
     table.add_row("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits")
     table.add_row(
         "effective bits",

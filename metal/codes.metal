@@ -1,15 +1,38 @@
 // Packed codes, 16 at a time: the unit of work of one lane.
 //
-// MLX packs codes of any width as a little-endian stream of bits. 16 codes of WIDTH bits are WIDTH words of 16 bits
-// exactly, whatever the width, so that lanes neither share a word nor need a tail.
+// Every format packs codes as a little-endian stream of bits, and begins a row at a whole word of 16 bits. 16 codes of
+// WIDTH bits are WIDTH such words exactly, whatever the width, so that lanes share no word.
 
 enum { CODES = 16, LANES = 32 };
 
-template <int WIDTH>
-inline void load_codes(const device uint* packed, size_t chunk, thread ushort* words) {
-    const device ushort* from = (const device ushort*)packed + chunk * WIDTH;
+// What lies in memory from some place on, with zeros beyond `left` elements.
+template <typename T, typename P>
+struct Cut {
+    P from;
+    int left;
+    T operator[](int i) const {
+        return i < left ? T(from[i]) : T(0);
+    }
+};
+
+// The rest of a row: it has `left` elements, of which 16 codes may want more if the kernel is for RAGGED rows.
+#if RAGGED
+template <typename T, typename P>
+inline Cut<T, P> rest_of_row(P from, int left) {
+    return Cut<T, P>{from, left};
+}
+#else
+template <typename T, typename P>
+inline P rest_of_row(P from, int left) {
+    return from;
+}
+#endif
+
+// `Words` is a pointer to ushort, or a Cut of one.
+template <int WIDTH, typename Words>
+inline void load_codes(Words packed, thread ushort* words) {
     for (int i = 0; i < WIDTH; i++) {
-        words[i] = from[i];
+        words[i] = packed[i] ^ SIGN_BITS;
     }
 }
 
@@ -26,7 +49,7 @@ inline float code_at(const thread ushort* words, int i) {
     return float((pair >> shift) & ((1u << WIDTH) - 1));
 }
 
-// The sum over 16 codes of code * x. `X` is a pointer into any address space.
+// The sum over 16 codes of code * x. `X` is a pointer into any address space, or a Cut of one.
 // Codes that do not lie across words are masked where they are, without a shift: each comes out 2^place times too
 // large, and the sum of those of one place is scaled down once. Powers of two: nothing is rounded by it.
 template <int WIDTH, typename X>

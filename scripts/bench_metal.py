@@ -1,77 +1,182 @@
-"""Check and time the Metal kernels. To be run on a Mac; prints a Markdown table.
+"""Check and time the Metal kernels. To be run on a Mac; prints a Markdown table to paste into docs/performance.md.
 
     python scripts/bench_metal.py
-    python scripts/bench_metal.py --shapes 4096x4096,14336x4096 --dtype bfloat16 --vectors 1,4
+    python scripts/bench_metal.py --check-only
+    python scripts/bench_metal.py --shapes 4096x4096,14336x4096 --dtype bfloat16 --vectors 1,4 --json metal.json
 
-Each kernel is compared with MLX's own quantized matmul on the same codes, then every variant is timed beside it. So
-many copies of a matrix are read in turn that none comes out of a cache. The memory limit is the bandwidth of a sum over
-a large array, measured between the trials. Exit status: 0, 1 if a result is wrong, 2 without Metal.
+First every kernel is compared with a float32 product of the weights that it stands for: every format, variant and type,
+whole rows and ragged ones. Then every variant is timed beside `mx.quantized_matmul` at the same bits, on that many
+copies of a matrix that none comes out of a cache; they do not depend on each other, and the GPU may overlap them. The
+memory limit is the bandwidth of a sum over a large array, measured between the trials. Exit status: 0; 1 if a result is
+wrong or a kernel does not compile; 2 without Metal.
 """
 
 import argparse
+import itertools
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
-from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup, planes_matvec
-from gearbx_mlx.kernels.reference import planes_matmul
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.formats import groupwise, rowwise
+from gearbx_mlx.formats.planes import Planes, split
+from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup
+from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from gearbx_mlx.telemetry.files import check_writable, write_text
+from gearbx_mlx.telemetry.summary import as_json
 
 # What may differ from the reference, relative to the largest result: some roundings of the type.
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
-STACKS = [(2,), (3,), (4,), (5,), (6,), (8,), (4, 4), (4, 1, 1, 2)]
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+AFFINE = (2, 3, 4, 5, 6, 8)
+STACKS = ((4, 4), (4, 1, 1, 2))
+CHECKED = ((37, 640), (13, 533))  # rows and columns; the second one is no multiple of a group
+HEAD = ("format", "bits", "rows x columns", "vectors", "kernel", "us", "GB/s", "of memory limit", "times MLX")
+
+Arrays = list[mx.array]
 
 
-@dataclass
-class Weights:
-    """One matrix as bit planes, as planes_matvec takes it."""
+@dataclass(frozen=True)
+class Kernel:
+    """A format at some bits: how a matrix (O, I) is packed, what it then stands for, and its product with x.
 
-    weights: list[mx.array]
-    scales: mx.array
-    biases: list[mx.array]
-    widths: tuple[int, ...]
-    group_size: int
+    pack: to arrays. dense: of arrays and I, to (O, I) float32. product: of x (V, I), arrays and a variant.
+    """
 
-    def arguments(self) -> tuple:
-        return self.weights, self.scales, self.biases, self.widths, self.group_size
-
-    @property
-    def bytes(self) -> int:
-        """What one pass has to read: a bias that planes share is counted for each."""
-        return sum(array.nbytes for array in [*self.weights, self.scales, *self.biases])
+    format: str
+    bits: str
+    pack: Callable[[mx.array], Arrays]
+    dense: Callable[[Arrays, int], mx.array]
+    product: Callable[[mx.array, Arrays, str], mx.array]
+    multiple: int = 1  # of which the columns have to be one
 
 
-def random_weights(widths: tuple[int, ...], rows: int, columns: int, group_size: int, dtype: mx.Dtype) -> Weights:
-    weight = (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
-    if len(widths) == 1:
-        words, scales, biases = mx.quantize(weight, group_size=group_size, bits=widths[0])
-        made = Weights([words], scales, [biases], widths, group_size)
-    else:
-        planes = split(weight, widths, group_size)
-        made = Weights(planes.weights, planes.scales, planes.biases, widths, group_size)
-    mx.eval(made.weights, made.scales, made.biases)
-    return made
+def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
+    count = len(widths)
+
+    def pack(weight: mx.array) -> Arrays:
+        made = split(weight, widths, group_size)
+        return [*made.weights, made.scales, *made.biases]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size).dequantize(sum(widths))
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).run()
+
+    return Kernel("planes", "+".join(map(str, widths)), pack, dense, product, group_size)
 
 
-def copies(made: Weights, total: int) -> list[Weights]:
-    """As many copies of a matrix as make up `total` bytes, at other addresses."""
+def affine_kernel(bits: int, group_size: int) -> Kernel:
+    """MLX's own weights: a stack of one plane."""
+    stack = planes_kernel((bits,), group_size)
 
-    def copy(array: mx.array) -> mx.array:
-        return array + mx.zeros((), array.dtype)
+    def pack(weight: mx.array) -> Arrays:
+        return list(mx.quantize(weight, group_size, bits))
 
-    count = max(1, -(-total // made.bytes))
-    fresh = [
-        Weights(
-            [copy(w) for w in made.weights], copy(made.scales), [copy(b) for b in made.biases], *made.arguments()[3:]
-        )
-        for _ in range(count)
+    return Kernel("affine", str(bits), pack, stack.dense, stack.product, group_size)
+
+
+def mlx_kernel(bits: int, group_size: int) -> Kernel:
+    """What the others are compared with."""
+    affine = affine_kernel(bits, group_size)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return mx.quantized_matmul(x, *a, group_size=group_size, bits=bits)
+
+    return Kernel("affine", str(bits), affine.pack, affine.dense, product, group_size)
+
+
+def rowwise_kernel(bits: int) -> Kernel:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = rowwise.quantize(weight, bits)
+        return [rowwise.pack(codes, bits), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return rowwise.dequantize(rowwise.unpack(a[0], bits, columns), a[1])
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return rowwise_launch(x, *a, bits, x.shape[-1], variant=variant).run()
+
+    return Kernel("rowwise", str(bits), pack, dense, product)
+
+
+def groupwise_kernel() -> Kernel:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = groupwise.quantize(weight)
+        return [rowwise.pack(codes, groupwise.BITS), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        codes = rowwise.unpack(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
+        return groupwise.dequantize(codes, a[1], columns)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return groupwise_launch(x, *a, x.shape[-1], variant=variant).run()
+
+    return Kernel("groupwise", str(groupwise.BITS), pack, dense, product)
+
+
+def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
+    """Every kernel, and MLX's own of the same bits."""
+    rowwise_bits = tuple(rowwise.Q_MAX)
+    return [
+        *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
+        *((planes_kernel(widths, group_size), mlx_kernel(sum(widths), group_size)) for widths in STACKS),
+        *((rowwise_kernel(bits), mlx_kernel(bits, group_size)) for bits in rowwise_bits),
+        (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
     ]
-    mx.eval([array for each in fresh for array in (*each.weights, each.scales, *each.biases)])
+
+
+def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
+    return (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
+
+
+def variants(columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    return [name for name in VARIANTS if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype)]
+
+
+def error(kernel: Kernel, arrays: Arrays, x: mx.array, variant: str) -> float:
+    """The largest difference from a float32 product, relative to the largest result."""
+    wanted = (
+        x.astype(mx.float32) @ kernel.dense([a.astype(mx.float32) if is_scale(a) else a for a in arrays], x.shape[-1]).T
+    )
+    difference = mx.abs(kernel.product(x, arrays, variant).astype(mx.float32) - wanted)
+    return (difference.max() / mx.abs(wanted).max()).item()
+
+
+def is_scale(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def check(kernels: list[Kernel], vectors: list[int]) -> Iterator[tuple[Kernel, str]]:
+    """For every kernel, shape, type, number of vectors and variant: what is wrong, or ""."""
+    for kernel, (rows, columns), dtype in itertools.product(kernels, CHECKED, DTYPES):
+        if columns % kernel.multiple:
+            continue
+        arrays = kernel.pack(random_matrix(rows, columns, dtype))
+        for count in vectors:
+            x = mx.random.normal((count, columns)).astype(dtype)
+            for variant in variants(columns, count, dtype):
+                name = f"{kernel.format} {kernel.bits}, {rows}x{columns}, {count} vectors, {dtype}, {variant}"
+                try:
+                    off = error(kernel, arrays, x, variant)
+                except RuntimeError as failure:  # Metal's compiler does not take the text
+                    yield kernel, f"{name}: {failure}"
+                    continue
+                yield kernel, "" if off <= TOLERANCE[dtype] else f"{name}: off by {off:.1e} of the largest result"
+
+
+def copies(arrays: Arrays, total: int) -> list[Arrays]:
+    """As many copies of a matrix as make up `total` bytes, at other addresses."""
+    count = max(1, -(-total // sum(array.nbytes for array in arrays)))
+    fresh = [[array + mx.zeros((), array.dtype) for array in arrays] for _ in range(count)]
+    mx.eval(fresh)
     return fresh
 
 
@@ -84,137 +189,141 @@ def seconds(work: Callable[[], list[mx.array]]) -> float:
     return time.perf_counter() - start
 
 
-def read_bandwidth(buffer: mx.array) -> float:
-    """Bytes per second of a sum over an array larger than any cache."""
-    return buffer.nbytes / seconds(lambda: [buffer.sum()])
-
-
-def relative_error(result: mx.array, reference: mx.array) -> float:
-    difference = mx.abs(result.astype(mx.float32) - reference)
-    return (difference.max() / mx.abs(reference).max()).item()
-
-
-@dataclass
-class Row:
-    """One line of the table: medians over the trials."""
-
-    widths: tuple[int, ...]
-    shape: tuple[int, int]
-    vectors: int
-    path: str
-    error: float
-    microseconds: float
-    gigabytes_per_second: float
-    share: float
-    against_mlx: float
-    right: bool
-
-    def cells(self) -> list[str]:
-        verdict = "" if self.right else " **wrong**"
-        return [
-            "+".join(map(str, self.widths)),
-            "{} x {}".format(*self.shape),
-            str(self.vectors),
-            self.path,
-            f"{self.error:.1e}{verdict}",
-            f"{self.microseconds:.1f}",
-            f"{self.gigabytes_per_second:.1f}",
-            f"{self.share:.2f}",
-            f"{self.against_mlx:.2f}",
-        ]
-
-
-HEAD = ["bits", "rows x columns", "vectors", "kernel", "error", "us", "GB/s", "of memory limit", "times MLX"]
-
-
-def measure(made: Weights, vectors: int, dtype: mx.Dtype, buffer: mx.array, total: int, trials: int) -> list[Row]:
-    """Every variant and MLX's own kernels on one matrix."""
-    rows, columns = made.scales.shape[0], made.scales.shape[1] * made.group_size
-    x = mx.random.normal((vectors, columns)).astype(dtype)
-    wide = [array.astype(mx.float32) for array in (made.scales, *made.biases)]
-    reference = planes_matmul(x.astype(mx.float32), made.weights, wide[0], wide[1:], made.widths, made.group_size)
-    paths: dict[str, Callable[[Weights], mx.array]] = {"MLX": lambda w: planes_matmul(x, *w.arguments())}
-    for name in VARIANTS:
-        if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype):
-            paths[name] = lambda w, name=name: planes_matvec(x, *w.arguments(), variant=name)  # type: ignore[misc]
-
-    errors = {name: relative_error(path(made), reference) for name, path in paths.items()}
-    fresh = copies(made, total)
+def measure(
+    kernel: Kernel, rival: Kernel, weight: mx.array, vectors: int, buffer: mx.array, total: int, trials: int
+) -> list[dict]:
+    """Every variant and MLX's own kernel on one matrix: medians over the trials."""
+    rows, columns = weight.shape
+    x = mx.random.normal((vectors, columns)).astype(weight.dtype)
+    paths = {"MLX": (rival, "")} | {v: (kernel, v) for v in variants(columns, vectors, weight.dtype)}
+    fresh = {id(each): copies(each.pack(weight), total) for each in (kernel, rival)}
     times: dict[str, list[float]] = {name: [] for name in paths}
     limits = []
     for trial in range(trials + 1):
-        for name, path in paths.items():
-            took = seconds(lambda path=path: [path(w) for w in fresh]) / len(fresh)  # type: ignore[misc]
+        for name, (path, variant) in paths.items():
+            made = fresh[id(path)]
+            took = seconds(lambda: [path.product(x, a, variant) for a in made]) / len(made)  # noqa: B023
             if trial:  # the first one compiles
                 times[name].append(took)
-        limits.append(read_bandwidth(buffer))
-
+        limits.append(buffer.nbytes / seconds(lambda: [buffer.sum()]))
     medians = {name: statistics.median(each) for name, each in times.items()}
     limit = statistics.median(limits[1:])
+    read = {name: sum(a.nbytes for a in fresh[id(path)][0]) for name, (path, _) in paths.items()}
     return [
-        Row(
-            made.widths,
-            (rows, columns),
-            vectors,
-            name,
-            errors[name],
-            took * 1e6,
-            made.bytes / took / 1e9,
-            made.bytes / took / limit,
-            medians["MLX"] / took,
-            errors[name] <= TOLERANCE[dtype],
-        )
+        {
+            "format": kernel.format,
+            "bits": kernel.bits,
+            "path": name,
+            "rows": rows,
+            "cols": columns,
+            "vectors": vectors,
+            "seconds": took,
+            "gigabytes_per_second": read[name] / took / 1e9,
+            "bandwidth_ratio": read[name] / took / limit,
+            "times_mlx": medians["MLX"] / took,
+            "read_bandwidth_gigabytes_per_second": limit / 1e9,
+            "trials": trials,
+        }
         for name, took in medians.items()
     ]
+
+
+def cells(row: dict) -> list[str]:
+    return [
+        row["format"],
+        row["bits"],
+        f"{row['rows']} x {row['cols']}",
+        str(row["vectors"]),
+        row["path"],
+        f"{row['seconds'] * 1e6:.1f}",
+        f"{row['gigabytes_per_second']:.1f}",
+        f"{row['bandwidth_ratio']:.2f}",
+        f"{row['times_mlx']:.2f}",
+    ]
+
+
+def machine() -> str:
+    """The GPU's own name, and the system."""
+    return f"{mx.device_info()['device_name']}, {platform.platform()}"
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
     """'4096x4096,...' to pairs of rows and columns."""
     pairs = [tuple(map(int, each.split("x"))) for each in text.split(",")]
-    if not all(len(pair) == 2 and pair[0] > 0 and pair[1] > 0 and pair[1] % 32 == 0 for pair in pairs):
-        raise argparse.ArgumentTypeError("shapes are ROWSxCOLUMNS, columns a multiple of the group size")
-    return [(pair[0], pair[1]) for pair in pairs]
+    if not all(len(pair) == 2 and min(pair) > 0 and pair[1] % 128 == 0 for pair in pairs):
+        raise argparse.ArgumentTypeError("shapes are ROWSxCOLUMNS, columns a multiple of 128")
+    return [(rows, columns) for rows, columns in pairs]
 
 
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def vector_counts(text: str) -> list[int]:
+    counts = [int(each) for each in text.split(",")]
+    if not all(1 <= count <= 8 for count in counts):
+        raise argparse.ArgumentTypeError("vectors are 1 to 8")
+    return counts
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Check and time the Metal kernels, as a Markdown table.")
-    parser.add_argument("--shapes", type=shapes, default="4096x4096,14336x4096,4096x14336", help="rows x columns")
-    parser.add_argument("--vectors", type=numbers, default="1,2,4,8", help="how many vectors in one call")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
-    parser.add_argument("--group-size", type=int, choices=[32, 64, 128], default=64)
-    parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--check-only", action="store_true", help="Compare every kernel, and time nothing.")
     parser.add_argument(
-        "--megabytes", type=int, default=512, help="weights read in one trial; more than the caches hold"
+        "--shapes", type=shapes, default="4096x4096,14336x4096,4096x14336", help="Rows x columns, timed."
     )
+    parser.add_argument("--vectors", type=vector_counts, default="1,2,4,8", help="How many vectors in one call.")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16", help="Timed.")
+    parser.add_argument("--group-size", type=int, choices=[32, 64, 128], default=64, help="Of affine and planes.")
+    parser.add_argument("--trials", type=positive, default=7)
+    parser.add_argument(
+        "--megabytes", type=positive, default=512, help="Weights read in one trial; more than the caches hold."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all rows as JSON.")
     return parser
 
 
 def main() -> int:
     args = setup_arg_parser().parse_args()
-    can = available()
-    if not can:
-        print(f"bench_metal: {can.reason}", file=sys.stderr)
+    try:
+        can = available()
+        if not can:
+            raise GearbxError(can.reason)
+        if args.json:
+            check_writable(args.json)
+    except GearbxError as error:
+        print(f"bench_metal: {error}", file=sys.stderr)
         return 2
     mx.random.seed(0)
-    dtype, total = getattr(mx, args.dtype), args.megabytes * 2**20
+    kernels = all_kernels(args.group_size)
+    results = list(check([kernel for kernel, _ in kernels], args.vectors))
+    for _, said in results:
+        if said:
+            print(f"wrong: {said}", file=sys.stderr)
+    wrong = [kernel for kernel, said in results if said]
+    print(f"{machine()}, {time.strftime('%Y-%m-%d')}, mlx {mx.__version__}: ", end="")
+    print(f"{len(results)} products checked, {len(wrong)} wrong", flush=True)
+    status = 1 if wrong else 0
+    if args.check_only:
+        return status
+
+    kernels = [(kernel, rival) for kernel, rival in kernels if kernel not in wrong]
+    total = args.megabytes * 2**20
     buffer = mx.zeros((total // 4,), dtype=mx.float32)
     mx.eval(buffer)
-    print(f"{platform.platform()}, {time.strftime('%Y-%m-%d')}, mlx {mx.__version__}, {args.dtype}", end=", ")
-    print(f"group {args.group_size}, {args.trials} trials, medians\n")
+    print(f"\n{args.dtype}, group {args.group_size}, {args.trials} trials, medians\n")
     print(f"| {' | '.join(HEAD)} |\n|{' --- |' * len(HEAD)}")
-    right = True
-    for rows, columns in args.shapes:
-        for widths in STACKS:
-            made = random_weights(widths, rows, columns, args.group_size, dtype)
-            for vectors in args.vectors:
-                for row in measure(made, vectors, dtype, buffer, total, args.trials):
-                    right &= row.right
-                    print(f"| {' | '.join(row.cells())} |", flush=True)
-    return 0 if right else 1
+    rows = []
+    for (high, wide), (kernel, rival), count in itertools.product(args.shapes, kernels, args.vectors):
+        weight = random_matrix(high, wide, getattr(mx, args.dtype))
+        for row in measure(kernel, rival, weight, count, buffer, total, args.trials):
+            rows.append(row | {"machine": machine(), "dtype": args.dtype})
+            print(f"| {' | '.join(cells(row))} |", flush=True)
+    if args.json:
+        write_text(args.json, as_json({"rows": rows}))
+    return status
 
 
 if __name__ == "__main__":

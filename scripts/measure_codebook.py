@@ -85,8 +85,9 @@ def measure_error(rows: int) -> None:
                 seconds = time.perf_counter() - start
                 made = module.decode(arrays, bits, WIDTH)
                 error, effective = squared_error(made, weight), 8 * nbytes(arrays) / weight.size
+                share = Outliers.of(arrays).count() / weight.size
                 print(
-                    f"{name:13} {format:17} {bits}     {effective:.3f}      {Outliers.of(arrays).count() / weight.size:.4f}"
+                    f"{name:13} {format:17} {bits}     {effective:.3f}      {share:.4f}"
                     f"    {median_cosine(made, weight):.4f}   {error:.5f}  {below(error, curve, effective)}        "
                     f"{below(error**0.5, roots, effective)}      {seconds:.1f}"
                 )

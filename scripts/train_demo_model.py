@@ -122,15 +122,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Te
     return torch.tensor([i for document in ids for i in document])
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """5.5 M parameters; every linear's input width is a multiple of 64."""
+def make_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> LlamaForCausalLM:
+    """5.5 M parameters at width 256 and 6 layers; every linear's input width is a multiple of 64."""
     end = tokenizer.eos_token_id
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=6,
+            hidden_size=width,
+            intermediate_size=64 * round(2.75 * width / 64),
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=CONTEXT,
@@ -304,6 +304,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--batch", type=int, default=8, help=f"Windows of {CONTEXT} tokens a step (twice as many half ones)."
     )
     parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=256, help="A multiple of 64.")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup", type=int, default=100)
@@ -326,7 +328,7 @@ def main() -> None:
     valid = {corpus.name: encode(tokenizer, corpus.valid) for corpus in corpora}
     print(f"{len(stream):,} training tokens, {sum(map(len, valid.values())):,} validation tokens")
 
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, args.width, args.layers)
     best = train(model, stream, valid, args)
     model.load_state_dict(best["model"])
     model.to(torch.bfloat16)

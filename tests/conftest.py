@@ -1,5 +1,6 @@
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,26 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
+from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from gearbx_mlx.formats.packing import unpack
+from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
+
+# How long an example takes says nothing on a machine that others use.
+settings.register_profile("gearbx", deadline=None)
+settings.load_profile("gearbx")
 
 VOCABULARY = 128
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
+ON_A_CPU = pytest.mark.skipif(
+    mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
+)
 
 COMMON = {
     "hidden_size": 64,
@@ -79,14 +92,70 @@ def same_weights(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
+def float64(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
+    """What a stack stands for in float64, and the sizes of its terms."""
+    total, sizes = 0.0, 0.0
+    for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
+        codes = np.array(unpack(words, width)).astype(np.float64)
+        s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
+        total = total + (s * codes + z) * 2.0**-shift
+        sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
+    return total, sizes
+
+
+def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: np.ndarray) -> None:
+    """y = x @ weights.T within the rounding of float32 sums, eight side by side; sizes bound what is added up."""
+    exact = float64(x) @ weights.T
+    bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
+    assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+@pytest.fixture
+def afresh(monkeypatch):
+    """The kernels are looked for anew in the test, and again after it."""
+    cpu._outcome.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._outcome.cache_clear()
+
+
+@pytest.fixture(params=["graph", "eager"])
+def native(request, afresh):
+    """The compiled kernels, as operations of MLX's graph and called eagerly.
+
+    Where there is no compiler the tests that need one fail, with the reason. Where nanobind is not the one that MLX was
+    built with they run eagerly alone.
+    """
+    build = {"graph": cpu.GRAPH, "eager": cpu.CORE}[request.param]
+    afresh.setattr(cpu, "BUILDS", (build,))
+    reason = cpu.why_not()
+    if reason and "nanobind" in reason:
+        pytest.skip(reason)
+    assert reason is None, reason
+    return cpu.native()
+
+
+def save_model(model, path: Path) -> None:
+    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
+    path.mkdir()
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (path / "config.json").write_text(json.dumps(vars(model.args)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, path)
+
+
 @pytest.fixture
 def tiny() -> nn.Module:
     return tiny_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo():
-    """The model that ships and its tokenizer. Tests leave it in the top gear."""
+    """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
     model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import programs
 import pytest
-import sanitizers
 from conftest import PROMPT, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +98,11 @@ def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
     assert mx.allclose(module(x), x @ module.dense_weight(mx.float32).T + dense.bias, atol=1e-6).item()
 
 
-@pytest.mark.parametrize(("sanitizer", "path"), sanitizers.WAYS)
-def test_the_core_under_sanitizers(tmp_path, sanitizer, path):
-    sanitizers.run(tmp_path, CHECK, ("codebook.cpp", "pool.cpp"), sanitizer, path)
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_the_core_under_sanitizers(tmp_path, flags):
+    programs.run_sanitized(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
+    programs.run_on_arm(CHECK, tmp_path, flags)

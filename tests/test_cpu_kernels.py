@@ -1,6 +1,7 @@
 """Native CPU kernels: against float64, bit by bit over batches, and what happens where they cannot be had."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -9,18 +10,16 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import programs
 import pytest
-import sanitizers
-from conftest import tiny_model, weights_of
+from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.formats.native import NativeDense
-from gearbx_mlx.formats.packing import unpack
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import cpu, dispatch
-from gearbx_mlx.kernels.reference import plane_shifts
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
@@ -28,47 +27,7 @@ ROOT = Path(__file__).parents[1]
 CHECK = Path(__file__).parent / "native" / "check_core.c"
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
-pytestmark = pytest.mark.skipif(
-    mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
-)
-
-
-@pytest.fixture(scope="module")
-def native():
-    """The compiled kernels. Where there is no compiler the tests that need one fail, with the reason."""
-    assert cpu.why_not() is None, cpu.why_not()
-    return cpu.native()
-
-
-@pytest.fixture
-def afresh(monkeypatch):
-    """The kernels are looked for anew in the test, and again after it."""
-    cpu._outcome.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    cpu._outcome.cache_clear()
-
-
-def float64(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def assert_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: np.ndarray) -> None:
-    """Within the rounding of float32 sums, eight of which run side by side; sizes bound what is added up."""
-    exact = float64(x) @ weights.T
-    bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
-    assert np.all(np.abs(float64(y) - exact) <= bound)
-
-
-def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
-    """What a stack stands for in float64, and the sizes of its terms."""
-    total, sizes = 0.0, 0.0
-    for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
-        codes = np.array(unpack(words, width)).astype(np.float64)
-        s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
-        total = total + (s * codes + z) * 2.0**-shift
-        sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
-    return total, sizes
+pytestmark = ON_A_CPU
 
 
 class TestNumbers:
@@ -82,7 +41,7 @@ class TestNumbers:
             exact = stack_weights([weight], scales, [biases], [bits], group_size)
             for vectors in (1, 2, 16):
                 x = mx.random.normal((vectors, 384))
-                assert_close(native.stack_matvec(x, [weight], scales, [biases], [bits], group_size), x, *exact)
+                assert_products_close(native.stack_matvec(x, [weight], scales, [biases], [bits], group_size), x, *exact)
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -95,7 +54,7 @@ class TestNumbers:
             for count in range(1, len(widths) + 1):
                 stack = planes.weights[:count], planes.scales, planes.biases[:count], widths[:count], group_size
                 x = mx.random.normal((3, 256))
-                assert_close(dispatch.stack_product(x, *stack), x, *stack_weights(*stack))
+                assert_products_close(dispatch.stack_product(x, *stack), x, *stack_weights(*stack))
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("columns", [1, 7, 8, 33, 100, 384])
@@ -103,9 +62,9 @@ class TestNumbers:
         for rows in ROWS:
             weight = mx.random.normal((rows, columns)).astype(dtype)
             x = mx.random.normal((5, columns))
-            assert_close(native.dense_matvec(x, weight), x, float64(weight), np.abs(float64(weight)))
+            assert_products_close(native.dense_matvec(x, weight), x, float64(weight), np.abs(float64(weight)))
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(
         bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
         rows=st.integers(1, 70),
@@ -117,8 +76,8 @@ class TestNumbers:
         key = mx.random.key(seed)
         weight, scales, biases = mx.quantize(mx.random.normal((rows, groups * 32), key=key), 32, bits)
         x = mx.random.normal((vectors, groups * 32), key=key)
-        y = cpu.native().stack_matvec(x, [weight], scales, [biases], [bits], 32)
-        assert_close(y, x, *stack_weights([weight], scales, [biases], [bits], 32))
+        y = dispatch.stack_product(x, [weight], scales, [biases], [bits], 32)
+        assert_products_close(y, x, *stack_weights([weight], scales, [biases], [bits], 32))
 
     def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
         x = mx.random.normal((16, 512))
@@ -170,7 +129,7 @@ class TestNumbers:
         words, scales, biases = mx.quantize(mx.random.normal((8, 64)), 32, 4)
         one = mx.ones((1, 64))
         for x, w, s, z, widths, group in [
-            (mx.ones((17, 64)), [words], scales, [biases], [4], 32),
+            (mx.ones((0, 64)), [words], scales, [biases], [4], 32),
             (mx.ones((1, 32)), [words], scales, [biases], [4], 32),
             (one, [words], scales, [biases], [8], 32),
             (one, [words], scales, [biases], [7], 32),
@@ -185,7 +144,8 @@ class TestNumbers:
         with pytest.raises(ValueError, match="differ in width"):
             native.dense_matvec(one, mx.ones((8, 63)))
 
-    def test_nothing_is_computed_before_it_is_asked_for(self, native):
+    def test_products_are_operations_of_the_graph(self, native):
+        """Nothing is computed before it is asked for; eager kernels wait, and compute the same."""
         x = mx.ones((1, 64)) * 2  # unevaluated, as is all that follows
         y = native.dense_matvec(native.dense_matvec(x, mx.ones((64, 64))), mx.ones((3, 64)))
         assert y.shape == (1, 3)
@@ -205,7 +165,7 @@ class TestModel:
             expected, found = stock.model(PROMPT), fast.model(PROMPT)
             assert found.dtype == expected.dtype
             assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
-            long = mx.arange(40)[None]  # more vectors than a native kernel takes
+            long = mx.arange(40)[None]  # more vectors than weights are read once for
             assert mx.allclose(fast.model(long), stock.model(long), rtol=1e-4, atol=1e-5).item()
 
     def test_the_top_gear_keeps_its_two_bytes(self):
@@ -240,16 +200,6 @@ class TestModel:
             mx.eval(after)
         assert mx.array_equal(after, before).item()
         assert {path: a.dtype for path, a in weights_of(gearbox.model).items()} == types
-
-    def test_describe_says_which_path_and_why(self):
-        assert (
-            "q_proj: 4, 8, 16; native (up to 16 vectors, MLX beyond)"
-            in Gearbox(tiny_model(), kernels="auto").describe()
-        )
-        assert "q_proj: 4, 8, 16; mlx (as asked)" in Gearbox(tiny_model(), kernels="mlx").describe()
-        mixture = Gearbox(tiny_model("mixtral"), kernels="native").describe()
-        assert "w" in mixture
-        assert "mlx (no native kernel for SwitchLinear)" in mixture
 
     def test_biases(self):
         stock, fast = (Gearbox(tiny_model("gpt_neox"), kernels=k) for k in ("mlx", "native"))
@@ -293,24 +243,21 @@ class TestWithoutACompiler:
         assert cpu.why_not() == "failing could not compile the CPU kernels: error: out of luck"
         assert list((tmp_path / "gearbx-mlx").iterdir()) == []
 
-    def test_no_nanobind(self, afresh):
-        afresh.setitem(sys.modules, "nanobind", None)
-        assert cpu.why_not() == "nanobind is not installed; pip install 'gearbx-mlx[native]'"
-
 
 class TestCache:
     @pytest.fixture
     def copying(self, native, afresh):
         """A compiler that hands out what was compiled before: what these tests are about is where it goes."""
         made = Path(native.__file__)
-        commands = []
+        outputs = []
 
-        def copy(command: list[str]) -> None:
-            commands.append(command)
-            shutil.copy(made, command[-1])
+        def copy(recipe: cpu.Recipe, output: Path) -> None:
+            outputs.append(output)
+            shutil.copy(made, output)
 
         afresh.setattr(cpu, "_compile", copy)
-        return commands
+        cpu._outcome.cache_clear()
+        return outputs
 
     def test_compiled_once(self, afresh, copying, tmp_path):
         afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -347,18 +294,18 @@ class TestCache:
         assert cpu.why_not() is None
         assert not Path(cpu.native().__file__).is_relative_to(tmp_path)
 
-    def test_the_name_changes_with_all_that_the_result_depends_on(self, afresh, tmp_path):
-        command, inputs = cpu.build_command(["c++"])
+    def test_the_name_changes_with_all_that_the_result_depends_on(self, afresh):
+        recipe = cpu.core_recipe(["c++"])
         afresh.setattr(cpu, "version", lambda name: "1")
-        keys = {cpu._key(command, inputs), cpu._key([*command, "-g"], inputs), cpu._key(command, inputs[1:])}
+        keys = {cpu._key(recipe), cpu._key(cpu.core_recipe(["c++", "-g"])), cpu._key(cpu.core_recipe(["clang++"]))}
         afresh.setattr(cpu, "processor_features", lambda: "another")
-        keys.add(cpu._key(command, inputs))
+        keys.add(cpu._key(recipe))
         afresh.setattr(cpu, "version", lambda name: "2")
-        keys.add(cpu._key(command, inputs))
+        keys.add(cpu._key(recipe))
         assert len(keys) == 5
 
-    def test_two_processes_at_once(self, native, tmp_path):
-        code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
+    def test_two_processes_at_once(self, tmp_path):
+        code = "from gearbx_mlx.kernels import cpu; cpu.BUILDS = (cpu.CORE,); print(cpu.why_not())"
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
         both = [
             subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
@@ -368,6 +315,22 @@ class TestCache:
         assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
 
 
-@pytest.mark.parametrize(("sanitizer", "path"), sanitizers.WAYS)
-def test_the_core_under_sanitizers(tmp_path, sanitizer, path):
-    sanitizers.run(tmp_path, CHECK, ("stack.cpp", "dense.cpp", "pool.cpp"), sanitizer, path)
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_the_core_under_sanitizers(tmp_path, flags):
+    programs.run_sanitized(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
+    programs.run_on_arm(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", [["-mavx512f", "-mavx512vl", "-mavx512vnni"], ["-mavxvnni"]], ids=str)
+def test_integer_products_compile_for_newer_processors(tmp_path, flags):
+    """Those of this machine may be older: what is compiled here is not run."""
+    if platform.machine() != "x86_64":
+        pytest.skip("x86 alone")
+    command = [*cpu.find_compiler(), "-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", *flags, "-S", "-o", "-"]
+    done = subprocess.run([*command, str(cpu.SOURCES / "integer.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "vpdpbusd" in done.stdout

@@ -80,7 +80,7 @@ class TestHeldInOneGear:
         theirs = tokens_and_logprobs(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
         other, _ = gearbx_mlx.load()
         other.set_dtype(mx.float32)
-        gearbox = Gearbox(other, "4,16", format="affine")
+        gearbox = Gearbox(other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear))
         ours = tokens_and_logprobs(
             stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, gate=Script([0] * 20), initial_gear="low")
         )

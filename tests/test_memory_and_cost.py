@@ -63,7 +63,8 @@ class TestResidency:
         # Held in float32 here: 4 bits and two numbers per group, or both planes and three numbers.
         packed = dense * (5 if residency == "host" else 9.5) / 32
         gained = gearbox.active_memory["low"] - before
-        assert gained == pytest.approx(packed if residency == "resident" else packed - dense, abs=0.02 * dense)
+        leaves = dense - fresh_demo.model.model.embed_tokens.weight.nbytes  # whose rows go in as they are
+        assert gained == pytest.approx(packed if residency == "resident" else packed - leaves, abs=0.02 * dense)
         gearbox.shift("high")
         gained = mx.get_active_memory() - before
         assert gained == pytest.approx(0 if residency == "host" else packed, abs=0.02 * dense)

@@ -1,6 +1,5 @@
 """What can be said about the Metal kernels without clang: selection, bad input, packaging, the benchmark's script."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,10 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import available, choose_variant, planes_matvec, prepare
+from gearbx_mlx.kernels.metal import available, choose_variant
+from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from gearbx_mlx.kernels.reference import planes_matmul
 
 ROOT = Path(__file__).parents[1]
@@ -33,17 +34,28 @@ def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
     }
 
 
+def rowwise_arguments(rows=8, width=21, bits=6):
+    codes, scales = rowwise.quantize(mx.random.normal((rows, width)), bits)
+    weight = rowwise.pack(codes, bits)
+    return {"x": mx.random.normal((1, width)), "weight": weight, "scales": scales, "bits": bits, "width": width}
+
+
+def groupwise_arguments(rows=8, width=70):
+    codes, scales = groupwise.quantize(mx.random.normal((rows, width)))
+    return {"x": mx.random.normal((1, width)), "weight": rowwise.pack(codes, 4), "scales": scales, "width": width}
+
+
 @without_metal
 def test_without_metal_one_line_says_why():
     assert not available()
     assert "Metal" in available().reason
     assert "\n" not in available().reason
     with pytest.raises(GearbxError, match="Metal"):
-        planes_matvec(**arguments())
+        planes_launch(**arguments()).run()
 
 
 def test_nothing_is_built_at_import():
-    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal"
+    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal_formats"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
@@ -52,8 +64,22 @@ def test_nothing_is_built_at_import():
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_on_metal_itself(bits, variant):
     given = arguments(bits=bits, rows=37, columns=576, dtype=mx.float32, vectors=3)
-    y = planes_matvec(**given, variant=variant)
+    y = planes_launch(**given, variant=variant).run()
     assert mx.allclose(y, planes_matmul(**given), atol=1e-3)
+
+
+@needs_metal
+@pytest.mark.parametrize("variant", metal.VARIANTS)
+@pytest.mark.parametrize("width", [533, 576])
+def test_other_formats_on_metal_itself(width, variant):
+    for bits in rowwise.Q_MAX:
+        given = rowwise_arguments(37, width, bits)
+        weight = rowwise.dequantize(rowwise.unpack(given["weight"], bits, width), given["scales"])
+        assert mx.allclose(rowwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
+    given = groupwise_arguments(37, width)
+    codes = rowwise.unpack(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
+    weight = groupwise.dequantize(codes, given["scales"], width)
+    assert mx.allclose(groupwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
 
 
 def test_selection():
@@ -86,26 +112,78 @@ def test_selection():
 )
 def test_arguments_that_do_not_fit_are_refused(changed, said):
     with pytest.raises(GearbxError, match=said):
-        prepare(**arguments() | changed)
+        planes_launch(**arguments() | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": mx.zeros((1, 20))}, "do not fit weights of 21 columns"),
+        ({"x": mx.zeros((9, 21))}, "not 1 to 8 vectors"),
+        ({"bits": 5}, "5 bits are none of 8, 6, 4, 2"),
+        ({"bits": 8}, "not rows of 21 8-bit codes"),
+        ({"width": 0}, "not rows of 0"),
+        ({"width": 22}, "do not fit weights of 22 columns"),
+        ({"width": 200}, "not rows of 200"),
+        ({"weight": mx.zeros((8, 24), mx.uint8)}, "not rows of 21"),
+        ({"weight": mx.zeros((8, 512), mx.uint8)}, "not rows of 21"),
+        ({"weight": mx.zeros((1, 8, 32), mx.uint8)}, "not rows of 21"),
+        ({"scales": mx.zeros((7,))}, "do not fit 8 rows"),
+        ({"bias": mx.zeros((7,))}, "output bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_rowwise_arguments_that_do_not_fit_are_refused(changed, said):
+    with pytest.raises(GearbxError, match=said):
+        rowwise_launch(**rowwise_arguments() | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": mx.zeros((1, 71))}, "do not fit weights of 70 columns"),
+        ({"width": 100}, "not rows of 100"),
+        ({"width": 64}, "do not fit 8 rows of 2 groups"),
+        ({"weight": mx.zeros((8, 48), mx.int8)}, "not rows of 70"),
+        ({"scales": mx.zeros((8, 2))}, "do not fit 8 rows of 3 groups"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_groupwise_arguments_that_do_not_fit_are_refused(changed, said):
+    with pytest.raises(GearbxError, match=said):
+        groupwise_launch(**groupwise_arguments() | changed)
+
+
+def test_no_rows_are_no_launch(monkeypatch):
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    given = rowwise_arguments() | {"weight": mx.zeros((0, 16), mx.uint8), "scales": mx.zeros((0,))}
+    assert rowwise_launch(**given).run().shape == (1, 0)
 
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
     launches = [
-        prepare(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
+        planes_launch(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
         for bits in (2, 4, 8)
         for vectors in (1, 2, 3)
         for columns in (128, 256)
         for variant in metal.VARIANTS
     ]
+    launches += [
+        rowwise_launch(**rowwise_arguments(bits=bits, width=width), variant=variant)
+        for bits in rowwise.Q_MAX
+        for width in (21, 32)
+        for variant in metal.VARIANTS
+    ]
+    launches += [groupwise_launch(**groupwise_arguments(width=width)) for width in (70, 80)]
     texts = {launch.spec.name: launch.spec.header for launch in launches}
-    assert len(texts) == len(set(texts.values())) == 27
+    assert len(texts) == len(set(texts.values())) == 27 + 24 + 2
 
 
 def test_shape_of_the_result_is_that_of_the_activations():
     given = arguments()
     given["x"] = mx.zeros((2, 1, 128), mx.float16)
-    assert prepare(**given).shape == (2, 1, 8)
+    assert planes_launch(**given).shape == (2, 1, 8)
 
 
 def test_wheel_contains_the_kernels(tmp_path):
@@ -124,39 +202,5 @@ def test_wheel_contains_the_kernels(tmp_path):
     assert kernels | code <= packed
 
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "installed")
-    program = "from gearbx_mlx.kernels.metal import source_text as t; print(len(t('planes')) and len(t('codes')))"
+    program = "from gearbx_mlx.kernels.metal import source_text as t; print(len(t('matvec')) and len(t('codes')))"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path / "installed")
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bench_metal", ROOT / "scripts" / "bench_metal.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_metal", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["bench_metal.py"])
-    return module
-
-
-@without_metal
-def test_benchmark_without_metal_is_one_line_and_status_2(bench, capsys):
-    assert bench.main() == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert "Metal" in captured.err
-
-
-@pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.1, 1)])
-def test_benchmark_prints_a_table_and_sees_wrong_results(bench, capsys, monkeypatch, factor, status):
-    """With MLX's own kernels in the place of Metal's."""
-    flags = ["--shapes", "64x128", "--vectors", "1,2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
-    monkeypatch.setattr(sys, "argv", ["bench_metal.py", *flags])
-    monkeypatch.setattr(bench, "available", lambda: metal.Availability(True))
-    monkeypatch.setattr(bench, "planes_matvec", lambda x, *planes, variant: planes_matmul(x, *planes) * factor)
-    monkeypatch.setattr(bench, "copies", lambda made, total: [made])
-    assert bench.main() == status
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(bench.STACKS) * 2 * 4
-    assert len({line.count("|") for line in table}) == 1
-    assert ("**wrong**" in "".join(table)) == bool(status)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import generate_step
 
 from ..errors import GearbxError
@@ -98,7 +99,7 @@ class GarbageCheck:
         """Mean KL(original, model) over all tokens of the texts, nats."""
         total = 0.0
         for text, original in zip(self.texts, self._logprobs):
-            total += float((mx.exp(original) * (original - log_probabilities(model, text))).sum().item())
+            total += float(np.array((mx.exp(original) * (original - log_probabilities(model, text))).sum()))
         return total / sum(map(len, self.texts))
 
     def _written(self, model: nn.Module, text: list[int]) -> list[int]:

@@ -4,15 +4,12 @@ mlx-lm runs one token ahead: when token t is handed out, the pass that computes 
 then first acts on t + 2.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
-from mlx_lm.sample_utils import make_sampler
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -20,50 +17,18 @@ from ..gears.observer import Observer
 from ..routing.entropy import entropy_bits
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor
+from .drop_in import Step
 from .response import GearResponse
-
-Sampler = Callable[[mx.array], mx.array]
-
-
-class Tachometer:
-    """A sampler that also reads the rev counter: it notes entropy and gear of each pass, then samples as told.
-
-    The entropy is put on the stream here, before the next pass is. Computed from the response, it would stand behind
-    that pass, and reading it would wait for a whole token (GEARBX 3.6).
-    """
-
-    def __init__(self, sampler: Sampler, gearbox: Gearbox | Observer):
-        self.sampler = sampler
-        self.gearbox = gearbox
-        self.readings: deque[tuple[mx.array, Gear]] = deque()
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        entropy = entropy_bits(logprobs)
-        mx.async_eval(entropy)
-        self.readings.append((entropy, self.gearbox.gear))
-        return self.sampler(logprobs)
-
-
-def measured(
-    model: nn.Module, tokenizer: Any, prompt: Any, gearbox: Gearbox | Observer, **kwargs: Any
-) -> Iterator[tuple[GenerationResponse, float, Gear]]:
-    """mlx-lm's responses, each with its entropy (bits) and the gear that computed it."""
-    if kwargs.get("draft_model") is not None:
-        yield from measured_speculative(model, tokenizer, prompt, gearbox, **kwargs)
-        return
-    tachometer = Tachometer(kwargs.pop("sampler", None) or make_sampler(), gearbox)
-    for response in mlx_stream_generate(model, tokenizer, prompt, sampler=tachometer, **kwargs):
-        entropy, gear = tachometer.readings.popleft()
-        yield response, float(entropy), gear
+from .tachometer import Reading, entropy_function, measured, single_pass, told
 
 
 def measured_speculative(
     model: nn.Module, tokenizer: Any, prompt: Any, gearbox: Gearbox | Observer, **kwargs: Any
-) -> Iterator[tuple[GenerationResponse, float, Gear]]:
-    """The same with a draft model: one pass checks a whole draft, and its last token is not from the draft."""
+) -> Iterator[tuple[GenerationResponse, Reading]]:
+    """As `measured`, with a draft model: one pass checks a whole draft, and its last token is not from the draft."""
     gear = gearbox.gear
     for response in mlx_stream_generate(model, tokenizer, prompt, **kwargs):
-        yield response, float(entropy_bits(response.logprobs)), gear
+        yield response, Reading(entropy_bits(response.logprobs), single_pass(gearbox, gear))
         if not response.from_draft:
             gear = gearbox.gear
 
@@ -85,16 +50,19 @@ def route(
         kwargs: of mlx-lm's stream_generate.
     """
     ladder = gearbox.ladder
+
+    def step() -> Step:
+        return single_pass(gearbox, gearbox.gear)
+
+    if kwargs.get("draft_model") is not None:
+        responses = measured_speculative(model, tokenizer, prompt, gearbox, **kwargs)
+    else:
+        responses = measured(model, tokenizer, prompt, step, entropy_function(gearbox), **kwargs)
     before: Gear | None = None
-    for response, entropy, gear in measured(model, tokenizer, prompt, gearbox, **kwargs):
-        reading = monitor.update(entropy)
-        gearbox.shift(ladder[gate.update(reading)])
-        gearbox.prepare(ladder[gate.peek(reading.forecast)])
-        yield GearResponse(
-            **vars(response),
-            entropy=entropy,
-            mean_entropy=reading.mean,
-            gear=gear.name,
-            shifted=before is not None and gear != before,
-        )
-        before = gear
+    for response, reading in responses:
+        entropy = float(reading.entropy)
+        seen = monitor.update(entropy)
+        gearbox.shift(ladder[gate.update(seen)])
+        gearbox.prepare(ladder[gate.peek(seen.forecast)])
+        yield told(response, reading.step, entropy, seen.mean, before)
+        before = reading.step.gear

@@ -14,7 +14,7 @@ class Affine:
 
     name = "affine"
     layer_bits: tuple[int, ...] = ()
-    native = True
+    native = native_experts = True
 
     def check(self, bits: int) -> None:
         pass  # a ladder has no bits that MLX has not

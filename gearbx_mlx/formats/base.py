@@ -15,6 +15,7 @@ class Format(Protocol):
 
     name: str
     native: bool  # whether its gears have native kernels
+    native_experts: bool  # and those of mixtures of experts
 
     @property
     def layer_bits(self) -> Sequence[int]:

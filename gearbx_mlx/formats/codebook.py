@@ -148,7 +148,7 @@ class Codebook:
 
     name = "codebook"
     layer_bits = tuple(LAYOUT)
-    native = True
+    native, native_experts = True, False
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds

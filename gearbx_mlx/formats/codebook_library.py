@@ -1,8 +1,8 @@
 """A shared library of codebooks, XFP's V2a: a group of 128 weights names one of 32, a scale and a mid-point (XFP 3.4).
 
 The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and
-deviation 1, by Lloyd's iteration over vectors. A weight is midpoint + scale * entry, or, where it is an outlier, itself.
-A group costs a byte and two fp16, 0.31 bits per weight.
+deviation 1, by Lloyd's iteration over vectors. A weight is midpoint + scale * entry, or, where it is an outlier,
+itself. A group costs a byte and two fp16, 0.31 bits per weight.
 
 Codes are packed as MLX packs them, 32 codes in `bits` words, of which a group has four. That is Table 3.3 for 2 and 4
 bits, and leaves no group half a word for 3, which XFP has to leave out.
@@ -70,7 +70,7 @@ def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.arr
     """
     centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
     off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
-    bins = mx.clip((z / REACH + 1) / 2 * BINS, 0, BINS - 1).astype(mx.int32)
+    bins = mx.clip(mx.nan_to_num((z / REACH + 1) / 2 * BINS), 0, BINS - 1).astype(mx.int32)
     histogram = mx.zeros((len(z), BINS)).at[mx.arange(len(z))[:, None], bins].add(mx.where(outlying, 0.0, 1.0))
     return (histogram @ mx.square(off)).argmin(axis=-1)
 
@@ -177,7 +177,7 @@ class CodebookLibrary:
 
     name = "codebook-library"
     layer_bits = BITS
-    native = True
+    native, native_experts = True, False
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds

@@ -45,7 +45,7 @@ class Outliers:
         return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
 
     def count(self) -> int:
-        return int(self.offsets[..., -1].sum().item())
+        return int(np.array(self.offsets[..., -1]).sum())
 
     def put_into(self, weight: mx.array) -> mx.array:
         """The matrix (..., O, I) with each outlier in its place; rounded to the matrix's type."""

@@ -50,7 +50,7 @@ class Match:
 
     def error(self) -> float:
         off = mx.maximum((self.own - 2 * self.product + self.made).sum(), 0)
-        return float((off / mx.maximum(self.own.sum(), 1e-38)).item())
+        return float(np.array(off / mx.maximum(self.own.sum(), 1e-38)))
 
 
 def compared(rows: mx.array, made: mx.array) -> Match:
@@ -107,10 +107,7 @@ def by_library(format: CodebookLibrary, weight: mx.array, mask: np.ndarray) -> I
 
 
 def qualities(format: Codebook | CodebookLibrary, weight: mx.array) -> Iterator[Quality]:
-    """The quality of (O, I), or of (E, O, I) by four experts, at each of the format's bits, ascending, as asked for.
-
-    Of weights that are not finite, cosines are NaN.
-    """
+    """The quality of (O, I), or of (E, O, I) by four experts, at each of the format's bits, ascending, as asked for."""
     judged = some_experts(weight)
     mask = find_all(judged)
     share = float(mask.mean())

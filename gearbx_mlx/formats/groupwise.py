@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.dispatch import groupwise_product
+from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack, unpack
 
@@ -52,6 +54,14 @@ class GroupwiseLinear(_Groupwise, ReconstructedLinear):
     """A linear layer over groupwise codes."""
 
 
+class NativeGroupwiseLinear(Native, GroupwiseLinear):
+    """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.int8)
+        return super().__call__(x) if y is None else y
+
+
 class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over groupwise codes."""
 
@@ -65,7 +75,7 @@ class Groupwise:
 
     name = "groupwise"
     layer_bits: tuple[int, ...] = ()
-    native = False
+    native, native_experts = True, False
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -81,7 +91,9 @@ class Groupwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
-        kind = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        if isinstance(dense, NativeDense):
+            kind = NativeGroupwiseLinear
         return {BITS: kind(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, self.cache)}
 
     def bytes_read(

@@ -153,8 +153,7 @@ class NativePlanesLinear(Native, PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = stack_product(x, *self._stack())
-        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+        return stack_product(x, *self._stack(), self.get("bias"), self.int8)
 
 
 class PlanesSwitchLinear(_PlanesModule):
@@ -180,7 +179,8 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        return with_expert_bias(self, stack_experts(x, *self._stack(), indices, sorted_indices), indices)
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.int8)
+        return with_expert_bias(self, y, indices)
 
 
 class NestedPlanes:
@@ -188,7 +188,7 @@ class NestedPlanes:
 
     name = "planes"
     layer_bits: tuple[int, ...] = ()
-    native = True
+    native = native_experts = True
 
     def check(self, bits: int) -> None:
         pass  # planes of any widths make up the bits of a ladder

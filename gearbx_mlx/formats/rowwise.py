@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.dispatch import rowwise_product
+from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
@@ -100,6 +102,14 @@ class RowwiseLinear(_Rowwise, ReconstructedLinear):
     """A linear layer over rowwise codes."""
 
 
+class NativeRowwiseLinear(Native, RowwiseLinear):
+    """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = rowwise_product(x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.int8)
+        return super().__call__(x) if y is None else y
+
+
 class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over rowwise codes."""
 
@@ -113,7 +123,7 @@ class Rowwise:
 
     name = "rowwise"
     layer_bits: tuple[int, ...] = ()
-    native = False
+    native, native_experts = True, False
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -129,7 +139,9 @@ class Rowwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight, wanted)
-        kind = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
+        kind: type[_Rowwise] = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
+        if isinstance(dense, NativeDense):
+            kind = NativeRowwiseLinear
         arrays = {"weight": pack(codes, wanted), "scales": scales.astype(dtype)}
         return {wanted: kind(dense, wanted, arrays, self.cache)}
 

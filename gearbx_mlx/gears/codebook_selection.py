@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -101,13 +102,14 @@ def measure(
     for layer in layers:
         kind = kind_of(layer.path, layer.module)
         found: list[Quality] = []
-        for quality in qualities(format, layer.module.weight):
-            if quality.cosine != quality.cosine:
-                raise GearbxError(f"{layer.path}: weights are not finite and cannot be quantized; check the checkpoint")
+        weight = layer.module.weight
+        if not mx.isfinite(weight).all().item():
+            raise GearbxError(f"{layer.path}: weights are not finite and cannot be quantized; check the checkpoint")
+        for quality in qualities(format, weight):
             found.append(quality)
             if quality.bits >= layer.lowest_bits and quality.cosine >= enough.of(kind):
                 break
-        measured.append(Measured(layer.path, kind, layer.module.weight.size, layer.lowest_bits, tuple(found)))
+        measured.append(Measured(layer.path, kind, weight.size, layer.lowest_bits, tuple(found)))
         progress(layer.path)
     return measured
 

@@ -26,17 +26,20 @@ def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
     return sum(stored_bytes(array, storage) for _, array in tree_flatten(module.parameters()))
 
 
-def token_bytes(model: nn.Module, managed: Mapping[str, int], storage: Mapping[str, mx.Dtype]) -> int:
+def token_bytes(
+    model: nn.Module, managed: Mapping[str, int], storage: Mapping[str, mx.Dtype], positions: int = 1
+) -> int:
     """Bytes of weights that decoding one token reads from the whole model.
 
     Args:
         model: an mlx-lm model.
         managed: path to bytes, for the layers that change gear; the others are counted as they are.
         storage: path to the type that a layer's floating values are stored in; "" for the rest of the model.
+        positions: tokens that are computed in one pass.
 
     Returns:
-        bytes: every parameter once, but of a mixture of experts only those that a token uses, and of an embedding
-        one row, unless it is the output head as well.
+        bytes: every parameter once, but of a mixture of experts only those that a token uses (of several positions,
+        as if none used another's), and of an embedding one row, unless it is the output head as well.
     """
     modules = dict(model.named_modules())
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
@@ -44,16 +47,18 @@ def token_bytes(model: nn.Module, managed: Mapping[str, int], storage: Mapping[s
     total = 0.0
     for path, module in modules.items():
         kept_as = storage.get(path, storage[""])
+        if path.rpartition(".")[0] in managed:
+            continue  # a part of a tied embedding
         if path in managed:
-            total += managed[path] * used_share(path, modules)
+            total += managed[path] * used_share(path, modules, positions)
         elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             rows = module.weight.shape[0]
-            total += layer_bytes(module, kept_as) / (rows if head_is_separate else 1)
+            total += layer_bytes(module, kept_as) / (rows / positions if head_is_separate else 1)
         elif path in containers:
             own = (value for value in module.values() if isinstance(value, mx.array))
             total += sum(stored_bytes(array, kept_as) for array in own)
         else:
-            total += layer_bytes(module, kept_as) * used_share(path, modules)
+            total += layer_bytes(module, kept_as) * used_share(path, modules, positions)
     return round(total)
 
 
@@ -62,8 +67,8 @@ def separate_head(paths: Iterable[str]) -> bool:
     return any(path.split(".")[-1] in HEADS for path in paths)
 
 
-def used_share(path: str, modules: Mapping[str, nn.Module]) -> float:
-    """The share of a layer's weights that one token uses: all, or the chosen experts of a mixture."""
+def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
+    """The share of a layer's weights that tokens use: all, or the chosen experts of a mixture."""
     experts = getattr(modules[path], "num_experts", None)
     if not experts:
         return 1.0
@@ -73,7 +78,7 @@ def used_share(path: str, modules: Mapping[str, nn.Module]) -> float:
         for name in EXPERTS_PER_TOKEN:
             chosen = getattr(block, name, None)
             if isinstance(chosen, int):
-                return min(1.0, chosen / experts)
+                return min(1.0, positions * chosen / experts)
     return 1.0
 
 

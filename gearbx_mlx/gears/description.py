@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from ..formats.base import Format
-from ..formats.native import Native
+from ..formats.native import Native, NativeSwitchLinear
 from ..kernels.dispatch import Choice
 
 
@@ -22,8 +22,8 @@ class LayerPath:
     fixed: str | None = None
 
     def __str__(self) -> str:
-        fixed = f"; changes no gear: {self.fixed}" if self.fixed else ""
-        return f"{self.path}: {', '.join(map(str, self.bits))}; {self.kernels} ({self.why}){fixed}"
+        bits = ", ".join(map(str, self.bits)) if self.fixed is None else f"dense ({self.fixed})"
+        return f"{self.path}: {bits}; {self.kernels} ({self.why})"
 
 
 def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
@@ -38,8 +38,10 @@ def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tupl
         return "mlx", choice.reason
     if not isinstance(module, Native):
         return "mlx", f"no native kernel for {type(module).__name__}"
-    if format is not None and not format.native:
-        return "mlx, native at 16 bits", f"no native kernel for {format.name}"
+    experts = isinstance(module, NativeSwitchLinear)
+    if format is not None and not (format.native_experts if experts else format.native):
+        what = f"experts in {format.name}" if experts else format.name
+        return "mlx, native at 16 bits", f"no native kernel for {what}"
     return "native", choice.reason
 
 

@@ -1,5 +1,6 @@
 """Which layers of a model change gear (GEARBX 6.1)."""
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +12,17 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, FORMATS
 from ..formats.base import Format
-from ..formats.native import NativeDense, NativeSwitchLinear
+from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
+from .cost import separate_head
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
 DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear)
+TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,
@@ -79,13 +82,31 @@ def vocabulary(model: nn.Module) -> int:
     return max(m.weight.shape[0] for m in embeddings)
 
 
+def tied_head(model: nn.Module) -> str | None:
+    """The path of the token embedding that is the output head as well, or None where the head is a layer of its own."""
+    rows = vocabulary(model) if any(isinstance(m, nn.Embedding) for m in model.modules()) else 0
+    tables = [path for path, m in model.named_modules() if type(m) in TABLES and len(m.weight) == rows]
+    separate = separate_head(path for path, _ in model.named_modules())
+    # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can stand in for.
+    asks_it = any("as_linear(" in source(kind) for kind in {type(module) for module in model.modules()})
+    return tables[0] if len(tables) == 1 and asks_it and not separate else None
+
+
+def source(kind: type) -> str:
+    """The text of a class, empty where there is none."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
 def discover(
     model: nn.Module,
     manage: str | Predicate = "all",
     group_size: int = 64,
     format: Format = FORMATS[DEFAULT_FORMAT],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Sort all linear layers into those that are managed and those that are not.
+    """Sort all linear layers, a tied output head among them, into those that are managed and those that are not.
 
     A layer is managed if the predicate takes it, the model class does not object (`quant_predicate`, which may also
     ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
@@ -96,8 +117,9 @@ def discover(
     wanted = get_predicate(manage)
     own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
     managed, unmanaged = [], {}
+    head = tied_head(model)
     for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
-        if type(module) not in DENSE:
+        if type(module) not in DENSE and path != head:
             # A class of its own computes something of its own, which a stock quantized layer would not.
             kind = type(module).__name__
             if "Linear" in kind and not isinstance(module, QUANTIZED) and "weight" in module:

@@ -15,12 +15,14 @@ from ..errors import GearbxError, GearbxWarning
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
-from ..kernels.dispatch import KERNELS, Choice, choose
+from ..formats.tied import in_place_of, linear_of
+from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import separate_head, token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .double_quantization import looks_quantized
+from .fingerprint import fingerprint
 from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Resident, make_residency
 
@@ -54,8 +56,11 @@ class Gearbox:
         checkpoint: the model's directory, for "disk".
         dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
-            for a CPU; the top gear then differs from mlx-lm in the last bits. "auto": native where there are any and
-            the ladder has quantized gears.
+            for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
+            a CPU that has them, where the ladder has quantized gears.
+        activations: "float", or "int8": native kernels of the CPU round what packed weights are multiplied by to 8
+            bits, with a step per token and group of inputs (W4A8, W8A8). Faster, and further from the weights: see
+            docs/performance.md.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -74,6 +79,7 @@ class Gearbox:
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
+        activations: str = "float",
     ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.format = get_format(format)
@@ -87,6 +93,8 @@ class Gearbox:
                 "run it with telemetry only, or load the original"
             )
         self.model = model
+        earlier = attached(model)
+        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
         self.group_size = group_size
         self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
         quantized = self.ladder.quantized_bits
@@ -94,7 +102,7 @@ class Gearbox:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
 
-        self.kernels = choose_kernels(kernels, bool(quantized))
+        self.kernels = choose_kernels(kernels, bool(quantized), activations)
         native = self._use_kernels()
         self.compute_dtype = compute_in(model, dtype, bool(quantized), native)
         for module in native:
@@ -120,7 +128,7 @@ class Gearbox:
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
         self._prepared: set[Gear] = set()
-        self._token_bytes: dict[Gear, int] = {}
+        self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._original = Gear(len(self.ladder), "original", DENSE)
         self.gear = self.ladder.top if self.ladder.top.dense else self._original
         self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
@@ -206,14 +214,15 @@ class Gearbox:
         """Name, bits and bytes per weight of each gear."""
         return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
-    def weight_bytes_per_token(self, gear: Gear) -> int:
-        """Bytes of weights that one token reads from the whole model in a gear."""
-        if gear in self._token_bytes:
-            return self._token_bytes[gear]
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key in self._token_bytes:
+            return self._token_bytes[key]
         managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-        read = token_bytes(self.model, managed, self.storage)
+        read = token_bytes(self.model, managed, self.storage, positions)
         if gear in self._trees:  # made, so that its layers have been counted
-            self._token_bytes[gear] = read
+            self._token_bytes[key] = read
         return read
 
     def predicted_speedup(self, gear: Gear) -> float:
@@ -236,7 +245,8 @@ class Gearbox:
         if not separate_head(modules):
             embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
             tied = max(embeddings, key=lambda path: embeddings[path].weight.shape[0], default=None)
-            fixed |= {tied: "embedding and output head"} if tied is not None else {}
+            if tied is not None and all(layer.path != tied for layer in self.layers):
+                fixed.setdefault(tied, "embedding and output head")
         for path, reason in fixed.items():
             kernels = kernels_of(modules[path], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
@@ -258,17 +268,30 @@ class Gearbox:
         self.layers = [dataclasses.replace(layer, module=chosen[layer.path]) for layer in self.layers]
         return [module for module in chosen.values() if isinstance(module, Native)]
 
+    def costed_in(self, ladder: Ladder) -> "Gearbox":
+        """As this one with another ladder, to be asked what its gears read, and not to be shifted.
+
+        A gear that stands alone has fewer planes to read than one of the same bits among others.
+        """
+        other = copy.copy(self)
+        other.ladder, other._token_bytes = ladder, {}
+        return other
+
     def _make(self, gear: Gear) -> dict[str, nn.Module]:
         """Path to module of a gear; what is missing is made, unevaluated."""
         bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
         missing = [layer for layer in self.layers if bits[layer.path] not in self._made[layer.path]]
         self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
-            dense = copy.copy(layer.module)
+            dense = copy.copy(linear_of(layer.module))
             dense.weight = dense.weight.astype(self.storage[layer.path])
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
             held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
             made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
+            for linear in made.values():
+                if isinstance(linear, Native):
+                    linear.int8 = self.kernels.int8
+            made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
         return {path: made[bits[path]] for path, made in self._made.items()}
 
@@ -280,11 +303,11 @@ class Gearbox:
                 # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
                 # together, since an array that is still to be computed keeps the original weight in memory.
                 mx.eval([made.parameters() for made in self._made[path].values()])
-                fitted = [module[name] for name in FITTED if name in module]
-                if not all(mx.isfinite(array).all().item() for array in fitted):
+                fitted = [linear_of(module).get(name) for name in FITTED]
+                if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
                     raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
             self._trees[gear] = tree_unflatten(list(modules.items()))
-            self._caches[gear] = [module for module in modules.values() if hasattr(module, "forget")]
+            self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._keeps_all:
             bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
             self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})
@@ -310,8 +333,8 @@ class Gearbox:
                 layer.module.weight = EMPTY
 
 
-def choose_kernels(kernels: str, quantized: bool) -> Choice:
-    """What the name of kernels comes to for a ladder that has quantized gears or not.
+def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
+    """What the names of kernels and activations come to for a ladder that has quantized gears or not.
 
     With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
     Warns where native kernels were asked for and there are none.
@@ -323,7 +346,11 @@ def choose_kernels(kernels: str, quantized: bool) -> Choice:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
     if kernels == "auto" and not quantized:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
-    choice = choose(kernels)
+    if activations not in ACTIVATIONS:
+        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
+    choice = choose(kernels, activations)
     if kernels == "native" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    elif activations == "int8" and not choice.int8:
+        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
     return choice

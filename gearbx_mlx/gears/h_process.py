@@ -7,7 +7,7 @@ end to end. So points are tried from aggressive to conservative, and the last on
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -40,7 +40,7 @@ class Verdict(Protocol):
     def looped(self) -> int: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Point:
     """One operating point. steady, spike: bytes of the model, and of it with what encoding needs in passing."""
 
@@ -139,17 +139,16 @@ def search(
     Raises:
         GearbxError: no point meets the budget, or none that does makes sense; the closest one is named.
     """
-    tried = []
+    tried: list[Point] = []
     for point in points:
-        tried.append(point)
         over = memory_budget is not None and point.spike > memory_budget
         over = over or (target_bpw is not None and point.selection.effective_bits > target_bpw)
         if over:
-            point.outcome = OVER
+            tried.append(replace(point, outcome=OVER))
         else:
-            point.verdict = judge(point.selection)
-            point.outcome = FITS if point.verdict.passed else point.verdict.reason
-        progress(point)
+            verdict = judge(point.selection)
+            tried.append(replace(point, verdict=verdict, outcome=FITS if verdict.passed else verdict.reason))
+        progress(tried[-1])
         if over:
             break
     good = [point for point in tried if point.outcome == FITS]

@@ -2,15 +2,16 @@
 
 | activations                       | native kernels chosen and there        | otherwise  |
 | ---                               | ---                                    | ---        |
-| 1 to 16 vectors                   | native                                 | MLX's own  |
+| 1 to 16 vectors (on Metal, 1 to 8)| native                                 | MLX's own  |
 | more (prefill, a batch), Linux    | native, 16 at a time                   | MLX's own  |
 | more, macOS                       | MLX's own: Accelerate has matrix units | MLX's own  |
-| experts                           | by their vectors, as above             | MLX's own  |
+| experts on a CPU                  | by their vectors, as above             | MLX's own  |
 
 "native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
 the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
 take 25 to 40 times as long for many vectors (docs/performance.md). The choice between "native" and "mlx" is made once
-for a model (`choose`); the number of vectors decides at each call.
+for a model (`choose`); the number of vectors decides at each call. On Metal dense weights and experts stay with MLX,
+and `auto` does too: that the kernels there are faster is predicted, and not measured.
 """
 
 import sys
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from . import cpu, reference
+from . import cpu, metal, reference
+from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 KERNELS = ("auto", "native", "mlx")
+ACTIVATIONS = ("float", "int8")  # what packed weights are multiplied by, in native kernels of the CPU
 CHUNK = 16  # vectors for which native kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
@@ -32,30 +35,51 @@ class Choice:
 
     native: bool
     reason: str
+    int8: bool = False  # whether packed weights meet activations of 8 bits
 
 
-def choose(kernels: str) -> Choice:
-    """What a name of KERNELS comes to on this machine; compiles the native kernels if they are wanted."""
+def choose(kernels: str, activations: str = "float") -> Choice:
+    """What names of KERNELS and ACTIVATIONS come to on this machine; compiles native kernels if they are wanted."""
     if kernels == "mlx":
         return Choice(False, "as asked")
-    if mx.default_device().type != mx.DeviceType.cpu:
-        return Choice(False, "native kernels are for the CPU, and MLX computes on a GPU")
+    if metal.available():
+        if kernels == "auto":
+            return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
+        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
+    if not on_cpu():
+        return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
         return Choice(False, reason)
     told = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
     eager = cpu.why_eager()
-    return Choice(True, f"{told}; handed over eagerly: {eager}" if eager else told)
+    notes = [told]
+    if activations == "int8":
+        notes.append("packed weights with activations of 8 bits")
+    if eager:
+        notes.append(f"handed over eagerly: {eager}")
+    return Choice(True, "; ".join(notes), activations == "int8")
 
 
 def is_native(vectors: int) -> bool:
-    """Whether so many vectors go to a native kernel, and there is one."""
-    return vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS) and cpu.native() is not None
+    """Whether so many vectors go to a native kernel of the CPU, and there is one."""
+    few = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
+    return few and on_cpu() and cpu.native() is not None
 
 
 def vectors_of(x: mx.array) -> int:
     """How many vectors activations (..., I) are."""
     return x.size // x.shape[-1] if x.size else 0
+
+
+def on_cpu() -> bool:
+    """Where MLX computes. In a model that is native on Metal, the kernels of the CPU are not wanted."""
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def is_metal(x: mx.array) -> bool:
+    """Whether activations (..., I) go to a Metal kernel, in a model that `choose` has made native."""
+    return bool(metal.available()) and metal.takes(x, x.shape[-1])
 
 
 def stack_product(
@@ -65,15 +89,57 @@ def stack_product(
     biases: Sequence[mx.array],
     widths: Sequence[int],
     group_size: int,
+    bias: mx.array | None = None,
+    int8: bool = False,
 ) -> mx.array:
-    """x @ W^T over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
+    """x @ W^T + bias over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
 
-    Arguments as `reference.planes_matmul`; returns (..., O) of x's type, accumulated in float32.
+    Arguments as `reference.planes_matmul`, and bias (O,) or None; returns (..., O) of x's type, accumulated in float32.
+    With `int8` native kernels of the CPU round activations to 8 bits (W4A8, W8A8).
     """
+    if is_metal(x):
+        return planes_launch(x, weights, scales, biases, widths, group_size, bias).run()
     module = cpu.native() if is_native(vectors_of(x)) else None
     if module is None:
-        return reference.planes_matmul(x, weights, scales, biases, widths, group_size)
-    return module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size).astype(x.dtype)
+        y = reference.planes_matmul(x, weights, scales, biases, widths, group_size)
+    else:
+        y = module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size, int8).astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rowwise_product(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    bits: int,
+    width: int,
+    bias: mx.array | None = None,
+    int8: bool = False,
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for rowwise codes, arguments as `rowwise_launch`; None: reconstruct, and let MLX."""
+    if is_metal(x):
+        return rowwise_launch(x, weight, scales, bits, width, bias).run()
+    return symmetric_product(x, weight, scales, bits, bias, int8)
+
+
+def groupwise_product(
+    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None, int8: bool = False
+) -> mx.array | None:
+    """x (..., width) @ W^T + bias for groupwise codes, as `groupwise_launch`; None: reconstruct, and let MLX."""
+    if is_metal(x):
+        return groupwise_launch(x, weight, scales, width, bias).run()
+    return symmetric_product(x, weight, scales, 4, bias, int8)
+
+
+def symmetric_product(
+    x: mx.array, weight: mx.array, scales: mx.array, bits: int, bias: mx.array | None, int8: bool
+) -> mx.array | None:
+    """Codes without biases, in rows of bytes, with a scale for each row or group; None where there is no kernel."""
+    module = cpu.native() if is_native(vectors_of(x)) else None
+    if module is None:
+        return None
+    y = module.symmetric_matvec(x, weight, scales, bits, int8).astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
 
 
 def dense_product(x: mx.array, weight: mx.array) -> mx.array:
@@ -107,6 +173,7 @@ def stack_experts(
     group_size: int,
     indices: mx.array,
     sorted_indices: bool = False,
+    int8: bool = False,
 ) -> mx.array:
     """As stack_product for stacked experts (E, O, ...), of which `indices` names one for each vector (..., 1, I)."""
     module = cpu.native() if are_pairs(x, indices) else None
@@ -115,7 +182,7 @@ def stack_experts(
             x, weights, scales, biases, widths, group_size, indices, sorted_indices=sorted_indices
         )
     stack = list(weights), scales, list(biases), list(widths), group_size
-    return module.stack_experts(x, *stack, indices).astype(x.dtype)
+    return module.stack_experts(x, *stack, indices, int8).astype(x.dtype)
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -130,3 +197,9 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
 def are_pairs(x: mx.array, indices: mx.array) -> bool:
     """Whether vectors (..., 1, I) and experts make pairs for a native kernel; MLX takes several vectors an expert."""
     return x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 and is_native(indices.size)
+
+
+def native_entropy() -> Callable[[mx.array], mx.array] | None:
+    """`routing.entropy.entropy_bits` as a native kernel, 20 times faster on x86; None where there is none."""
+    module = cpu.native() if on_cpu() else None
+    return module.entropy_bits if module is not None else None

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 MAX_PLANES = 8
+SYMMETRIC_GROUPS, SYMMETRIC_ROWS = 1, 2  # kinds of stack
 TYPES = {mx.float32: 0, mx.bfloat16: 1, mx.float16: 2}
 
 
@@ -28,6 +29,10 @@ class Stack(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("biases", ctypes.c_void_p * MAX_PLANES),
         ("scale_type", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("inputs", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("int8", ctypes.c_int),
     ]
 
 
@@ -77,6 +82,7 @@ class Library:
             getattr(library, f"gearbx_{name}_product").argtypes = [pointer, pointer, ctypes.c_int64, pointer]
             getattr(library, f"gearbx_{name}_experts").argtypes = [pointer] * 4
         library.gearbx_read_sum.argtypes = [pointer, ctypes.c_int64]
+        library.gearbx_entropy_bits.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
         library.gearbx_read_sum.restype = ctypes.c_uint32
         self._library = library
 
@@ -87,23 +93,49 @@ class Library:
         (memory,) = in_memory([words])
         return self._library.gearbx_read_sum(memory.ctypes.data, words.size)
 
-    def stack_matvec(self, x, weights, scales, biases, widths, group) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 2)
+    def entropy_bits(self, logprobs: mx.array) -> mx.array:
+        require(logprobs.size > 0, "log-probabilities of at least one token")
+        (rows,) = in_memory([logprobs.astype(mx.float32)])
+        bits = np.empty(rows.shape[:-1], np.float32)
+        self._library.gearbx_entropy_bits(rows.ctypes.data, bits.size, rows.shape[-1], bits.ctypes.data)
+        return mx.array(bits)
+
+    def stack_matvec(self, x, weights, scales, biases, widths, group, int8=False) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, int8, 2)
         return self._product("stack", matrix, x, held)
+
+    def symmetric_matvec(self, x, weight, scales, bits, int8=False) -> mx.array:
+        width = x.shape[-1]
+        require(bits in (2, 4, 6, 8), "symmetric codes of 2, 4, 6 or 8 bits")
+        signed = mx.int8 if bits == 8 else mx.uint8
+        require(weight.dtype == signed and weight.ndim == 2, "rows of bytes, with a sign where a code is one")
+        require(x.size > 0, "one vector or more")
+        require(-(-width * bits // 8) <= weight.shape[1], "x is wider than the weights")
+        require(scales.dtype in TYPES, "scales are float32, bfloat16 or float16")
+        by_row = scales.ndim == 1
+        shape = (len(weight),) if by_row else (len(weight), -(-width // 32))
+        require(scales.shape == shape, "a scale for each row, or for each 32 of its inputs")
+        group = 64 if by_row else 32
+        memory, *held = in_memory([x.astype(mx.float32), weight, scales])
+        matrix = Stack(len(weight), -(-width // group) * group, group, planes=1, inputs=width, int8=int8)
+        matrix.kind = SYMMETRIC_ROWS if by_row else SYMMETRIC_GROUPS
+        matrix.widths[0], matrix.weights[0], matrix.row_bytes = bits, held[0].ctypes.data, weight.shape[1]
+        matrix.scales, matrix.scale_type = held[1].ctypes.data, TYPES[scales.dtype]
+        return self._product("stack", matrix, memory, held)
 
     def dense_matvec(self, x, weight) -> mx.array:
         matrix, x, held = self._dense(x, weight, 2)
         return self._product("dense", matrix, x, held)
 
-    def stack_experts(self, x, weights, scales, biases, widths, group, indices) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, 3)
+    def stack_experts(self, x, weights, scales, biases, widths, group, indices, int8=False) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, int8, 3)
         return self._experts("stack", matrix, x, held, scales.shape[0], indices)
 
     def dense_experts(self, x, weight, indices) -> mx.array:
         matrix, x, held = self._dense(x, weight, 3)
         return self._experts("dense", matrix, x, held, weight.shape[0], indices)
 
-    def _stack(self, x, weights, scales, biases, widths, group, dimensions) -> tuple[Stack, np.ndarray, list]:
+    def _stack(self, x, weights, scales, biases, widths, group, int8, dimensions) -> tuple[Stack, np.ndarray, list]:
         """The matrix as C has it, the activations, and the memory that must live as long."""
         planes = len(widths)
         require(1 <= planes <= MAX_PLANES and len(weights) == len(biases) == planes, "1 to 8 planes, each with arrays")
@@ -133,6 +165,7 @@ class Library:
             at[planes],
             pointers(*at[planes + 1 :]),
             TYPES[scales.dtype],
+            int8=int8,
         )
         return matrix, memory, held
 
@@ -146,7 +179,7 @@ class Library:
     def _product(self, kind: str, matrix: Stack | Dense, x: np.ndarray, held: list) -> mx.array:
         y = np.empty((*x.shape[:-1], matrix.rows), np.float32)
         multiply = getattr(self._library, f"gearbx_{kind}_product")
-        multiply(ctypes.addressof(matrix), x.ctypes.data, x.size // matrix.columns, y.ctypes.data)
+        multiply(ctypes.addressof(matrix), x.ctypes.data, x.size // x.shape[-1], y.ctypes.data)
         return mx.array(y)
 
     def _experts(

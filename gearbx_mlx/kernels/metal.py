@@ -1,8 +1,8 @@
 """Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
 
-The kernels are text in `metal/`. This file chooses a variant, fills in what a kernel is specialized on, and launches
-it. Nothing is built at import, and nothing but `planes_matvec` needs a Mac: what `prepare` returns can be examined
-anywhere.
+The kernels are one text, `metal/matvec.metal`. This file chooses a variant, fills in what the text is specialized on,
+and launches it; `metal_formats.py` says how each format is packed. Nothing is built at import, and nothing but
+`Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
@@ -15,11 +15,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .reference import plane_shifts
 
-LANES = 32
+LANES, CODES = 32, 16  # of a SIMD group; that a lane takes at a time
 MAX_VECTORS = 8
-GROUP_SIZES = (32, 64, 128)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 # GEARBX 8.1: activations are staged in threadgroup memory up to this many columns, in 24 KB at most.
@@ -42,7 +40,7 @@ class Availability:
 
 
 def available() -> Availability:
-    """Whether `planes_matvec` can run on MLX's default device."""
+    """Whether `Launch.run` can run on MLX's default device."""
     if not mx.metal.is_available():
         return Availability(False, "Metal kernels need a Mac with Apple silicon: this MLX has no Metal device")
     if mx.default_device() != mx.Device(mx.gpu):
@@ -114,44 +112,52 @@ def source_text(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """All that a kernel's text depends on."""
+class Layout:
+    """How a matrix is packed, in the words of metal/matvec.metal.
 
-    widths: tuple[int, ...]
-    group_size: int
+    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: name and value.
+    """
+
+    name: str
+    bits: int
+    arrays: tuple[str, ...]
+    macros: tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that a kernel's text depends on; `ragged`: its last 16 columns are not all there."""
+
+    layout: Layout
     vectors: int
     variant: Variant
     has_bias: bool
+    ragged: bool
 
     @property
     def name(self) -> str:
-        """Unique: MLX keeps compiled kernels by name."""
-        widths = "_".join(map(str, self.widths))
+        """Unique: MLX keeps compiled kernels by name and types."""
         variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        return f"gearbx_planes_{widths}_g{self.group_size}_v{self.vectors}_{variant}_b{int(self.has_bias)}"
+        flags = f"b{int(self.has_bias)}r{int(self.ragged)}"
+        return f"gearbx_{self.layout.name}_v{self.vectors}_{variant}_{flags}"
 
     @property
     def input_names(self) -> list[str]:
-        count = range(len(self.widths))
-        planes = [*(f"w{i}" for i in count), "scales", *(f"b{i}" for i in count)]
-        return ["x", *planes, *(["bias"] if self.has_bias else []), "rows"]
+        bias = ["bias"] if self.has_bias else []
+        return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
 
     @property
     def header(self) -> str:
-        """The macros that metal/planes.metal names, and the functions that it calls."""
-        planes = " ".join(
-            f"DO(w{i}, b{i}, {width}, {shift})"
-            for i, (width, shift) in enumerate(zip(self.widths, plane_shifts(self.widths)))
-        )
+        """The macros that metal/matvec.metal names, and the functions that it calls."""
         macros = {
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
             "SIMD_GROUPS": self.variant.simd_groups,
-            "GROUP_SIZE": self.group_size,
             "HAS_BIAS": int(self.has_bias),
-            "PLANES(DO)": planes,
+            "RAGGED": int(self.ragged),
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        return "".join(f"#define {name} {value}\n" for name, value in macros.items()) + source_text("codes")
+        lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
+        return "".join(lines) + source_text("codes")
 
 
 @functools.cache
@@ -161,14 +167,14 @@ def build(spec: Spec) -> Any:
         name=spec.name,
         input_names=spec.input_names,
         output_names=["out"],
-        source=source_text("planes"),
+        source=source_text("matvec"),
         header=spec.header,
     )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what to build, and the arguments of the call."""
+    """One launch: what to build, the arguments of the call, and the shape of the result."""
 
     spec: Spec
     inputs: list[Any]
@@ -176,6 +182,12 @@ class Launch:
     shape: tuple[int, ...]
 
     def run(self) -> mx.array:
+        """The product, of the type of its activations. Raises GearbxError where Metal is not available."""
+        can = available()
+        if not can:
+            raise GearbxError(can.reason)
+        if 0 in self.shape:
+            return mx.zeros(self.shape, self.options["output_dtypes"][0])
         return build(self.spec)(inputs=self.inputs, **self.options)[0].reshape(self.shape)
 
 
@@ -186,105 +198,51 @@ def _readable(array: mx.array) -> mx.array:
     return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
-def _check(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    bias: mx.array | None,
-) -> None:
-    """Everything that would make a kernel read past an array, or give a wrong number."""
-    if x.dtype not in DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
-    if group_size not in GROUP_SIZES:
-        raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
-    if not widths or min(widths) < 1 or sum(widths) > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
-    if scales.ndim != 2 or len(weights) != len(widths) or len(biases) != len(widths):
-        raise GearbxError(f"{len(widths)} planes need as many weights and biases, and scales of two dimensions")
-    rows, columns = scales.shape[0], scales.shape[1] * group_size
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not 1 <= x.size // max(columns, 1) <= MAX_VECTORS:
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
-    for i, width in enumerate(widths):
-        if weights[i].shape != (rows, columns * width // 32) or weights[i].dtype != mx.uint32:
-            raise GearbxError(
-                f"plane {i} is {weights[i].shape} {weights[i].dtype}, not {rows} rows of {width}-bit codes"
-            )
-        if biases[i].shape != scales.shape:
-            raise GearbxError(f"biases of plane {i} are {biases[i].shape}, scales {scales.shape}")
-    if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+def takes(x: mx.array, columns: int) -> bool:
+    """Whether activations (..., columns) are few enough for a kernel, and of a type that it has."""
+    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
 
 
 def prepare(
     x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
+    layout: Layout,
+    arrays: Sequence[mx.array],
+    rows: int,
+    columns: int,
+    row_words: int,
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """The launch that `planes_matvec` makes, for arguments as there; rows are 1 at least."""
-    _check(x, weights, scales, biases, widths, group_size, bias)
-    rows, columns = scales.shape[0], scales.shape[1] * group_size
+    """The launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
+
+    Args:
+        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, which share one reading of the weights.
+        layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
+        rows, columns: of W. row_words: 16-bit words from one row to the next; of planes, for each bit.
+        bias: (rows,), or None.
+        variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
+
+    Raises:
+        GearbxError: activations or a bias that do not fit.
+    """
+    if x.dtype not in DTYPES:
+        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+    if not takes(x, columns):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
+    if bias is not None and bias.shape != (rows,):
+        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
     vectors = x.size // columns
-    chosen = choose_variant(sum(widths), columns, vectors, x.dtype, variant)
-    spec = Spec(tuple(widths), group_size, vectors, chosen, bias is not None)
-    arrays = [*weights, scales, *biases, *([] if bias is None else [bias])]
-    staged = vectors * columns if chosen.name == "threadgroup" else 0
+    chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
+    spec = Spec(layout, vectors, chosen, bias is not None, columns % CODES != 0)
+    read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
     threads = LANES * chosen.simd_groups
     options = {
-        "template": [("T", x.dtype), ("STAGED", staged)],
+        "template": [("T", x.dtype), ("STAGED", vectors * columns if chosen.name == "threadgroup" else 0)],
         "grid": (math.ceil(rows / (chosen.simd_groups * chosen.rows)) * threads, 1, 1),
         "threadgroup": (threads, 1, 1),
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    inputs = [x.reshape(vectors, columns), *map(_readable, arrays), rows]
-    return Launch(spec, inputs, options, (*x.shape[:-1], rows))
-
-
-def planes_matvec(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    bias: mx.array | None = None,
-    variant: str | None = None,
-) -> mx.array:
-    """x @ W^T + bias for a prefix of bit planes, all planes in one pass. MLX's affine weights are one plane.
-
-    Sums are float32; the result is rounded once, to the type of x.
-
-    Args:
-        x: (..., I) float16, bfloat16 or float32; 1 to 8 vectors, which share one reading of the weights.
-        weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-        scales: (O, I / group_size), of the first plane; the others are powers of two below it.
-        biases: per plane, (O, I / group_size).
-        widths: bits of each plane, 8 at most together.
-        group_size: 32, 64 or 128.
-        bias: (O,), added to the result; or None.
-        variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
-
-    Returns:
-        (..., O), of the type of x.
-
-    Raises:
-        GearbxError: Metal is not available, or the arguments do not fit each other.
-
-    Source: GEARBX 8.1, 8.2; MLX's qmv_fast for the shape of `registers`.
-    """
-    can = available()
-    if not can:
-        raise GearbxError(can.reason)
-    if scales.ndim == 2 and scales.shape[0] == 0:
-        return mx.zeros((*x.shape[:-1], 0), dtype=x.dtype)
-    return prepare(x, weights, scales, biases, widths, group_size, bias, variant).run()
+    return Launch(spec, [*map(_readable, read), rows, columns, row_words], options, (*x.shape[:-1], rows))

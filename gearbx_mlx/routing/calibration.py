@@ -91,6 +91,12 @@ def reached_shares(
     return [float(c) for c in counts / counts.sum()]
 
 
+def check_shares(shares: Sequence[float]) -> None:
+    """Raises GearbxError for shares that are negative or do not add up to 1."""
+    if any(not 0 <= s <= 1 for s in shares) or not math.isclose(sum(shares), 1, abs_tol=0.01):
+        raise GearbxError(f"shares must be parts of 1, one per gear, got {', '.join(f'{s:g}' for s in shares)}")
+
+
 def share_thresholds(
     sequences: Sequence[Sequence[float]],
     shares: Sequence[float],
@@ -110,8 +116,7 @@ def share_thresholds(
     Raises:
         GearbxError: shares that are negative or do not add up to 1, too few samples.
     """
-    if any(not 0 <= s <= 1 for s in shares) or not math.isclose(sum(shares), 1, abs_tol=0.01):
-        raise GearbxError(f"shares must be parts of 1, one per gear, got {', '.join(f'{s:g}' for s in shares)}")
+    check_shares(shares)
     positive([e for sequence in sequences for e in sequence])
 
     def reached(thresholds: Sequence[float]) -> list[float]:
@@ -132,3 +137,34 @@ def share_thresholds(
                 else:
                     above = thresholds[k]
     return tuple(thresholds), reached(thresholds)
+
+
+def kickdown_thresholds(
+    entropies: Sequence[Sequence[float]], shares: Sequence[float]
+) -> tuple[tuple[float, ...], list[float]]:
+    """Thresholds that leave the wanted share of tokens to each gear of a kickdown, lowest gear first.
+
+    Args:
+        entropies: for each token, bits in every gear below the top one.
+        shares: parts of 1, one for each gear.
+
+    Returns:
+        thresholds in bits, and the shares that these tokens get with them.
+
+    Raises:
+        GearbxError: shares that are negative or do not add up to 1, too few tokens.
+    """
+    check_shares(shares)
+    climbing = np.asarray(entropies, float)
+    positive(climbing[:, 0].tolist())
+    left = 1.0
+    thresholds: list[float] = []
+    reached: list[float] = []
+    for gear, share in enumerate(shares[:-1]):
+        column = climbing[:, gear]
+        threshold = float(np.quantile(column, min(1.0, share / left))) if left > 0 and len(column) else 0.0
+        thresholds.append(max(threshold, thresholds[-1] + FLOOR if thresholds else 0.0))
+        above = climbing[column > thresholds[-1]]
+        reached.append((len(climbing) - len(above)) / len(entropies))
+        climbing, left = above, left - share
+    return tuple(thresholds), [*reached, len(climbing) / len(entropies)]

@@ -95,6 +95,22 @@ class ThresholdGate:
         return level < self.down[gear - 1] if leaves_top else level <= self.down[gear - 1]
 
 
+class Held:
+    """Stays in one gear: the control without a gate."""
+
+    def __init__(self, gear: int = 0):
+        self.gear = gear
+
+    def reset(self, gear: int) -> None:
+        self.gear = gear
+
+    def peek(self, level: float) -> int:
+        return self.gear
+
+    def update(self, reading: Reading) -> int:
+        return self.gear
+
+
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
     """The gear that the gate chooses after each recorded entropy (bits): routing without a model."""
     return [gate.update(monitor.update(value)) for value in entropies]

@@ -33,15 +33,22 @@ class Monitor:
         vocab_size: V, the length of the logits; catastrophe is relative to log2 V.
         window: tokens in the rolling mean.
         lookahead: tokens ahead that the forecast is for.
+        catastrophe_share: of log2 V, above which two values in a row are a catastrophe; infinite: nothing is one.
 
     Raises:
         GearbxError: a window shorter than one token.
     """
 
-    def __init__(self, vocab_size: int, window: int = DEFAULT_WINDOW, lookahead: int = DEFAULT_LOOKAHEAD):
+    def __init__(
+        self,
+        vocab_size: int,
+        window: int = DEFAULT_WINDOW,
+        lookahead: int = DEFAULT_LOOKAHEAD,
+        catastrophe_share: float = CATASTROPHE_SHARE,
+    ):
         if window < 1:
             raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
-        self.ceiling = CATASTROPHE_SHARE * math.log2(vocab_size)
+        self.ceiling = catastrophe_share * math.log2(vocab_size)
         self.lookahead = lookahead
         self._window: deque[float] = deque(maxlen=window)
         self._previous = 0.0  # kept apart from the window, which may hold a single value

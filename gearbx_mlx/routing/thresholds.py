@@ -45,7 +45,8 @@ def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
 class ThresholdFile:
     """What `calibrate` writes and `generate --thresholds` reads.
 
-    `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear.
+    `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
+    one that they are for.
     """
 
     thresholds: list[float]
@@ -58,6 +59,7 @@ class ThresholdFile:
     hysteresis: float
     min_gear_duration: int
     shares: list[float] = field(default_factory=list)
+    mode: str = "route"
     schema: str = SCHEMA
     version: int = VERSION
 

@@ -10,31 +10,65 @@ from .trace import Token
 
 @dataclass
 class Tally:
-    """What adds up over the tokens of a run. `gear_tokens` names every gear of the ladder, also with 0."""
+    """What adds up over the tokens of a run. `gear_tokens` and `passes` name every gear of the ladder, also with 0."""
 
     gear_tokens: dict[str, int]
+    passes: dict[str, int]
     tokens: int = 0
     shifts: int = 0
     entropy_sum: float = 0.0
+    weight_bytes: int = 0
+    recomputed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    near_ties: int = 0
+    caught_up: int = 0
 
     @classmethod
     def of(cls, gears: Sequence[str]) -> "Tally":
-        return cls(dict.fromkeys(gears, 0))
+        return cls(dict.fromkeys(gears, 0), dict.fromkeys(gears, 0))
 
     def add(self, response: Token) -> None:
         self.tokens += 1
         self.gear_tokens[response.gear] += 1
         self.shifts += response.shifted
         self.entropy_sum += response.entropy
+        for name, passes in zip(self.passes, response.passes):
+            self.passes[name] += passes
+        self.weight_bytes += response.weight_bytes
+        self.recomputed += sum(response.passes) > 1
+        self.drafted += response.drafted
+        self.accepted += response.from_draft
+        self.near_ties += response.near_tie
+        self.caught_up += response.caught_up
 
-    def mean(self, per_gear: Mapping[str, float]) -> float:
-        """The mean over tokens of something that each gear has; 0 without tokens."""
-        total = sum(count * per_gear[name] for name, count in self.gear_tokens.items())
+    def mean(self, total: float) -> float:
+        """Per token; 0 without tokens."""
         return total / self.tokens if self.tokens else 0.0
 
-    @property
-    def mean_entropy(self) -> float:
-        return self.entropy_sum / self.tokens if self.tokens else 0.0
+    def bits_read(self, per_gear: Mapping[str, float]) -> float:
+        """Bits per weight that all passes read, of which each gear has its own."""
+        return sum(count * per_gear[name] for name, count in self.passes.items())
+
+    def of_mode(self, mode: str) -> dict[str, Any]:
+        """What only this mode has: tokens computed more than once; drafts, and checks by the top gear; what each of two
+        models wrote, and what they read when they came back."""
+        if mode == "kickdown":
+            return {"recomputed": self.recomputed}
+        if mode == "pair":
+            return {
+                "shares": {name: self.mean(count) for name, count in self.gear_tokens.items()},
+                "caught_up_tokens": self.caught_up,
+            }
+        if mode == "lossless":
+            return {
+                "drafted": self.drafted,
+                "accepted": self.accepted,
+                "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+                "checks": list(self.passes.values())[-1],
+                "near_ties": self.near_ties,
+            }
+        return {}
 
 
 def summarize(
@@ -51,7 +85,7 @@ def summarize(
 
     Args:
         ladder: name, bits, bytes_per_weight of each gear.
-        bits_per_weight: of the managed layers, by gear, as read.
+        bits_per_weight: of the managed layers, by gear, as one pass reads them.
         weight_bytes: that one token reads from the whole model, by gear.
         further: fields that the command knows: speed, memory, layers.
     """
@@ -62,9 +96,11 @@ def summarize(
         "tokens": tally.tokens,
         "gear_tokens": tally.gear_tokens,
         "shifts": tally.shifts,
-        "mean_entropy_bits": tally.mean_entropy,
-        "effective_bits_per_weight": tally.mean(bits_per_weight),
-        "weight_bytes_per_token": tally.mean(weight_bytes),
+        "passes": tally.passes,
+        **tally.of_mode(mode),
+        "mean_entropy_bits": tally.mean(tally.entropy_sum),
+        "effective_bits_per_weight": tally.mean(tally.bits_read(bits_per_weight)),
+        "weight_bytes_per_token": tally.mean(tally.weight_bytes),
         "weight_bytes_per_token_top": weight_bytes[ladder[-1]["name"]],
         **further,
     }

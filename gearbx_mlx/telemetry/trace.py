@@ -10,6 +10,11 @@ from typing import Any, Protocol
 from .files import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
+MODE_FIELDS = {
+    "kickdown": ("passes", "weight_bytes"),
+    "lossless": ("passes", "weight_bytes", "drafted", "from_draft"),
+    "pair": ("passes", "weight_bytes", "caught_up"),
+}
 
 
 class Token(Protocol):
@@ -21,11 +26,18 @@ class Token(Protocol):
     mean_entropy: float
     gear: str
     shifted: bool
+    passes: tuple[int, ...]
+    weight_bytes: int
+    drafted: int
+    from_draft: bool
+    near_tie: bool
+    caught_up: int
 
 
-def record(index: int, response: Token, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def record(index: int, response: Token, extra: Mapping[str, Any] | None = None, mode: str = "route") -> dict[str, Any]:
     """`index` counts from 0; entropies in bits; `extra` comes first (the prompt's number, say)."""
-    return {**(extra or {}), "index": index, **{name: getattr(response, name) for name in FIELDS}}
+    fields = (*FIELDS, *MODE_FIELDS.get(mode, ()))
+    return {**(extra or {}), "index": index, **{name: getattr(response, name) for name in fields}}
 
 
 class TraceWriter:

@@ -1,5 +1,6 @@
 """Finds clang, and makes a library of a kernel's text."""
 
+import ctypes
 import functools
 import hashlib
 import re
@@ -114,15 +115,16 @@ def _run(command: list[str]) -> None:
 
 
 @functools.cache
-def _runtime(clang: str) -> Path:
-    made = Path(_FOLDER.name) / "runtime.o"
-    _run([clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-c", str(SHIM / "runtime.cpp"), "-o", str(made)])
-    return made
+def _load_runtime(clang: str) -> None:
+    """One for all kernels, which find its functions in the process."""
+    made = Path(_FOLDER.name) / "runtime.so"
+    _run([clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-shared", str(SHIM / "runtime.cpp"), "-o", str(made)])
+    ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def library(text: str) -> Path:
-    """Compiles a kernel's text. Once for each text.
+    """Compiles a kernel's text, once for each text, and sees to it that the runtime is loaded.
 
     Raises:
         DoesNotCompile: with what clang says, by line of the kernel's text.
@@ -132,6 +134,7 @@ def library(text: str) -> Path:
     stem = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:24]
     source, made = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text(translation_unit(text))
-    _run([clang, *_flags(clang), "-I", str(SHIM), "-c", str(source), "-o", str(stem.with_suffix(".o"))])
-    _run([clang, "-shared", str(stem.with_suffix(".o")), str(_runtime(clang)), "-o", str(made)])
+    # Without the C++ library, which takes longer to link than the kernel to compile; libgcc converts half precision.
+    _run([clang, *_flags(clang), "-I", str(SHIM), "-shared", "-nostdlib", str(source), "-lgcc", "-o", str(made)])
+    _load_runtime(clang)
     return made

@@ -1,5 +1,10 @@
+import mlx.core as mx
 import pytest
 
+from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.metal import Availability, Launch
+
+from .cases import run_launch
 from .compiler import find_clang
 
 NOT_CHECKED = "METAL WAS NOT CHECKED: that needs Linux and clang++ 17 or later (apt-get install clang-19)"
@@ -17,3 +22,21 @@ def pytest_terminal_summary(terminalreporter):
     """Skips are quiet under -q; this one is not to be missed."""
     if find_clang() is None:
         terminalreporter.write_line(NOT_CHECKED, red=True, bold=True)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[Launch]:
+    """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come."""
+    seen = []
+
+    def run(self: Launch) -> mx.array:
+        report = run_launch(self)
+        assert report.error == ""
+        packed = [name for name in self.spec.layout.arrays if name.startswith("w")]
+        assert all(report.reads[name].max() == 1 for name in packed)
+        seen.append(self)
+        return mx.array(report.out[0], self.options["output_dtypes"][0]).reshape(self.shape)
+
+    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(Launch, "run", run)
+    return seen

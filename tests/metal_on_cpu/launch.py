@@ -10,7 +10,7 @@ import numpy as np
 from .compiler import library
 from .text import generated_text, parameters
 
-GUARD = 1 << 20  # accesses this far outside of a buffer are seen as such
+GUARD = 1 << 16  # accesses this far outside of a buffer are seen as such
 FILL = 0xFF  # outputs start as NaN: MLX does not clear them
 ALIGNMENT = 64
 
@@ -78,11 +78,10 @@ class _Memory:
     """A buffer between guards, with counters for each byte."""
 
     def __init__(self, size: int, content: np.ndarray | None):
-        self.raw = np.full(size + 2 * GUARD + ALIGNMENT, FILL, np.uint8)
+        self.raw = np.empty(size + 2 * GUARD + ALIGNMENT, np.uint8)
         self.offset = GUARD + (-(self.raw.ctypes.data + GUARD)) % ALIGNMENT
         self.bytes = self.raw[self.offset : self.offset + size]
-        if content is not None:
-            self.bytes[:] = np.frombuffer(content.tobytes(), np.uint8)
+        self.bytes[:] = FILL if content is None else np.frombuffer(content.tobytes(), np.uint8)
         self.output = content is None
         self.reads = np.zeros(size, np.uint32)
         self.writes = np.zeros(size, np.uint32)

@@ -121,7 +121,7 @@ def test_fault_is_seen(name):
 
 
 def test_without_clang_it_is_said_that_metal_was_not_checked():
-    file = TESTS / "metal_on_cpu" / "test_planes.py"
+    file = TESTS / "metal_on_cpu" / "test_matvec.py"
     program = (
         f"import sys; sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]\n"
         "import pytest, metal_on_cpu.compiler as compiler\n"

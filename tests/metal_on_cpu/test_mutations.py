@@ -1,9 +1,12 @@
 """The checks catch a kernel that is wrong: each mutation of the text is a mistake that someone could make."""
 
+import dataclasses
+
 import mlx.core as mx
 import pytest
 
-from .cases import Case, fault, problem, run
+from .cases import Case, problem, run
+from .checks import fault
 from .compiler import DoesNotCompile
 
 pytestmark = pytest.mark.clang
@@ -14,6 +17,8 @@ ODD = Case((3, 5), 13, 640, 64)
 MANY = Case((4, 4), 13, 640, 64, vectors=3)
 STAGED = Case((4,), 13, 1056, 32, variant="threadgroup")
 BYTES = Case((8,), 13, 640, 64, dtype=mx.float32)
+
+SWAPPED_NIBBLES = "((words[word] & 0x0f0f) << 4 | (words[word] >> 4 & 0x0f0f)) & mask"
 
 # name: case, what stands in the text, what is put there, what the checks say
 MUTATIONS = {
@@ -33,18 +38,18 @@ MUTATIONS = {
     ),
     "skipped tail": (ONE, "k < columns; k += LANES", "k + LANES * CODES <= columns; k += LANES", "bound off"),
     "one step too many": (ONE, "k < columns; k += LANES", "k <= columns; k += LANES", "bound off|out-of-bounds"),
-    "wrong offset into the words": (ONE, "chunk * WIDTH", "chunk * WIDTH + 1", "bound off|out-of-bounds"),
+    "wrong offset into the words": (ONE, "k / CODES * WIDTH", "k / CODES * WIDTH + 1", "bound off|out-of-bounds"),
     "bytes taken for words": (
         BYTES,
-        "(const device ushort*)packed",
-        "(const device ushort*)((const device uchar*)packed + 1)",
+        "(const device ushort*)w",
+        "(const device ushort*)((const device uchar*)w + 1)",
         "misaligned",
     ),
-    "wrong group": (STACK, "scales[at / GROUP_SIZE]", "scales[at / GROUP_SIZE ^ 1]", "bound off|out-of-bounds"),
+    "wrong group": (STACK, "scales[group]", "scales[group ^ 1]", "bound off|out-of-bounds"),
     "swapped nibbles": (
         ONE,
         "words[word] & mask",
-        "((words[word] & 0x0f0f) << 4 | (words[word] >> 4 & 0x0f0f)) & mask",
+        SWAPPED_NIBBLES,
         "bound off",
     ),
     "swapped codes": (MANY, "const int bit = i * WIDTH;", "const int bit = (i ^ 1) * WIDTH;", "bound off"),
@@ -54,19 +59,19 @@ MUTATIONS = {
     "plane not shifted": (STACK, "words, X_AT(0)) * (1.0f / float(1u << SHIFT))", "words, X_AT(0))", "bound off"),
     "bias of a plane not shifted": (
         STACK,
-        "float(b[at / GROUP_SIZE]) * (1.0f / float(1u << SHIFT))",
-        "float(b[at / GROUP_SIZE])",
+        "float(b1[group]) * 0.5f",
+        "float(b1[group])",
         "bound off",
     ),
-    "offset without the activations": (ONE, "offset * x_sums[0]", "offset", "bound off"),
-    "last plane not read": (STACK, "DO(w3, b3, 2, 4)", "", "bound off"),
-    "plane read twice": (STACK, "DO(w3, b3, 2, 4)", "DO(w3, b3, 2, 4) DO(w2, b2, 1, 2)", "bound off"),
+    "offset without the activations": (ONE, "offset * x_sums[v]", "offset", "bound off"),
+    "last plane not read": (STACK, "DO(w3, 2, 4)", "", "bound off"),
+    "plane read twice": (STACK, "DO(w3, 2, 4)", "DO(w3, 2, 4) DO(w2, 1, 2)", "bound off"),
     "wrong vector": (MANY, "dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
     "lanes not summed": (ONE, "simd_sum(sums[r][v])", "sums[r][v]", "bound off"),
     "sum in half the lanes": (
         ONE,
-        "float y = simd_sum(sums[r][v]);",
-        "float y = 0.0f; if (lane < 16) y = simd_sum(sums[r][v]);",
+        "const float sum = simd_sum(sums[r][v]);",
+        "float sum = 0.0f; if (lane < 16) sum = simd_sum(sums[r][v]);",
         "divergence",
     ),
     "all lanes write": (ONE, "lane == 0 && row < rows", "row < rows", "exactly once"),
@@ -74,11 +79,11 @@ MUTATIONS = {
     "weights read past the last row": (ONE, "        if (row < rows) {", "        if (true) {", "out-of-bounds"),
     "weights read twice": (
         ONE,
-        "words[i] = from[i];",
-        "const volatile device ushort* again = from; words[i] = again[i] & again[i];",
-        "exactly once",
+        "words[i] = packed[i] ^",
+        "const volatile device ushort* again = packed; words[i] = (again[i] & again[i]) ^",
+        "exactly as often",
     ),
-    "a row left out": (ONE, "row < rows) {\n#if HAS_BIAS", "row < rows - 1) {\n#if HAS_BIAS", "bound off"),
+    "a row left out": (ONE, "lane == 0 && row < rows", "lane == 0 && row < rows - 1", "bound off"),
     "bias forgotten": (ONE, "#if HAS_BIAS", "#if 0", "bound off"),
     "summed in half precision": (
         Case((8,), 5, 2048),
@@ -93,10 +98,61 @@ MUTATIONS = {
         "write to input",
     ),
 }
+
+# What the formats with rows of any width have of their own, in rows that end in the middle of 16 codes.
+RAGGED = {
+    "rowwise-8": Case(8, 13, 533, bias=True, format="rowwise"),
+    "rowwise-6": Case(6, 13, 530, bias=True, format="rowwise"),  # where words of its last 16 codes lie beyond the row
+    "rowwise-4": Case(4, 13, 533, bias=True, format="rowwise"),
+    "rowwise-2": Case(2, 13, 533, bias=True, format="rowwise"),
+    "groupwise": Case(4, 13, 533, bias=True, format="groupwise"),
+}
+OF_EACH = {
+    "skipped tail": ("k < columns; k += LANES", "k + CODES <= columns; k += LANES", "bound off"),
+    "last code cut": ("i < left ?", "i + 1 < left ?", "bound off"),
+    "rows not cut": ("i < left ?", "true ?", "bound off|out-of-bounds"),
+    "wrong offset into the words": ("k / CODES * WIDTH", "k / CODES * WIDTH + 1", "bound off|out-of-bounds"),
+    "rows further apart": ("w + size_t(row) *", "w + row + size_t(row) *", "bound off|out-of-bounds"),
+    "rows packed without padding": ("(row) * ROW_WORDS(WIDTH)", "(row) * columns * WIDTH / 16", "bound off"),
+    "words swapped": ("words[i] = packed[i]", "words[i] = packed[WIDTH - 1 - i]", "bound off|exactly as often"),
+    "bytes swapped": ("words[i] = packed[i]", "words[i] = (packed[i] << 8 | packed[i] >> 8)", "bound off"),
+    "offset forgotten": ("const float offset = GROUP_OFFSET", "const float offset = 0.0f", "bound off"),
+    "activations of other columns": ("x + v * columns + k", "x + v * columns + (k ^ 16)", "bound off|out-of-bounds"),
+    "row written twice": ("lane == 0 && row < rows", "row < rows", "exactly once"),
+    "no guard at the last row": ("lane == 0 && row < rows", "lane == 0", "out-of-bounds"),
+    "weights read past the last row": ("        if (row < rows) {", "        if (true) {", "out-of-bounds"),
+    "weights read twice": (
+        "words[i] = packed[i] ^",
+        "const volatile device ushort* p = packed.from; words[i] = (packed[i] & (i < packed.left ? p[i] : 0)) ^",
+        "exactly as often",
+    ),
+    "bias forgotten": ("#if HAS_BIAS", "#if 0", "bound off"),
+}
+OF_EACH_STAGED = {
+    "dropped barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
+    "staged too little": ("i < VECTORS * columns;", "i < VECTORS * columns - 1;", "nobody wrote"),
+    "wrong vector": ("dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
+    "mask too narrow": ("(1u << WIDTH) - 1)", "(1u << WIDTH) - 2)", "bound off"),
+}
+OF_ONE = {
+    "sign bits kept": ("rowwise-8", "SIGN_BITS 0x8080", "SIGN_BITS 0", "bound off"),
+    "sign of every other code": ("rowwise-8", "SIGN_BITS 0x8080", "SIGN_BITS 0x8000", "bound off"),
+    "codes across words cut": ("rowwise-6", "shift + WIDTH > 16", "shift + WIDTH > 32", "bound off"),
+    "swapped nibbles": ("rowwise-4", "words[word] & mask", SWAPPED_NIBBLES, "bound off"),
+    "swapped nibbles of a group": ("groupwise", "words[word] & mask", SWAPPED_NIBBLES, "bound off"),
+    "place not scaled down": ("rowwise-2", "float(1u << (place * WIDTH))", "1.0f", "bound off"),
+    "scale of another row": ("rowwise-4", "scales[row]", "scales[row ^ 1]", "bound off|out-of-bounds"),
+    "scale not applied": ("rowwise-2", "sum * ROW_SCALE(row)", "sum", "bound off"),
+    "scale at every step": ("rowwise-6", "GROUP_SCALE 1.0f", "GROUP_SCALE float(scales[row])", "bound off"),
+    "scale of another group": ("groupwise", "scales[group]", "scales[group ^ 1]", "bound off|out-of-bounds"),
+    "last group forgotten": ("groupwise", "(columns + GROUP_SIZE - 1)", "columns", "bound off"),
+    "offset not scaled": ("groupwise", "(-8.0f * scale)", "-8.0f", "bound off"),
+    "offset of another width": ("rowwise-6", "GROUP_OFFSET -32.0f", "GROUP_OFFSET -31.0f", "bound off"),
+}
 DO_NOT_COMPILE = {
     "device pointer without its address space": (
-        "const device ushort* from = (const device ushort*)",
-        "const ushort* from = (const device ushort*)",
+        "const device ushort* row_of_words = (const device ushort*)",
+        "const ushort* row_of_words = (const device ushort*)",
     ),
     "threadgroup memory as a device pointer": (
         "threadgroup_barrier",
@@ -115,12 +171,33 @@ def changer(old: str, new: str):
     return change
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_caught(name):
-    case, old, new, said = MUTATIONS[name]
+def check(case: Case, old: str, new: str, said: str) -> None:
     p = problem(case)
     found = fault(case, p, run(case, p, change=changer(old, new)))
     assert any(words in found for words in said.split("|")), found or "not caught"
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name):
+    check(*MUTATIONS[name])
+
+
+@pytest.mark.parametrize("name", OF_EACH)
+@pytest.mark.parametrize("kernel", RAGGED)
+def test_mutation_of_each_ragged_kernel_is_caught(kernel, name):
+    check(RAGGED[kernel], *OF_EACH[name])
+
+
+@pytest.mark.parametrize("name", OF_EACH_STAGED)
+@pytest.mark.parametrize("kernel", RAGGED)
+def test_mutation_of_each_staged_ragged_kernel_is_caught(kernel, name):
+    check(dataclasses.replace(RAGGED[kernel], vectors=3, variant="threadgroup"), *OF_EACH_STAGED[name])
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_mutation_of_one_ragged_kernel_is_caught(name):
+    kernel, *mutation = OF_ONE[name]
+    check(RAGGED[kernel], *mutation)
 
 
 @pytest.mark.parametrize("name", DO_NOT_COMPILE)

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "matvec.h"
+#include "products.h"
 
 static uint64_t state = 1;
 
@@ -74,9 +75,22 @@ static float* random_x(int64_t count) {
   return x;
 }
 
-static void check_stack(int planes, const int* widths, int group, int type, int64_t rows, int64_t groups, int vectors) {
+/* x as activations of eight bits stand for it: 127 steps of the largest of each group. */
+static void round_activations(float* x, int64_t columns, int group) {
+  for (int64_t from = 0; from < columns; from += group) {
+    const int64_t end = from + group < columns ? from + group : columns;
+    float largest = 0;
+    for (int64_t i = from; i < end; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    const float step = largest / 127.0f, inverse = 1.0f / step;
+    for (int64_t i = from; i < end; i++) x[i] = largest > 0 ? nearbyintf(x[i] * inverse) * step : 0;
+  }
+}
+
+static void check_stack(int planes, const int* widths, int group, int type, int64_t rows, int64_t groups, int vectors,
+                        int int8) {
   const int64_t columns = groups * group;
-  gearbx_stack m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .scale_type = type};
+  gearbx_stack m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .scale_type = type,
+                    .int8 = int8};
   double* scales = malloc((size_t)(rows * groups) * 8);
   double* weights = calloc((size_t)(rows * columns), 8);
   double* sizes = calloc((size_t)(rows * columns), 8);
@@ -106,14 +120,55 @@ static void check_stack(int planes, const int* widths, int group, int type, int6
   float* x = random_x(vectors * columns);
   float* y = malloc((size_t)(vectors * rows) * 4);
   gearbx_stack_matvec(&m, x, vectors, y);
-  char what[64];
-  snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d,", planes, widths[0], group, type);
+  for (int v = 0; int8 && v < vectors; v++) round_activations(x + v * columns, columns, group);
+  char what[80];
+  snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d, int8 %d,", planes, widths[0], group, type,
+           int8);
   compare(what, rows, columns, vectors, x, weights, sizes, y);
   for (int p = 0; p < planes; p++) {
     free((void*)m.weights[p]);
     free((void*)m.biases[p]);
   }
   free((void*)m.scales);
+  free(scales);
+  free(weights);
+  free(sizes);
+  free(x);
+  free(y);
+}
+
+/* Symmetric codes with a scale for each row or group, in rows that are padded, and end anywhere. */
+static void check_symmetric(int bits, int by_row, int type, int64_t rows, int64_t inputs, int vectors, int int8) {
+  const int group = by_row ? 64 : 32;
+  const int64_t groups = (inputs + group - 1) / group, row_bytes = ((inputs * bits + 7) / 8 + 15) / 16 * 16;
+  const int64_t count = by_row ? rows : rows * groups;
+  uint8_t* packed = malloc((size_t)(rows * row_bytes));
+  double* scales = malloc((size_t)count * 8);
+  double* weights = malloc((size_t)(rows * inputs) * 8);
+  double* sizes = malloc((size_t)(rows * inputs) * 8);
+  void* held = random_values((size_t)count, type, scales);
+  for (int64_t i = 0; i < rows * row_bytes; i++) packed[i] = (uint8_t)random_bits();
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < inputs; i++) {
+      int code = 0;
+      for (int b = 0; b < bits; b++) code |= (packed[r * row_bytes + (i * bits + b) / 8] >> (i * bits + b) % 8 & 1) << b;
+      code = bits == 8 ? (int8_t)code : code - (1 << (bits - 1));
+      const double scale = scales[by_row ? r : r * groups + i / group];
+      weights[r * inputs + i] = scale * code;
+      sizes[r * inputs + i] = fabs(scale) * (1 << bits);
+    }
+  gearbx_stack m = {.rows = rows, .columns = groups * group, .group = group, .planes = 1, .widths = {bits},
+                    .weights = {packed}, .scales = held, .scale_type = type, .inputs = inputs, .row_bytes = row_bytes,
+                    .kind = by_row ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS, .int8 = int8};
+  float* x = random_x(vectors * inputs);
+  float* y = malloc((size_t)(vectors * rows) * 4);
+  gearbx_stack_matvec(&m, x, vectors, y);
+  for (int v = 0; int8 && v < vectors; v++) round_activations(x + v * inputs, inputs, group);
+  char what[64];
+  snprintf(what, sizeof what, "symmetric, %d bits, by row %d, int8 %d,", bits, by_row, int8);
+  compare(what, rows, inputs, vectors, x, weights, sizes, y);
+  free(packed);
+  free(held);
   free(scales);
   free(weights);
   free(sizes);
@@ -140,6 +195,68 @@ static void check_dense(int type, int64_t rows, int64_t columns, int vectors) {
   free(y);
 }
 
+static void same_bits(const char* what, const float* a, const float* b, int64_t count) {
+  products++;
+  if (memcmp(a, b, (size_t)count * 4)) {
+    failures++;
+    printf("%s: other bits than alone\n", what);
+  }
+}
+
+/* Many vectors, and experts, one of which nobody chooses and one of which does not exist: each as it is alone. */
+static void check_products(int64_t vectors) {
+  enum { EXPERTS = 4, ROWS = 5, COLUMNS = 64 };
+  const int count = EXPERTS * ROWS * COLUMNS;
+  double* values = malloc((size_t)count * 8);
+  void* held = random_values((size_t)count, GEARBX_BFLOAT16, values);
+  void* scales = random_values(EXPERTS * ROWS * 2, GEARBX_FLOAT16, values);
+  uint32_t* words = malloc((size_t)count / 2);
+  for (int i = 0; i < count / 8; i++) words[i] = random_bits();
+  float* x = random_x(vectors * COLUMNS);
+  float* y = malloc((size_t)(vectors * ROWS) * 4);
+  float* alone = malloc((size_t)(vectors * ROWS) * 4);
+  int32_t* vector = malloc((size_t)vectors * 4);
+  int32_t* expert = malloc((size_t)vectors * 4);
+  const gearbx_pairs pairs = {vectors, EXPERTS, vector, expert};
+  for (int64_t p = 0; p < vectors; p++) {
+    vector[p] = (int32_t)(vectors - 1 - p);
+    expert[p] = p == 3 ? EXPERTS : (int32_t)(p % (EXPERTS - 1));
+  }
+  for (int stack = 0; stack < 2; stack++) {
+    for (int experts = 0; experts < 2; experts++) {
+      gearbx_dense d = {ROWS, COLUMNS, held, GEARBX_BFLOAT16};
+      gearbx_stack s = {.rows = ROWS, .columns = COLUMNS, .group = 32, .planes = 1, .widths = {4}, .weights = {words},
+                        .scales = scales, .biases = {scales}, .scale_type = GEARBX_FLOAT16};
+      if (experts) {
+        stack ? gearbx_stack_experts(&s, &pairs, x, y) : gearbx_dense_experts(&d, &pairs, x, y);
+      } else {
+        stack ? gearbx_stack_product(&s, x, vectors, y) : gearbx_dense_product(&d, x, vectors, y);
+      }
+      for (int64_t p = 0; p < vectors; p++) {
+        const int e = experts ? expert[p] : 0;
+        const float* mine = x + (experts ? vector[p] : p) * COLUMNS;
+        d.weights = (const uint16_t*)held + e * ROWS * COLUMNS;
+        s.weights[0] = words + e * ROWS * COLUMNS / 8;
+        s.scales = s.biases[0] = (const uint16_t*)scales + e * ROWS * 2;
+        if (e == EXPERTS)
+          memcpy(alone + p * ROWS, y + p * ROWS, ROWS * 4), failures += !isnan(y[p * ROWS]);
+        else
+          stack ? gearbx_stack_matvec(&s, mine, 1, alone + p * ROWS) : gearbx_dense_matvec(&d, mine, 1, alone + p * ROWS);
+      }
+      same_bits(experts ? "experts" : "many vectors", y, alone, vectors * ROWS);
+    }
+  }
+  free(values);
+  free(held);
+  free(scales);
+  free(words);
+  free(x);
+  free(y);
+  free(alone);
+  free(vector);
+  free(expert);
+}
+
 int main(void) {
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
                                   {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
@@ -152,10 +269,19 @@ int main(void) {
       for (int type = 0; type < 3; type++)
         for (int h = 0; h < 3; h++)
           for (int v = 0; v < 4; v++)
-            check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v]);
+            for (int int8 = 0; int8 < 2; int8++)
+              check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v], int8);
   const int four = 4;
   /* Several pieces, and more groups than are widened at once. */
-  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3);
+  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 0);
+  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 1);
+  for (int bits = 2; bits <= 8; bits += 2)
+    for (int int8 = 0; int8 < 2; int8++)
+      for (int64_t inputs = 1; inputs < 200; inputs += 11)
+        for (int v = 0; v < 4; v++) {
+          check_symmetric(bits, 1, v % 3, 3, inputs, counts[v], int8);
+          check_symmetric(bits, 0, v % 3, 3, inputs, counts[v], int8);
+        }
   for (int type = 0; type < 3; type++) {
     static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};
     for (int w = 0; w < 7; w++)
@@ -164,6 +290,9 @@ int main(void) {
     check_dense(type, 3000, 130, 2);
     check_dense(type, 0, 16, 1);
   }
+  check_products(1);
+  check_products(17);
+  check_products(100);
   printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
   return failures != 0;
 }

@@ -94,6 +94,8 @@ inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
   return _mm256_or_si256(_mm256_sll_epi32(above, _mm_cvtsi32_si128(width)), below);
 }
 
+inline Bytes32 flip_signs(Bytes32 codes) { return _mm256_xor_si256(codes, _mm256_set1_epi8(-128)); }
+
 inline void to_floats(Bytes32 codes, F8 out[4]) {
   out[0] = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(0xff)));
   out[1] = _mm256_cvtepi32_ps(_mm256_and_si256(codes, _mm256_set1_epi32(0xff00)));
@@ -122,6 +124,11 @@ inline Bytes32 unpack(const uint8_t* p) {
 inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
   for (int i = 0; i < BLOCK; i++) above.byte[i] = static_cast<uint8_t>(above.byte[i] << width | below.byte[i]);
   return above;
+}
+
+inline Bytes32 flip_signs(Bytes32 codes) {
+  for (int i = 0; i < BLOCK; i++) codes.byte[i] = static_cast<uint8_t>(codes.byte[i] ^ 0x80);
+  return codes;
 }
 
 inline void to_floats(Bytes32 codes, F8 out[4]) {

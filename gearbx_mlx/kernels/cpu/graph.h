@@ -88,13 +88,17 @@ inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(
 struct StackForm {
   std::vector<int> widths;
   int group;
+  bool int8;
 
-  bool operator==(const StackForm& other) const { return widths == other.widths && group == other.group; }
+  bool operator==(const StackForm& other) const {
+    return widths == other.widths && group == other.group && int8 == other.int8;
+  }
 
   gearbx_stack matrix(const std::vector<mx::array>& inputs) const {
     gearbx_stack m = {};
     m.planes = static_cast<int>(widths.size());
     m.group = group;
+    m.int8 = int8;
     const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
     m.rows = scales.shape(-2);
     m.columns = static_cast<int64_t>(scales.shape(-1)) * group;

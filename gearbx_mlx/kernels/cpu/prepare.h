@@ -4,30 +4,32 @@
 
 #include <vector>
 
-#include "codes.h"
-#include "matvec.h"
+#include "planes.h"
 
 namespace gearbx {
 
-// x: per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]. sums: per vector, of each group,
-// since an offset that all weights of a group share multiplies their sum; filled up with zeros to whole registers.
+// x: per group, per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]; vectors that lie a power
+// of two apart would fall into the same lines of the cache. sums: per vector, of each group, since an offset that all
+// weights of a group share multiplies their sum; filled up with zeros to whole registers.
 struct Prepared {
-  std::vector<float> x, sums;
+  std::vector<float> x, sums, padded;
   int64_t sums_stride;
 };
 
 inline void prepare(const gearbx_stack& matrix, const float* x, int vectors, Prepared& out) {
   const int64_t columns = matrix.columns, groups = columns / matrix.group;
+  x = padded(matrix, x, vectors, out.padded);
   out.sums_stride = (groups + 7) / 8 * 8;
   out.x.resize(static_cast<size_t>(vectors * columns));
   out.sums.assign(static_cast<size_t>(vectors * out.sums_stride), 0.0f);
   for (int v = 0; v < vectors; v++) {
     const float* from = x + v * columns;
-    float* to = out.x.data() + v * columns;
-    for (int64_t block = 0; block < columns; block += BLOCK)
-      for (int k = 0; k < 4; k++)
-        for (int l = 0; l < 8; l++) to[block + 8 * k + l] = from[block + 4 * l + k] * (1.0f / PLACE[k]);
     for (int64_t g = 0; g < groups; g++) {
+      float* to = out.x.data() + (g * vectors + v) * matrix.group;
+      for (int block = 0; block < matrix.group; block += BLOCK)
+        for (int k = 0; k < 4; k++)
+          for (int l = 0; l < 8; l++)
+            to[block + 8 * k + l] = from[g * matrix.group + block + 4 * l + k] * (1.0f / PLACE[k]);
       F8 sum = zero8();
       for (int i = 0; i < matrix.group; i += 8) sum = add8(sum, load8(from + g * matrix.group + i));
       out.sums[static_cast<size_t>(v * out.sums_stride + g)] = sum8(sum);

@@ -24,6 +24,42 @@ class StackMatvec : public Operation {
   StackForm form_;
 };
 
+// Symmetric codes. Inputs: x, weight, scales.
+class SymmetricMatvec : public Operation {
+ public:
+  SymmetricMatvec(mx::Stream s, int bits, bool int8) : Operation(s), bits_(bits), int8_(int8) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array &weight = inputs[1], &scales = inputs[2];
+    gearbx_stack m = {};
+    m.kind = scales.ndim() == 1 ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS;
+    m.group = m.kind == GEARBX_SYMMETRIC_ROWS ? 64 : 32;
+    m.inputs = inputs[0].shape(-1);
+    m.columns = (m.inputs + m.group - 1) / m.group * m.group;
+    m.rows = weight.shape(0);
+    m.row_bytes = weight.shape(1);
+    m.planes = 1;
+    m.widths[0] = bits_;
+    m.weights[0] = weight.data<void>();
+    m.scales = scales.data<void>();
+    m.scale_type = type_of(scales);
+    m.int8 = int8_;
+    dispatch(inputs, outputs[0], [m, n = vectors_of(inputs[0])](const float* x, float* y) {
+      gearbx_stack_product(&m, x, n, y);
+    });
+  }
+
+  const char* name() const override { return "GearbxSymmetricMatvec"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const SymmetricMatvec&>(other);
+    return bits_ == o.bits_ && int8_ == o.int8_;
+  }
+
+ private:
+  int bits_;
+  bool int8_;
+};
+
 // Inputs: x, weights.
 class DenseMatvec : public Operation {
  public:
@@ -40,11 +76,27 @@ class DenseMatvec : public Operation {
 };
 
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, bool int8) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form = {widths, group};
+  const StackForm form = {widths, group, int8};
   auto inputs = form.inputs(x, weights, scales, biases, 2, s);
   return output(x.shape(), scales.shape(0), std::make_shared<StackMatvec>(s, form), std::move(inputs));
+}
+
+// Rows of bytes, and a scale for each row or for each group of 32 inputs.
+mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx::array& scales, int bits, bool int8) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes of 2, 4, 6 or 8 bits");
+  require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
+          "rows of bytes, with a sign where a code is one");
+  require(x.ndim() >= 1, "x is one vector or more");
+  check_x(x, x.shape(-1));
+  require((static_cast<int64_t>(x.shape(-1)) * bits + 7) / 8 <= weight.shape(1), "x is wider than the weights");
+  type_of(scales);
+  const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (x.shape(-1) + 31) / 32;
+  require((by_row || by_group) && scales.shape(0) == weight.shape(0), "a scale for each row, or for each 32 of its inputs");
+  return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, int8),
+                {in_rows_and_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
 
 mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
@@ -54,6 +106,28 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
   check_x(x, weight.shape(1));
   return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s),
                 {in_rows_and_float32(x, s), in_rows(weight, s)});
+}
+
+// Input: logprobs.
+class EntropyBits : public Operation {
+ public:
+  using Operation::Operation;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const int64_t count = inputs[0].shape(-1), rows = static_cast<int64_t>(inputs[0].size()) / count;
+    dispatch(inputs, outputs[0], [count, rows](const float* x, float* y) { gearbx_entropy_bits(x, rows, count, y); });
+  }
+
+  const char* name() const override { return "GearbxEntropyBits"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+};
+
+mx::array entropy_bits(const mx::array& logprobs) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(logprobs.ndim() >= 1 && logprobs.size() > 0, "log-probabilities of at least one token");
+  auto shape = logprobs.shape();
+  shape.pop_back();
+  return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_rows_and_float32(logprobs, s)});
 }
 
 // Eager, unlike the products: it is for timing. `words` is evaluated, contiguous uint32.
@@ -68,8 +142,11 @@ uint32_t read_sum(const mx::array& words) {
 
 NB_MODULE(_gearbx_cpu, m) {
   using namespace gearbx;
-  m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
+  m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
+        "int8"_a = false);
+  m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "int8"_a = false);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
+  m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);
   bind_codebooks(m);
   m.def("read_sum", &read_sum, "words"_a);

@@ -38,7 +38,7 @@ gearbx_dense expert(const gearbx_dense& first, int64_t number) {
 
 template <class Matrix>
 void product(const Matrix& m, const float* x, int64_t vectors, float* y) {
-  in_chunks(vectors, [&](int64_t first, int n) { multiply(m, x + first * m.columns, n, y + first * m.rows); });
+  in_chunks(vectors, [&](int64_t first, int n) { multiply(m, x + first * inputs_of(m), n, y + first * m.rows); });
 }
 
 // Pairs are put in the order of their experts (a counting sort, so that each keeps its order), and each expert's

@@ -10,6 +10,8 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(GEARBX_PORTABLE)
 #define GEARBX_AVX2 1
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace gearbx {
@@ -43,6 +45,7 @@ inline F8 zero8() { return _mm256_setzero_ps(); }
 inline F8 all8(float value) { return _mm256_set1_ps(value); }
 inline F8 load8(const float* p) { return _mm256_loadu_ps(p); }
 inline F8 add8(F8 a, F8 b) { return _mm256_add_ps(a, b); }
+inline F8 multiply8(F8 a, F8 b) { return _mm256_mul_ps(a, b); }
 inline F8 multiply_add8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
@@ -75,6 +78,7 @@ inline F8 load8(const float* p) {
   return a;
 }
 inline F8 add8(F8 a, F8 b) { return a + b; }
+inline F8 multiply8(F8 a, F8 b) { return a * b; }
 inline F8 multiply_add8(F8 a, F8 b, F8 c) { return a * b + c; }
 inline float multiply_add(float a, float b, float c) { return a * b + c; }
 

@@ -219,6 +219,7 @@ void run_threadgroup(int size) {
 }
 
 void forget_threadgroup_memory() {
+    if (variables.empty() && !shadow.empty()) return;  // nobody used any
     variables.clear();
     shadow.assign(ARENA, Shadow{});
     memset(arena, 0xFF, ARENA);

@@ -1,4 +1,4 @@
-"""metal/planes.metal, as MLX generates it, run on the CPU: results, every byte read, every byte written."""
+"""metal/matvec.metal for every format, as MLX generates it, run on the CPU: results, every byte read and written."""
 
 import itertools
 
@@ -9,17 +9,19 @@ import pytest
 from gearbx_mlx.kernels.metal import VARIANTS, choose_variant, fits_threadgroup
 from gearbx_mlx.kernels.reference import planes_matmul
 
-from .cases import Case, exact, expected, fault, launch, problem, run
+from .cases import Case, launch, problem, run
+from .checks import exact, expected, fault
 
 pytestmark = pytest.mark.clang
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = [(bits,) for bits in (2, 3, 4, 5, 6, 8)]
 STACKS = [(4, 4), (3, 5), (2, 2, 4), (4, 1, 1, 2), (3, 1, 4), (2, 1), (1, 7)]
+WITHOUT_GROUPS = [("rowwise", 8), ("rowwise", 6), ("rowwise", 4), ("rowwise", 2), ("groupwise", 4)]  # any width
 
 
 def cases():
-    """Every width or stack with every variant and type; shapes, groups, vectors and biases go round beneath."""
+    """Every format and width with every variant and type; shapes, groups, vectors and biases go round beneath."""
     shapes = itertools.cycle([(13, 96), (1, 32), (8, 512), (21, 544), (17, 1056), (5, 64), (33, 160)])
     groups = itertools.cycle([32, 64, 128, 32, 64])
     vectors = itertools.cycle([1, 1, 2, 1, 3, 1, 8, 1, 4])
@@ -27,8 +29,14 @@ def cases():
         (rows, columns), group_size, count = next(shapes), next(groups), next(vectors)
         columns = -(-columns // group_size) * group_size
         yield Case(widths, rows, columns, group_size, count, dtype, variant, bias=(rows + count) % 2 == 0)
+    ragged = itertools.cycle([(13, 96), (1, 21), (8, 512), (21, 530), (17, 1), (5, 49), (33, 175)])
+    for (format, bits), variant, dtype in itertools.product(WITHOUT_GROUPS, VARIANTS, DTYPES):
+        (rows, columns), count = next(ragged), next(vectors)
+        bias = (rows + count) % 2 == 0
+        yield Case(bits, rows, columns, vectors=count, dtype=dtype, variant=variant, bias=bias, format=format)
     for count, variant in itertools.product(range(1, 9), VARIANTS):
         yield Case((4, 4), 11, 640, 64, count, mx.bfloat16, variant, bias=True)
+        yield Case(6, 11, 533, vectors=count, dtype=mx.float16, variant=variant, bias=True, format="rowwise")
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
@@ -40,19 +48,39 @@ def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", range(1, 36))
-def test_any_row_count(rows, variant):
-    case = Case((4,), rows, 64, variant=variant, bias=True)
-    p = problem(case, seed=rows)
-    assert fault(case, p, run(case, p)) == ""
+@pytest.mark.parametrize("format", ["planes", "rowwise", "groupwise"])
+def test_any_row_count(format, variant):
+    for rows in range(1, 36):
+        bits = (4,) if format == "planes" else 4
+        case = Case(bits, rows, 64, variant=variant, bias=True, format=format)
+        p = problem(case, seed=rows)
+        assert fault(case, p, run(case, p)) == "", rows
 
 
 @pytest.mark.parametrize("columns", [32, 64, 480, 512, 544, 1024, 2080, 6144])
-def test_any_width(columns):
+def test_any_width_of_whole_groups(columns):
     for variant in VARIANTS:
         case = Case((4, 4), 3, columns, 32, variant=variant)
         p = problem(case, seed=columns)
         assert fault(case, p, run(case, p)) == ""
+
+
+@pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
+@pytest.mark.parametrize("variant", ["registers", "device"])
+def test_any_width_at_all(format, bits, variant):
+    """Every remainder of a row's 16 bytes, and of the 512 columns of a step; one vector and more."""
+    for columns in [*range(1, 70), 509, 511, 512, 513, 517, 533, 1000, 1025]:
+        case = Case(bits, 3, columns, vectors=1 + columns % 2, variant=variant, format=format)
+        p = problem(case, seed=columns)
+        assert fault(case, p, run(case, p)) == "", columns
+
+
+@pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
+def test_any_width_staged(format, bits):
+    for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):
+        case = Case(bits, 3, columns, vectors=vectors, variant="threadgroup", format=format)
+        p = problem(case, seed=columns)
+        assert fault(case, p, run(case, p)) == "", columns
 
 
 def test_float64_expectation_is_the_reference():
@@ -60,7 +88,7 @@ def test_float64_expectation_is_the_reference():
     for widths in (w for w in AFFINE + STACKS if 7 not in w):
         case = Case(widths, 9, 256, dtype=mx.float32, vectors=2)
         p = problem(case)
-        y = exact(planes_matmul(p.x, p.weights, p.scales, p.biases, widths, case.group_size))
+        y = exact(planes_matmul(p.x, p.planes("w"), p.arrays["scales"], p.planes("b"), widths, case.group_size))
         np.testing.assert_allclose(y, expected(case, p)[0], atol=2e-5)
 
 
@@ -90,21 +118,34 @@ def test_staged_activations_fill_what_they_may():
         assert report.threadgroup_bytes == 24 * 1024
 
 
-def test_strided_activations_are_read_right():
-    case = Case((4,), 9, 64, vectors=3)
+@pytest.mark.parametrize("case", [Case((4,), 9, 64, vectors=3), Case(6, 9, 61, vectors=3, format="rowwise")], ids=str)
+def test_strided_activations_are_read_right(case):
     p = problem(case)
-    p.x = mx.random.normal((64, 3)).astype(case.dtype).T
+    p.x = mx.random.normal((case.columns, 3)).astype(case.dtype).T
     assert fault(case, p, run(case, p)) == ""
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_no_number_reaches_its_row_only(value):
-    case = Case((4, 4), 9, 128)
-    p = problem(case)
-    p.scales = mx.where(mx.arange(9)[:, None] == 4, mx.array(value, case.dtype), p.scales)
-    y = run(case, p).out[0]
-    assert not np.isfinite(y[0, 4])
-    assert np.isfinite(np.delete(y, 4)).all()
+    for case in (Case((4, 4), 9, 128), Case(8, 9, 128, format="rowwise"), Case(4, 9, 128, format="groupwise")):
+        p = problem(case)
+        scales = p.arrays["scales"]
+        fifth = (mx.arange(9) == 4).reshape(9, *[1] * (scales.ndim - 1))
+        p.arrays["scales"] = mx.where(fifth, mx.array(value, scales.dtype), scales)
+        y = run(case, p).out[0]
+        assert not np.isfinite(y[0, 4])
+        assert np.isfinite(np.delete(y, 4)).all()
+
+
+def test_the_vector_after_a_ragged_one_does_not_reach_it():
+    """What lies beyond a vector in memory is the next one."""
+    for format, bits in WITHOUT_GROUPS:
+        case = Case(bits, 4, 21, vectors=2, format=format)
+        p = problem(case)
+        p.x = mx.where(mx.arange(2)[:, None] == 1, mx.array(float("nan"), case.dtype), p.x)
+        y = run(case, p).out[0]
+        assert np.isfinite(y[0]).all()
+        assert np.isnan(y[1]).all()
 
 
 def test_launch_of_the_chosen_variant_is_the_default():

@@ -1,0 +1,106 @@
+"""What each gear would have drafted: recorded on the top gear's own text, for `calibrate --mode lossless`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..errors import GearbxError
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..routing.acceptance import best_bound, best_length, fit_curve
+from ..routing.draft_file import DraftFile
+from ..routing.entropy import entropy_bits
+from .caches import room, take_back, untrimmable
+
+BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
+
+
+@dataclass
+class Agreement:
+    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token."""
+
+    entropies: list[float]
+    agrees: list[bool]
+
+
+def record_agreement(
+    gearbox: Gearbox, top: Gear, gears: Sequence[Gear], prompt: Sequence[int], text: Sequence[int]
+) -> list[Agreement]:
+    """Run the gears over a text that the top gear wrote, each on the top gear's KV cache, as when it drafts.
+
+    Args:
+        top: the gear that checks.
+        gears: those that might draft.
+        prompt: tokens, one or more.
+        text: tokens that the top gear wrote after it, greedily.
+
+    Returns:
+        for each gear, len(text) entropies and answers. The top gear is engaged afterwards.
+
+    Raises:
+        GearbxError: the model's KV cache cannot be taken back from.
+    """
+    model = gearbox.model
+    cache = make_prompt_cache(model)
+    if room(cache) < len(prompt) + len(text):
+        raise untrimmable(cache, "lossless")
+    gearbox.shift(top)
+    if len(prompt) > 1:
+        model(mx.array(list(prompt[:-1]))[None], cache=cache)
+    inputs = [prompt[-1], *text[:-1]]
+    found = [Agreement([], []) for _ in gears]
+    for start in range(0, len(inputs), BLOCK):
+        block = mx.array(inputs[start : start + BLOCK])[None]
+        chosen = mx.array(list(text[start : start + BLOCK]))
+        for gear, agreement in zip(gears, found):
+            gearbox.shift(gear)
+            logits = model(block, cache=cache)[0]
+            take_back(cache, block.size)
+            agreement.entropies += np.array(entropy_bits(logits)).tolist()
+            agreement.agrees += np.array(mx.argmax(logits, axis=-1) == chosen).tolist()
+        gearbox.shift(top)
+        mx.eval(model(block, cache=cache))
+    return found
+
+
+def draft_files(
+    gearbox: Gearbox, top: Gear, recorded: dict[Gear, list[Agreement]], name: str, group_size: int, format: str
+) -> Iterable[DraftFile]:
+    """For each gear that was recorded, the curve and the bound that cost the fewest bytes of weights per token.
+
+    Raises:
+        GearbxError: no tokens were recorded.
+    """
+    check = gearbox.weight_bytes_per_token(top)
+    for gear, texts in recorded.items():
+        sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
+        if not sequences:
+            raise GearbxError("calibration has no tokens; give prompts that the model answers")
+        entropies = [value for text in texts for value in text.entropies]
+        agrees = [value for text in texts for value in text.agrees]
+        curve = fit_curve(entropies, agrees)
+        draft = gearbox.weight_bytes_per_token(gear)
+        bound, read = best_bound(sequences, curve, draft, check)
+        length, fixed = best_length(sequences, draft, check)
+        yield DraftFile(
+            gears=[g.bits for g in gearbox.ladder if g.bits <= top.bits],
+            draft=gear.bits,
+            bound=bound,
+            edges=list(curve.edges),
+            agreement=list(curve.agreement),
+            vocab_size=vocabulary(gearbox.model),
+            fingerprint=gearbox.fingerprint,
+            model=name,
+            group_size=group_size,
+            format=format,
+            tokens=len(entropies),
+            agreement_overall=sum(agrees) / len(agrees),
+            weight_bytes_per_token=read,
+            weight_bytes_per_token_top=check,
+            best_fixed_length=length,
+            fixed_weight_bytes_per_token=fixed,
+        )

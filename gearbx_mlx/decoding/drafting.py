@@ -1,0 +1,92 @@
+"""From what is said about drafting, a file, a number or nothing, to the model that drafts by it."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearbxError
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox
+from ..routing.acceptance import DraftRule, FixedLength, default_rule
+from ..routing.draft_file import DraftFile, parse_draft_file
+from .lossless import LosslessModel
+
+SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"
+MAKE_DRAFTING = "write a new one with python -m gearbx_mlx.calibrate --mode lossless"
+
+How = DraftFile | DraftRule | str | Path | int | None
+
+
+def read_draft_file(path: str | Path) -> DraftFile:
+    """Raises GearbxError for a file that cannot be read, or is something else."""
+    try:
+        return parse_draft_file(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
+        reason = str(error).partition("\n")[0]
+        raise GearbxError(f"{path}: cannot be read as a drafting file ({reason}); {MAKE_DRAFTING}") from error
+
+
+@cache
+def shipped() -> tuple[DraftFile, ...]:
+    """What ships with the package: for the demo model."""
+    return tuple(read_draft_file(path) for path in sorted(SHIPPED.glob("*.json")))
+
+
+def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
+    """Of the files that ship, those for this model and ladder."""
+    for made in shipped():
+        try:
+            check_file(made, gearbox)
+        except GearbxError:
+            continue
+        yield made
+
+
+def check_file(made: DraftFile, gearbox: Gearbox) -> None:
+    """Raises GearbxError unless a file was made for this model and ladder."""
+    made.check([gear.bits for gear in gearbox.ladder], vocabulary(gearbox.model), gearbox.fingerprint)
+
+
+def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]:
+    """When to stop drafting, and the bits of the gear that drafts (None: the lowest).
+
+    Args:
+        how: a file or its path, a fixed number of tokens, a rule; without, what ships for this model and ladder, or
+            the rule that is used where nothing was calibrated.
+
+    Raises:
+        GearbxError: a file for another model, vocabulary or ladder.
+    """
+    if how is None:
+        how = next(fitting(gearbox), None)
+    if isinstance(how, str | Path):
+        made = read_draft_file(how)
+        try:
+            check_file(made, gearbox)
+        except GearbxError as error:
+            raise GearbxError(f"{how}: {error}; {MAKE_DRAFTING}") from error
+        how = made
+    if isinstance(how, DraftFile):
+        check_file(how, gearbox)
+        return how.rule(), how.draft
+    if isinstance(how, int):
+        return FixedLength(how), None
+    return how or default_rule(), None
+
+
+def make_lossless(
+    gearbox: Gearbox, tokenizer: Any, how: How = None, *, prompt_tokens: int = 0, **kwargs: Any
+) -> LosslessModel:
+    """The model to give to mlx-lm's stream_generate together with these keywords of it."""
+    rule, draft = find_rule(gearbox, how)
+    return LosslessModel(
+        gearbox,
+        rule,
+        draft=draft,
+        sampler=kwargs.get("sampler"),
+        logits_processors=kwargs.get("logits_processors") or (),
+        stop_tokens=tokenizer.eos_token_ids,
+        prompt_tokens=prompt_tokens,
+        max_tokens=kwargs.get("max_tokens", -1),
+    )

@@ -1,0 +1,137 @@
+"""A budget instead of thresholds: what meets a wish at the least cost, told from one recorded pass per gear.
+
+Candidates are each static gear; kickdown between any two gears, at every share; lossless under the top gear with any
+gear as the draft. Routing by past tokens is none of them: at the same share it has no better claim than chance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import GearbxError
+from ..gears.ladder import Gear, Ladder
+from .drafting import best_rule
+from .replay import Recording
+
+SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
+STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One of three: the least agreement with the top gear, the most mean KL (nats), the most weight bytes per token."""
+
+    agreement: float | None = None
+    kl: float | None = None
+    weight_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in vars(self).values()) != 1:
+            raise GearbxError("give one of a target agreement, a target KL, or target bytes")
+        if self.agreement is not None and not 0 < self.agreement <= 1:
+            raise GearbxError(f"target agreement is {self.agreement}; give a part of 1, such as 0.99")
+        if self.kl is not None and not self.kl >= 0:
+            raise GearbxError(f"target KL is {self.kl}; give nats, 0 or more")
+        if self.weight_bytes is not None and not self.weight_bytes > 0:
+            raise GearbxError(f"target bytes are {self.weight_bytes}; give weight bytes per token")
+
+    def __str__(self) -> str:
+        if self.agreement is not None:
+            return f"agreement of {self.agreement:g} with the top gear"
+        return (
+            f"mean KL of {self.kl:g} nats" if self.kl is not None else f"{self.weight_bytes:g} weight bytes per token"
+        )
+
+    def met_by(self, outcome: "Outcome") -> bool:
+        if self.agreement is not None:
+            return outcome.agreement >= self.agreement
+        if self.kl is not None:
+            return outcome.kl_mean <= self.kl
+        return outcome.weight_bytes <= (self.weight_bytes or 0)
+
+    def rank(self, outcome: "Outcome") -> tuple[float, float]:
+        """What is best comes first: least bytes, or where bytes are given, least KL."""
+        both = outcome.weight_bytes, outcome.kl_mean
+        return both if self.weight_bytes is None else both[::-1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a candidate comes to: agreement with the top gear, mean KL (nats), weight bytes per token."""
+
+    agreement: float
+    kl_mean: float
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mode with its gears (bits, lowest first) and what steers it."""
+
+    mode: str
+    gears: tuple[int, ...]
+    predicted: Outcome
+    thresholds: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.mode} {','.join(map(str, self.gears))}"
+
+
+def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Ladder, Gear], float]) -> list[Candidate]:
+    """All that is considered, with what it is expected to come to.
+
+    Args:
+        recordings: each gear alone over the same text, lowest first; the last is the reference itself.
+        weight_bytes: of a token in a gear of a ladder: a gear alone has fewer planes to read than one among many.
+    """
+
+    def cost(bits: Sequence[int]) -> list[float]:
+        ladder = Ladder(bits)
+        return [weight_bytes(ladder, gear) for gear in ladder]
+
+    gears = list(recordings)
+    found = [
+        Candidate(STATIC, (gear.bits,), Outcome(float(r.agree.mean()), float(r.kl.mean()), *cost([gear.bits])))
+        for gear, r in recordings.items()
+    ]
+    for index, low in enumerate(gears):
+        for high in gears[index + 1 :]:
+            found += kickdowns(recordings, low, high, *cost([low.bits, high.bits]))
+    for low in gears[:-1]:
+        *_, read = best_rule(recordings[low], *cost([low.bits, gears[-1].bits]))
+        found.append(Candidate(LOSSLESS, (low.bits, gears[-1].bits), Outcome(1.0, 0.0, read)))
+    return found
+
+
+def kickdowns(
+    recordings: Mapping[Gear, Recording], low: Gear, high: Gear, low_bytes: float, high_bytes: float
+) -> list[Candidate]:
+    """Kickdown between two gears at every share. What a low gear leaves in the cache is not in the prediction."""
+    below, above = recordings[low], recordings[high]
+    found = []
+    for threshold in np.unique(np.quantile(below.entropy, 1 - SHARES, method="inverted_cdf")):
+        again = below.entropy > threshold
+        outcome = Outcome(
+            float(np.where(again, above.agree, below.agree).mean()),
+            float(np.where(again, above.kl, below.kl).mean()),
+            low_bytes + float(again.mean()) * high_bytes,
+        )
+        found.append(Candidate(KICKDOWN, (low.bits, high.bits), outcome, (float(threshold),)))
+    return found
+
+
+def in_order(found: Sequence[Candidate], wish: Wish) -> list[Candidate]:
+    """Those that are expected to meet the wish, the best first.
+
+    Raises:
+        GearbxError: there is none.
+    """
+    meeting = sorted((c for c in found if wish.met_by(c.predicted)), key=lambda c: wish.rank(c.predicted))
+    if not meeting:
+        least = min(found, key=lambda c: c.predicted.weight_bytes)
+        raise GearbxError(
+            f"no gear and no way of shifting meets {wish}: the least is {least.predicted.weight_bytes:.0f} weight "
+            f"bytes per token ({least}); allow more, or give a ladder that begins lower"
+        )
+    return meeting

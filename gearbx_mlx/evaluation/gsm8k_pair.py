@@ -1,0 +1,123 @@
+"""EAD's Table 1 free-running: two models write answers to GSM8K, and so does a coin with the large one's share."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from ..decoding.pair import stream_pair
+from ..decoding.response import GearResponse
+from ..routing.gates import Gate
+from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
+from .gsm8k import COLUMNS as SCORES
+from .gsm8k import Attempt, judged, score
+
+Prompts = Iterable[tuple[Sequence[int], int, str]]
+REFERENCE = f"pair-{0:g}"  # the large model alone
+
+
+@dataclass(frozen=True)
+class PairAttempt(Attempt):
+    """And how many tokens the large model computed, and how many were read again to catch up."""
+
+    large: int = 0
+    caught_up: int = 0
+
+
+def solve(
+    small: nn.Module,
+    large: nn.Module,
+    tokenizer: Any,
+    prompts: Prompts,
+    window: int,
+    gate_of: Callable[[int], tuple[Gate, int]],
+) -> list[dict[str, Any]]:
+    """Attempts as plain values, one for each prompt: its tokens, how many to write, the worked answer.
+
+    Args:
+        gate_of: of the prompt's number, the gate and the model that begins.
+    """
+    rows = []
+    for number, (tokens, length, answer) in enumerate(prompts):
+        gate, first = gate_of(number)
+        taken: list[GearResponse] = []
+        responses = stream_pair(
+            small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
+        )
+        tried = judged(noted(responses, taken), answer)
+        by_large = sum(response.gear == NAMES[LARGE] for response in taken)
+        rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))
+    return rows
+
+
+def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
+    for response in responses:
+        taken.append(response)
+        yield response
+
+
+def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
+    return lambda number: (pair_gate(threshold, min_duration), first_model(threshold))
+
+
+def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
+    """The control: another coin for each prompt."""
+
+    def gate_of(number: int) -> tuple[Gate, int]:
+        coin = Coin(share, min_duration, seed=1000 * seed + number)
+        return coin, coin.gear
+
+    return gate_of
+
+
+def share_of(attempts: Sequence[PairAttempt]) -> float:
+    """Of tokens that the large model computed."""
+    return sum(a.large for a in attempts) / max(sum(a.tokens for a in attempts), 1)
+
+
+def rows_of(
+    attempts: Mapping[str, Sequence[PairAttempt]], thresholds: Mapping[str, float], parameters: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """The rows of `gsm8k.score`, with the columns of EAD's Table 1."""
+    rows = score(attempts, REFERENCE)
+    for row in rows:
+        tried = attempts[row["policy"]]
+        row |= {
+            "name": row["policy"],
+            "policy": row["policy"].split("-")[0],
+            "threshold": thresholds[row["policy"]],
+            "share_top": share_of(tried),
+            "parameter_ratio": parameter_ratio(share_of(tried), parameters),
+            "caught_up_per_token": float(np.sum([a.caught_up for a in tried]) / max(row["tokens"], 1)),
+        }
+    return rows
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    **SCORES,
+    "policy": lambda row: row["name"],
+    "large": lambda row: f"{100 * row['share_top']:.1f} %",
+    "parameters": lambda row: f"{100 * row['parameter_ratio']:.1f} %",
+    "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
+}
+SHOWN = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a Markdown page."""
+    lines = [
+        f"# {report['small_model']} and {report['model']} on {report['data']}: final numbers",
+        "",
+        f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
+        "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+        *(f"| {' | '.join(show(row) for show in COLUMNS.values())} |" for row in report["policies"]),
+        "",
+        "**caught up**: tokens that a model had missed and read when it came back, per token written.",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""The noise floor: how far the reference is from itself when arithmetic is as coarse as bfloat16's."""
+
+import contextlib
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from ..gears.gearbox import Gearbox
+
+UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
+
+
+class Noisy(nn.Module):
+    """A layer whose every output is off by a relative error, uniform within bfloat16's unit roundoff."""
+
+    def __init__(self, layer: nn.Module, seed: int):
+        super().__init__()
+        self.layer = layer
+        self._key = mx.random.key(seed)
+
+    def __call__(self, *args, **kwargs) -> mx.array:
+        return self.blur(self.layer(*args, **kwargs))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Of an embedding that is the output head as well."""
+        return self.blur(self.layer.as_linear(x))
+
+    def blur(self, y: mx.array) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
+
+
+@contextlib.contextmanager
+def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
+    """The top gear with noise on what every managed layer puts out; no gear may be shifted meanwhile."""
+    gearbox.shift(gearbox.ladder.top)
+    modules = dict(gearbox.model.named_modules())
+    engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
+    wrapped = [(path, Noisy(module, seed + i)) for i, (path, module) in enumerate(engaged.items())]
+    gearbox.model.update_modules(tree_unflatten(wrapped))
+    try:
+        yield
+    finally:
+        gearbox.model.update_modules(tree_unflatten(list(engaged.items())))

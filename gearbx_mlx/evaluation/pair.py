@@ -1,0 +1,210 @@
+"""EAD's Table 1 along a text: two models that take turns, for a sweep of thresholds, against chance at the same share.
+
+Along a given text neither model sees what the other one would have written: what each predicts is the same whatever the
+gate does. So each model reads the text once, and a threshold is a replay of the gate over the recorded entropies.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..routing.monitor import Monitor
+from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
+from .metrics import by_bucket, entropy_bits, kl_divergence, log_softmax, quality
+from .replay import Recording
+from .report import Chance, against, change, short
+
+Windows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class PairRecording:
+    """What both models say of the same n tokens.
+
+    small, large: recordings against the large one, whose KL from itself is 0. top_probability: (n,), of the large one.
+    vocab_size: V, that both share.
+    """
+
+    small: Recording
+    large: Recording
+    top_probability: np.ndarray
+    vocab_size: int
+
+
+def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Log-probabilities (n - 1, V), float64, of what follows each token of a window but the last."""
+    logits = model(mx.array([list(window[:-1])]))[0, :, :vocab_size]
+    return log_softmax(np.array(logits.astype(mx.float32)))
+
+
+def record_pair(
+    small: nn.Module, large: nn.Module, windows: Iterable[tuple[Sequence[int], int]], vocab_size: int
+) -> PairRecording:
+    """Let both models read windows, each from its beginning.
+
+    Args:
+        windows: of tokens, each with how many of them are its prompt: what is predicted there does not count.
+    """
+    rows: tuple[list[tuple], list[tuple]] = ([], [])
+    top: list[np.ndarray] = []
+    for number, (window, prompt) in enumerate(windows):
+        start = max(prompt - 1, 0)
+        p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
+        top.append(np.exp(p.max(axis=-1)))
+        for gear, logprobs in ((SMALL, q), (LARGE, p)):
+            rows[gear].append(compared(p, logprobs, number, np.array(window[start + 1 :]), gear))
+    recordings = [Recording(*(np.concatenate(column) for column in zip(*part))) for part in rows]
+    return PairRecording(recordings[SMALL], recordings[LARGE], np.concatenate(top), vocab_size)
+
+
+def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> tuple[np.ndarray, ...]:
+    """The fields of a Recording for one window: q against the large model's p, both (n, V)."""
+    n = len(targets)
+    passes = np.zeros((n, 2), int)
+    passes[:, gear] = 1
+    return (
+        np.full(n, window),
+        -q[np.arange(n), targets],
+        kl_divergence(p, q),
+        kl_divergence(q, p),
+        p.argmax(axis=-1) == q.argmax(axis=-1),
+        entropy_bits(q),
+        np.full(n, gear),
+        passes,
+    )
+
+
+def turns(recording: PairRecording, threshold: float, window: int, min_duration: int) -> np.ndarray:
+    """Which model computes each token (n,). The gate sees the entropies of the engaged one, as in generation."""
+    entropies = (recording.small.entropy, recording.large.entropy)
+    monitor = pair_monitor(recording.vocab_size, window)
+    gears: list[int] = []
+    for text in np.unique(recording.small.window):
+        gears += turns_along(
+            monitor, entropies, np.flatnonzero(recording.small.window == text), threshold, min_duration
+        )
+    return np.array(gears)
+
+
+def turns_along(
+    monitor: Monitor, entropies: tuple[np.ndarray, ...], places: np.ndarray, threshold: float, min_duration: int
+) -> Iterator[int]:
+    """The same for one text, from its first token on."""
+    monitor.reset()
+    gate, engaged = pair_gate(threshold, min_duration), first_model(threshold)
+    gate.reset(engaged)
+    for place in places:
+        yield engaged
+        engaged = gate.update(monitor.update(float(entropies[engaged][place])))
+
+
+def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
+    """Of each token, what the model says that computes it; gears (n,)."""
+    chosen = {}
+    for name, small in vars(recording.small).items():
+        large = getattr(recording.large, name)
+        chosen[name] = np.where(gears.reshape(-1, *(1,) * (small.ndim - 1)) == LARGE, large, small)
+    return Recording(**chosen)
+
+
+class Blend(Chance):
+    """A random choice between both models along a text: of any share, its expectation is the weighted mean of both."""
+
+    def __init__(self, recording: PairRecording):
+        super().__init__([recording.small, recording.large], [0.0, 1.0])
+
+    def at(self, place: float | np.ndarray, name: str) -> np.ndarray:
+        """A field of the recordings (n,), for the large model's share: one for all tokens, or one for each (n,)."""
+        small, large = (getattr(run, name).astype(float) for run in self.runs)
+        return (1 - place) * small + place * large
+
+
+def share_by_position(gears: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """The large model's share at the position of each token in its window, over all windows; (n,) of (n,) and (n,)."""
+    position = np.concatenate([np.arange(count) for count in np.bincount(window)])
+    return (np.bincount(position, gears == LARGE) / np.bincount(position))[position]
+
+
+def sweep(
+    recording: PairRecording,
+    thresholds: Iterable[float],
+    window: int,
+    min_duration: int,
+    parameters: tuple[int, int],
+    weight_bytes: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """A row for each threshold (bits), as EAD's Table 1, and what random choices come to.
+
+    One has the same share, the other the same share at each position: it knows how texts go, but not this one.
+
+    Args:
+        window, min_duration: tokens.
+        parameters, weight_bytes: of the small and the large model; bytes as one token reads.
+    """
+    chance, rows = Blend(recording), []
+    for threshold in thresholds:
+        gears = turns(recording, threshold, window, min_duration)
+        run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
+        tokens = {name: getattr(run, name) for name in ("nll", "kl", "kl_reverse", "agree")}
+        tokens["reference_nll"] = recording.large.nll
+        control = against(run, chance, share) | {"perplexity": float(np.exp(chance.at(share, "nll").mean()))}
+        rows.append(
+            {
+                "policy": "pair",
+                "name": f"pair-{threshold:g}",
+                "threshold": threshold,
+                "share_top": share,
+                "switches": int(sum(np.diff(gears[run.window == text]).astype(bool).sum() for text in set(run.window))),
+                "parameter_ratio": parameter_ratio(share, parameters),
+                "weight_bytes_per_token": float((run.passes @ np.array(weight_bytes)).mean()),
+                **quality(**tokens),
+                "buckets": by_bucket(recording.top_probability, tokens),
+                "against_random_same_share": control,
+                "against_random_same_positions": against(run, chance, share_by_position(gears, run.window)),
+            }
+        )
+    return rows
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "threshold": lambda row: f"{row['threshold']:g}",
+    "large": lambda row: f"{100 * row['share_top']:.1f} %",
+    "parameters": lambda row: f"{100 * row['parameter_ratio']:.1f} %",
+    "kB/token": lambda row: f"{row['weight_bytes_per_token'] / 1000:.0f}",
+    "perplexity": lambda row: f"{row['perplexity']:.3f}",
+    "by chance": lambda row: f"{row['against_random_same_share']['perplexity']:.3f}",
+    "agreement": lambda row: f"{row['top1_agreement']:.4f}",
+    "chance": lambda row: f"{row['against_random_same_share']['top1_agreement']:.4f}",
+    "KL mean": lambda row: short(row["kl_mean"]),
+    "vs chance": lambda row: change(row["against_random_same_share"]),
+    "by position": lambda row: change(row["against_random_same_positions"]),
+}
+SHOWN = ("threshold", "large", "kB/token", "perplexity", "agreement", "KL mean", "vs chance", "by position")
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a Markdown page."""
+    part = " (the answers alone)" if report["answers_only"] else ""
+    lines = [
+        f"# {report['small_model']} and {report['model']} on {report['data']}",
+        "",
+        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens{part}, "
+        f"against the large model. Entropy is averaged over {report['gate']['window']} tokens, and a model kept for "
+        f"{report['gate']['min_duration']} at least. Thresholds in bits, KL in nats.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+        *(f"| {' | '.join(show(row) for show in COLUMNS.values())} |" for row in report["policies"]),
+        "",
+        "**large**: share of tokens that the large model computes. **parameters**: those used per token, over those of "
+        "the large model. **by chance**, **chance**: a random choice between the models with the same share. "
+        "**vs chance**: mean KL against that choice's, with its standard error; **by position**: against a random "
+        "choice with the same share at each position in a text. Every token is one pass of one model; what it had "
+        "missed is read in it.",
+        "",
+    ]
+    return "\n".join(lines)

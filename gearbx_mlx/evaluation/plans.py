@@ -1,0 +1,115 @@
+"""What a report holds: every policy with its controls, each with thresholds that give the wanted share of tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..routing.calibration import share_thresholds
+from ..routing.gates import ThresholdGate
+from ..routing.monitor import Monitor
+from .metrics import entropy_bits, kl_divergence, log_softmax
+from .policies import Policy, Route, SameToken, position_plan, random_plan
+from .replay import Recording, Reference, positions_of, targets_of
+
+ONE_PASS = "one pass per token, in the gear that it is computed in"
+TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
+DRAFTS = "the low passes of all drafts, and one top pass for each check"
+COUNTED = {
+    "static": ONE_PASS,
+    "random": ONE_PASS,
+    "route": ONE_PASS,
+    "position": ONE_PASS,
+    "kickdown": TWO_PASSES,
+    "inverted": TWO_PASSES,
+    "oracle": TWO_PASSES,
+    "lossless": DRAFTS,
+    "lossless-fixed": DRAFTS,
+}
+CONTROLS = ("static", "random")  # in every report
+SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the report: a policy, and the share of tokens that is to be computed in the higher gear, or its gear."""
+
+    policy: str
+    share: float | None = None
+    bits: int | None = None
+
+    @property
+    def name(self) -> str:
+        if self.policy == "static":
+            return f"static-{self.bits}"
+        return self.policy if self.share is None else f"{self.policy}-{self.share:g}"
+
+
+@dataclass
+class Setting:
+    """What the policies are made from."""
+
+    gearbox: Gearbox
+    windows: Sequence[Sequence[int]]
+    low: Gear
+    high: Gear
+    reference: Reference
+    recorded: Recording  # of the low gear alone
+    gate: dict[str, Any] = field(default_factory=dict)  # window, hysteresis, min_gear_duration
+    seed: int = 0
+
+
+def entries(policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear]) -> list[Entry]:
+    """The rows of a report: the controls whether asked for or not, in the order of COUNTED."""
+    rows = []
+    for policy in COUNTED:
+        if policy not in (*policies, *CONTROLS):
+            continue
+        if policy == "static":
+            rows += [Entry(policy, bits=gear.bits) for gear in ladder]
+        elif policy in SHIFTING:
+            rows += [Entry(policy, share) for share in shares]
+        else:
+            rows.append(Entry(policy))
+    return rows
+
+
+def make_policy(entry: Entry, setting: Setting) -> tuple[Policy, float | None]:
+    """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share."""
+    low, high, share = setting.low, setting.high, entry.share or 0.0
+    tokens = len(targets_of(setting.windows))
+    if entry.policy == "random":
+        return random_plan(low, high, share, tokens, setting.seed), None
+    if entry.policy == "position":
+        return position_plan(low, high, share, positions_of(setting.windows)), None
+    if entry.policy == "route":
+        return route_policy(setting, share)
+    signal, recorded = signals(setting)[entry.policy]
+    threshold = float(np.quantile(recorded, 1 - share, method="inverted_cdf"))
+    return SameToken(low, high, signal, threshold), threshold
+
+
+def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], float], np.ndarray]]:
+    """What is compared with the threshold, and its values in the low gear alone (n,)."""
+    entropy, reference = setting.recorded.entropy, setting.reference
+    return {
+        "kickdown": (lambda place, q: float(entropy_bits(log_softmax(q))), entropy),
+        "inverted": (lambda place, q: -float(entropy_bits(log_softmax(q))), -entropy),
+        "oracle": (
+            lambda place, q: float(kl_divergence(reference.logprobs(place), log_softmax(q))),
+            setting.recorded.kl,
+        ),
+    }
+
+
+def route_policy(setting: Setting, share: float) -> tuple[Route, float]:
+    """The gate as it is shipped, with its threshold found as `calibrate --method share` finds it."""
+    recorded, vocabulary = setting.recorded, setting.reference.stored.shape[1]
+    sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
+    thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)
+    gate = {key: value for key, value in setting.gate.items() if key != "window"}
+    monitor = Monitor(vocabulary, **({"window": setting.gate["window"]} if "window" in setting.gate else {}))
+    return Route((setting.low, setting.high), ThresholdGate(thresholds, **gate), monitor), thresholds[0]

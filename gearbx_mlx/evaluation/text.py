@@ -1,0 +1,129 @@
+"""From texts to windows of tokens, each read with a cache of its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearbxError
+
+PROMPT = "Question: {question}\nAnswer:"
+
+
+def read_documents(path: Path) -> list[str]:
+    """A text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
+
+    Raises:
+        GearbxError: a file that cannot be read, is empty, or has a line that is no such object.
+    """
+    if path.suffix in (".jsonl", ".json"):
+        return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
+    text = read(path)
+    if not text.strip():
+        raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as of GSM8K")
+    return [text]
+
+
+def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[str, str]]:
+    """The objects of a JSON Lines file, each with strings for `text`, or for `question` and `answer`.
+
+    Raises:
+        GearbxError: as read_documents; `fields` says which are asked for.
+    """
+    wanted = [fields] if fields else [("text",), ("question", "answer")]
+    rows = []
+    for number, line in enumerate(read(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise GearbxError(f"{path}, line {number}: not JSON ({error})") from error
+        has = isinstance(row, dict) and {key for key, value in row.items() if isinstance(value, str) and value.strip()}
+        if not has or not any(set(names) <= has for names in wanted):
+            shown = " or ".join(" and ".join(repr(name) for name in names) for names in wanted)
+            raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")
+        rows.append(row)
+    if not rows:
+        raise GearbxError(f"{path}: is empty; give one JSON object per line, as of GSM8K")
+    return rows
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GearbxError(f"{path}: cannot be read as text ({error}); give UTF-8 text or JSON Lines") from error
+
+
+def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, name: str) -> list[list[int]]:
+    """Token windows that are read each on its own, with `tokens` predictions in all, or as many as the text has.
+
+    Of a single document, windows follow each other; of several, each is one, cut to the context. Where the tokenizer
+    puts a token before a text, every window begins with it.
+
+    Args:
+        context: the most tokens that a window has: its last prediction sees all before it.
+        name: of the text, for the error.
+
+    Raises:
+        GearbxError: a single text that is shorter than a window, or nothing to predict.
+    """
+    if context < 2:
+        raise GearbxError(f"a context of {context} tokens predicts nothing; give 2 or more")
+    encoded = [encode(tokenizer, document) for document in documents]
+    if len(encoded) == 1:
+        if len(encoded[0]) < context:
+            raise GearbxError(
+                f"{name}: {len(encoded[0])} tokens are fewer than a window of {context}; "
+                f"give more text, or --context {max(len(encoded[0]), 2)}"
+            )
+        encoded = stretches(encoded[0], context, beginning(tokenizer))
+    windows, left = [], tokens
+    for sequence in encoded:
+        window = sequence[: min(context, left + 1)]
+        if len(window) > 1:
+            windows.append(window)
+            left -= len(window) - 1
+        if left <= 0:
+            break
+    if not windows:
+        raise GearbxError(f"{name}: no document has two tokens, so that nothing is predicted; give more text")
+    return windows
+
+
+def answer_windows(
+    tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """For each question and answer a window, and how many of its tokens are before the answer.
+
+    Args:
+        rows: with question and answer.
+        context, tokens: as in windows_of; a question that fills the context is left out.
+    """
+    windows, left = [], tokens
+    for row in rows:
+        prompt = PROMPT.format(**row)
+        start = len(encode(tokenizer, prompt))
+        window = encode(tokenizer, f"{prompt} {row['answer']}")[: min(context, start + left)]
+        if left > 0 and len(window) > start:
+            windows.append((window, start))
+            left -= len(window) - start
+    return windows
+
+
+def encode(tokenizer: Any, document: str) -> list[int]:
+    """Tokens of a text, which may well be longer than the model's context: it will be cut."""
+    return list(tokenizer.encode(document, verbose=False))
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text."""
+    token = getattr(tokenizer, "bos_token_id", None)
+    return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
+
+
+def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
+    """A text cut into windows of at most `context` tokens, every one with the beginning of a text before it."""
+    body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
+    size = context - len(begin)
+    return [begin + body[start : start + size] for start in range(0, len(body), size)]

@@ -1,0 +1,226 @@
+"""How long a low gear may draft before the top gear checks it: the probability that they agree, given entropy.
+
+A draft is worth its pass only if the top gear would choose the same token, and the low gear's own entropy H says how
+likely that is. From recorded passes comes a(H), which falls as H rises; the product of a(H) over a draft is the
+probability that all of it will be accepted, and when it is under a bound, the draft goes to be checked.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import GearbxError
+
+MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
+BINS = 20
+BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
+DEFAULT_BOUND = 0.5
+TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: fitted to nothing, near to what small models show
+
+
+class DraftRule(Protocol):
+    """Decides when to stop drafting. The token at which drafting stops is checked too: it is paid for."""
+
+    def begin(self) -> None:
+        """A new draft."""
+        ...
+
+    def goes_on(self, entropy: float) -> bool:
+        """Whether to draft another token after one whose distribution has this entropy (bits)."""
+        ...
+
+
+class FixedLength:
+    """So many tokens, whatever they are. Raises GearbxError for a length that no check can hold."""
+
+    def __init__(self, length: int):
+        if not 1 <= length <= MOST_DRAFTED:
+            raise GearbxError(f"draft length is {length}; give 1 to {MOST_DRAFTED} tokens")
+        self.length = length
+        self.begin()
+
+    def begin(self) -> None:
+        self.drafted = 0
+
+    def goes_on(self, entropy: float) -> bool:
+        self.drafted += 1
+        return self.drafted < self.length
+
+
+class ProductRule:
+    """For as long as the product of a(H) over the draft is at least `bound`.
+
+    Args:
+        agreement: a, from bits to a probability.
+        bound: above 0, below 1.
+
+    Raises:
+        GearbxError: a bound that is no such number.
+    """
+
+    def __init__(self, agreement: Callable[[float], float], bound: float):
+        if not 0 < bound < 1:
+            raise GearbxError(f"the bound on a draft's acceptance is {bound}; give a number between 0 and 1")
+        self.agreement = agreement
+        self.bound = bound
+        self.begin()
+
+    def begin(self) -> None:
+        self.product = 1.0
+
+    def goes_on(self, entropy: float) -> bool:
+        self.product *= self.agreement(entropy)
+        return self.product >= self.bound
+
+
+def typical_agreement(entropy: float) -> float:
+    """a(H) of a model that was not calibrated: 2^(-H / 4), so that a bound of 0.5 is 4 bits over the whole draft."""
+    return 2.0 ** -(entropy / TYPICAL_HALVING)
+
+
+def default_rule() -> ProductRule:
+    """What is used where nothing was calibrated."""
+    return ProductRule(typical_agreement, DEFAULT_BOUND)
+
+
+def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The non-increasing sequence that is closest to `values` in weighted squares (isotonic regression)."""
+    blocks: list[list[float]] = []  # mean, weight, count
+    for value, weight in zip(values, weights):
+        blocks.append([value, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] < blocks[-1][0]:
+            mean, weight, count = blocks.pop()
+            before = blocks[-1]
+            total = before[1] + weight
+            blocks[-1] = [(before[0] * before[1] + mean * weight) / total, total, before[2] + count]
+    return [mean for mean, _, count in blocks for _ in range(int(count))]
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """a(H) as steps: `agreement[i]` up to `edges[i]` bits, the last one beyond all edges.
+
+    Raises:
+        GearbxError: edges that do not ascend, values that are no probabilities or rise, or that do not match in number.
+    """
+
+    edges: tuple[float, ...]
+    agreement: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.agreement) != len(self.edges) + 1:
+            raise GearbxError(f"{len(self.edges)} edges need {len(self.edges) + 1} values of agreement")
+        if not all(map(math.isfinite, self.edges)) or any(a >= b for a, b in itertools.pairwise(self.edges)):
+            raise GearbxError("the edges of a curve must be finite and ascend")
+        if not all(0 <= a <= 1 for a in self.agreement) or any(a < b for a, b in itertools.pairwise(self.agreement)):
+            raise GearbxError("agreement must be between 0 and 1 and must not rise with entropy")
+
+    def __call__(self, entropy: float) -> float:
+        return self.agreement[bisect.bisect_left(self.edges, entropy)]
+
+
+def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BINS) -> AcceptanceCurve:
+    """a(H) from recorded tokens: bins of equal count, their shares of agreement, made monotone.
+
+    A share is (k + 1/2) / (n + 1), so that a bin in which all agree is not taken for certain.
+
+    Args:
+        entropies: bits, of the low gear.
+        agrees: whether both gears would choose the same token.
+
+    Raises:
+        GearbxError: no tokens.
+    """
+    if not len(entropies):
+        raise GearbxError("no tokens to fit a curve to; give prompts that the model answers")
+    order = np.argsort(np.asarray(entropies), kind="stable")
+    h, agreed = np.asarray(entropies, float)[order], np.asarray(agrees, float)[order]
+    parts = [part for part in np.array_split(np.arange(len(h)), bins) if len(part)]
+    shares = [(agreed[part].sum() + 0.5) / (len(part) + 1) for part in parts]
+    smooth = pool_adjacent_violators(shares, [len(part) for part in parts])
+    steps = [(float(h[part[-1]]), value) for part, value in zip(parts, smooth)]
+    edges: list[float] = []
+    values = [steps[0][1]]
+    for (edge, before), (_, after) in itertools.pairwise(steps):
+        if after < before and (not edges or edge > edges[-1]):
+            edges.append(edge)
+            values.append(after)
+        elif after < before:  # equal entropies on both sides of a bin's end: the careful value
+            values[-1] = after
+    return AcceptanceCurve(tuple(edges), tuple(map(float, values)))
+
+
+@dataclass
+class Drafting:
+    """What drafting comes to: tokens made, drafted, accepted, and checks."""
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    checks: int = 0
+
+    def weight_bytes_per_token(self, draft_bytes: float, check_bytes: float) -> float:
+        """Bytes, if a drafted token reads `draft_bytes` of weights and a check `check_bytes`."""
+        return (self.drafted * draft_bytes + self.checks * check_bytes) / self.tokens if self.tokens else 0.0
+
+
+def replay_drafts(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], rule: DraftRule, most: int = MOST_DRAFTED
+) -> Drafting:
+    """Drafting by a rule on recorded tokens, without a model.
+
+    What is drafted after a disagreement is not known: its entropies are taken to be those that were recorded.
+
+    Args:
+        sequences: entropies (bits) of the low gear and whether it agrees with the top gear, for each token of a text.
+    """
+    total = Drafting()
+    for entropies, agrees in sequences:
+        place = 0
+        while place < len(entropies):
+            room = min(most, len(entropies) - place - 1)
+            rule.begin()
+            drafted = 0
+            while drafted < room:
+                drafted += 1
+                if not rule.goes_on(entropies[place + drafted - 1]):
+                    break
+            accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
+            total.drafted += drafted
+            total.accepted += accepted
+            total.checks += 1
+            total.tokens += accepted + 1
+            place += accepted + 1
+    return total
+
+
+def best_bound(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    curve: AcceptanceCurve,
+    draft_bytes: float,
+    check_bytes: float,
+) -> tuple[float, float]:
+    """The bound on the product of a(H) at which a token reads the fewest bytes of weights, and those bytes."""
+    costs = {
+        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(draft_bytes, check_bytes)
+        for bound in BOUNDS
+    }
+    best = min(costs, key=lambda bound: costs[bound])
+    return best, costs[best]
+
+
+def best_length(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, check_bytes: float
+) -> tuple[int, float]:
+    """The fixed length of drafts at which a token reads the fewest bytes of weights, and those bytes."""
+    costs = {
+        length: replay_drafts(sequences, FixedLength(length)).weight_bytes_per_token(draft_bytes, check_bytes)
+        for length in range(1, MOST_DRAFTED + 1)
+    }
+    best = min(costs, key=lambda length: costs[length])
+    return best, costs[best]

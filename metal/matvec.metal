@@ -1,0 +1,111 @@
+// out = x W^T + bias for packed W, of which each byte is read once. Body of the kernel of every format.
+//
+// One SIMD group computes ROWS rows for all vectors. Its lanes go along the columns, 16 at a time: packed words, codes,
+// products with the activations, scale. A weight is
+//     ROW_SCALE(row) * (GROUP_SCALE * sum over planes of 2^-SHIFT code + GROUP_OFFSET);
+// what does not depend on the code is multiplied once by the sum of the 16 activations.
+//
+// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; rows, columns and row_words,
+//     numbers; out (VECTORS, rows) T.
+// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of 16), one of
+//     X_REGISTERS, X_THREADGROUP, X_DEVICE.
+// Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
+//     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
+//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row).
+// Template: T, the type of x and out; STAGED, VECTORS * columns if X_THREADGROUP.
+// The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
+
+const int lane = thread_index_in_simdgroup;
+const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
+const int groups = (columns + GROUP_SIZE - 1) / GROUP_SIZE;
+
+#if X_THREADGROUP
+threadgroup T staged[STAGED];
+for (int i = thread_index_in_threadgroup; i < VECTORS * columns; i += SIMD_GROUPS * LANES) {
+    staged[i] = x[i];
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
+
+float sums[ROWS][VECTORS];
+for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) {
+        sums[r][v] = 0.0f;
+    }
+}
+
+for (int k = lane * CODES; k < columns; k += LANES * CODES) {
+#if X_REGISTERS
+    T held[VECTORS * CODES];
+    for (int v = 0; v < VECTORS; v++) {
+        const auto from = rest_of_row<T>(x + v * columns + k, columns - k);
+        for (int i = 0; i < CODES; i++) {
+            held[v * CODES + i] = from[i];
+        }
+    }
+#define X_AT(v) (held + (v) * CODES)
+#elif X_THREADGROUP
+#define X_AT(v) rest_of_row<T>(staged + (v) * columns + k, columns - k)
+#else
+#define X_AT(v) rest_of_row<T>(x + (v) * columns + k, columns - k)
+#endif
+    float x_sums[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        x_sums[v] = sum_16(X_AT(v));
+    }
+    for (int r = 0; r < ROWS; r++) {
+        const int row = first_row + r;
+        if (row < rows) {
+#define LOAD(w, WIDTH)                                                                                        \
+    const int at = k / CODES * WIDTH;                                                                         \
+    const device ushort* row_of_words = (const device ushort*)w + size_t(row) * ROW_WORDS(WIDTH);             \
+    ushort words[WIDTH];                                                                                      \
+    load_codes<WIDTH>(rest_of_row<ushort>(row_of_words + at, ROW_WORDS(WIDTH) - at), words);
+            float dots[VECTORS];
+#if VECTORS == 1
+            dots[0] = 0.0f;
+#define DO(w, WIDTH, SHIFT)                                                        \
+    {                                                                              \
+        LOAD(w, WIDTH)                                                             \
+        dots[0] += dot_codes<WIDTH>(words, X_AT(0)) * (1.0f / float(1u << SHIFT)); \
+    }
+            PLANES(DO)
+#else
+            // More than one vector: codes are taken out of their words once, and used for all of them.
+            float codes[CODES];
+            for (int i = 0; i < CODES; i++) {
+                codes[i] = 0.0f;
+            }
+#define DO(w, WIDTH, SHIFT)                     \
+    {                                           \
+        LOAD(w, WIDTH)                          \
+        add_codes<WIDTH, SHIFT>(words, codes);  \
+    }
+            PLANES(DO)
+            for (int v = 0; v < VECTORS; v++) {
+                dots[v] = dot_16(codes, X_AT(v));
+            }
+#endif
+            const size_t group = size_t(row) * groups + k / GROUP_SIZE;
+            const float scale = GROUP_SCALE;
+            const float offset = GROUP_OFFSET;
+            for (int v = 0; v < VECTORS; v++) {
+                sums[r][v] += scale * dots[v] + offset * x_sums[v];
+            }
+        }
+    }
+}
+
+for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r;
+    for (int v = 0; v < VECTORS; v++) {
+        const float sum = simd_sum(sums[r][v]);
+        if (lane == 0 && row < rows) {
+            float y = sum * ROW_SCALE(row);
+#if HAS_BIAS
+            y += float(bias[row]);
+#endif
+            out[size_t(v) * rows + row] = T(y);
+        }
+    }
+}

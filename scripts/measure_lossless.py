@@ -1,0 +1,254 @@
+"""What lossless drafting saves, and that it loses nothing: the figures of docs/performance.md.
+
+    python scripts/measure_lossless.py --prompts gsm8k_test.jsonl --json lossless.json
+    python scripts/measure_lossless.py --model stories260K --prompts tales.txt --gears 4,16 --calibrate
+
+For every prompt the text of mlx-lm with the top gear alone, and of lossless mode: by the curve and by every fixed
+length, each compared token for token, with the bytes of weights that were read for a token. Then mlx-lm's own
+speculative decoding with a copy of the model in the draft gear, and what a temperature's draws are distributed like.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Ladder, Monitor, load
+from gearbx_mlx.decoding.drafting import find_rule, read_draft_file
+from gearbx_mlx.decoding.drop_in import DropIn
+from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.decoding.tachometer import drive
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.prompts import read_prompts
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
+
+EXPECTED_LEAST = 5  # draws in a cell of the chi-square test; rarer outcomes are one cell
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Directory. Default: the demo model.")
+    parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines as of GSM8K.")
+    parser.add_argument("--num-prompts", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--gears", default="4,8,16")
+    parser.add_argument("--q-group-size", type=int, default=64)
+    parser.add_argument("--kernels", default="native")
+    parser.add_argument("--curve", help="Drafting file. Default: what ships for the model.")
+    parser.add_argument("--calibrate", metavar="PROMPTS", help="Make the drafting file from these prompts first.")
+    parser.add_argument("--lengths", default=",".join(map(str, range(1, MOST_DRAFTED + 1))))
+    parser.add_argument("--speculative", default="2,4,6", help="Draft lengths for mlx-lm's own speculative decoding.")
+    parser.add_argument("--draws", type=int, default=0, help="Draws of two tokens at --temp, on ten prompts.")
+    parser.add_argument("--temp", type=float, default=0.8)
+    parser.add_argument("--json", help="File to write.")
+    return parser.parse_args()
+
+
+def encode(tokenizer, prompt):
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def calibrated(args):
+    """Run the calibration as a user does, and return the file that it wrote."""
+    file = Path(tempfile.mkdtemp()) / "drafting.json"
+    command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
+    command += ["--gears", args.gears, "--q-group-size", str(args.q_group_size), "--kernels", args.kernels]
+    command += ["--max-tokens", str(args.max_tokens), "--out", str(file)]
+    subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
+    return str(file)
+
+
+def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, label):
+    """Bytes of weights per token, and whether every text is the top gear's."""
+    monitor = Monitor(vocabulary(gearbox.model))
+    read = tokens = drafted = accepted = checks = identical = near_ties = 0
+    for prompt, text in zip(track(prompts, label), texts):
+        model = LosslessModel(
+            gearbox,
+            rule,
+            draft=draft,
+            stop_tokens=tokenizer.eos_token_ids,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+        )
+        responses = list(drive(model, tokenizer, prompt, monitor=monitor, max_tokens=max_tokens))
+        identical += [r.token for r in responses] == text
+        tokens += len(responses)
+        read += sum(r.weight_bytes for r in responses)
+        drafted += sum(r.drafted for r in responses)
+        accepted += sum(r.from_draft for r in responses)
+        checks += sum(r.passes[-1] for r in responses)
+        near_ties += sum(r.near_tie for r in responses)
+    top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
+    return {
+        "identical": identical,
+        "texts": len(texts),
+        "tokens": tokens,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "checks": checks,
+        "tokens_per_check": tokens / checks,
+        "near_ties": near_ties,
+        "weight_bytes_per_token": read / tokens,
+        "times_fewer_bytes": top * tokens / read,
+    }
+
+
+class Counted(DropIn):
+    """A model in one gear that counts its passes after the prompt."""
+
+    def __init__(self, gearbox, gear):
+        super().__init__(gearbox)
+        self.held = gearbox.ladder.find(gear)
+        self.count = 0
+        self.after = 0
+
+    def __call__(self, inputs, cache=None, **kwargs):
+        self.count += cache[0].offset >= self.after
+        return self.run(self.held, inputs, cache, **kwargs)
+
+
+def run_speculative(gearbox, drafting_gearbox, draft_bits, tokenizer, prompts, texts, max_tokens, length):
+    """mlx-lm's speculative decoding, the model in its draft gear as the draft model: two models, two caches."""
+    top, low = gearbox.ladder.top, drafting_gearbox.ladder.find(draft_bits)
+    read = tokens = identical = 0
+    for prompt, text in zip(track(prompts, f"mlx-lm speculative, {length}"), texts):
+        model, draft = Counted(gearbox, top), Counted(drafting_gearbox, low)
+        model.after = draft.after = len(prompt) - 1
+        run = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, draft_model=draft, num_draft_tokens=length)
+        out = [response.token for response in run]
+        identical += out == text
+        tokens += len(out)
+        read += model.count * gearbox.weight_bytes_per_token(top)
+        read += draft.count * drafting_gearbox.weight_bytes_per_token(low)
+    return {
+        "identical": identical,
+        "weight_bytes_per_token": read / tokens,
+        "times_fewer_bytes": gearbox.weight_bytes_per_token(top) * tokens / read,
+    }
+
+
+def chi_square(counts, expected, draws):
+    """p-value of counts of outcomes against their probabilities, by the normal approximation of Wilson and Hilferty."""
+    common = {outcome: p * draws for outcome, p in expected.items() if p * draws >= EXPECTED_LEAST}
+    rest = draws - sum(common.values())
+    cells = [(counts.get(outcome, 0), e) for outcome, e in common.items()]
+    if rest >= EXPECTED_LEAST:
+        cells.append((draws - sum(count for count, _ in cells), rest))
+    freedom = len(cells) - 1
+    if freedom < 1:
+        return None
+    statistic = sum((count - e) ** 2 / e for count, e in cells)
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return {"statistic": statistic, "freedom": freedom, "p": 1 - statistics.NormalDist().cdf(z)}
+
+
+def probabilities(logits, temp):
+    return mx.softmax(logits.astype(mx.float32) / temp, axis=-1)
+
+
+def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
+    """Draw the next two tokens in lossless mode, and test them against the top gear's own probabilities."""
+    model, sampler = gearbox.model, make_sampler(temp)
+    gearbox.shift(gearbox.ladder.top)
+    begun = make_prompt_cache(model)
+    model(mx.array(prompt[:-1])[None], cache=begun)
+    last = mx.array([[prompt[-1]]])
+    first = probabilities(model(last, cache=copy.deepcopy(begun))[0, -1], temp)
+    order = mx.argsort(-first)[:64].tolist()
+    expected = {}
+    for token in order:  # the pairs that are likely enough for a cell of their own
+        share = first[token].item()
+        if share * draws < EXPECTED_LEAST:
+            break
+        cache = copy.deepcopy(begun)
+        model(last, cache=cache)
+        second = probabilities(model(mx.array([[token]]), cache=cache)[0, -1], temp)
+        for other in mx.argsort(-second)[:64].tolist():
+            expected[token, other] = share * second[other].item()
+    counts = Counter()
+    for seed in track(range(draws), label):
+        mx.random.seed(1_000_003 * seed + len(prompt))
+        geared = LosslessModel(gearbox, rule, draft=draft, sampler=sampler, max_tokens=2, prompt_tokens=1)
+        cache, token, drawn = copy.deepcopy(begun), last, []
+        for _ in range(2):
+            logits = geared(token, cache=cache)[:, -1]
+            token = sampler(logits - mx.logsumexp(logits, keepdims=True))[None]
+            drawn.append(token.item())
+        counts[tuple(drawn)] += 1
+    return chi_square(counts, expected, draws)
+
+
+def main():
+    args = parse_arguments()
+    ladder = Ladder.parse(args.gears)
+    curve = calibrated(args) if args.calibrate else args.curve
+    model, tokenizer = load(args.model)
+    gearbox = Gearbox(model, ladder, kernels=args.kernels, group_size=args.q_group_size)
+    top = gearbox.ladder.top
+    rule, draft = find_rule(gearbox, curve)
+    draft = gearbox.ladder.find(draft) if draft else gearbox.ladder[0]
+    prompts = [encode(tokenizer, prompt) for prompt in read_prompts(Path(args.prompts))[: args.num_prompts]]
+
+    gearbox.shift(top)
+    texts = []
+    for prompt in track(prompts, "the top gear alone"):
+        texts.append([r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, args.max_tokens)])
+    result = {
+        "model": args.model or "demo",
+        "gears": args.gears,
+        "draft_bits": draft.bits,
+        "kernels": args.kernels,
+        "prompts": len(prompts),
+        "max_tokens": args.max_tokens,
+        "date": time.strftime("%Y-%m-%d"),
+        "weight_bytes_top": gearbox.weight_bytes_per_token(top),
+        "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
+        "bound": getattr(rule, "bound", None),
+        "drafting": json.loads(read_draft_file(curve).text()) if curve else None,
+        "curve": run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, rule, draft, "lossless"),
+    }
+    # Fixed lengths draft in the same gear, so that only the rule differs.
+    result["fixed"] = {
+        length: run_lossless(
+            gearbox, tokenizer, prompts, texts, args.max_tokens, FixedLength(length), draft, f"length {length}"
+        )
+        for length in map(int, filter(None, args.lengths.split(",")))
+    }
+    if args.speculative:
+        other, _ = load(args.model)
+        second = Gearbox(other, ladder, kernels=args.kernels, group_size=args.q_group_size)
+        result["mlx_lm_speculative"] = {
+            length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
+            for length in map(int, args.speculative.split(","))
+        }
+    if args.draws:
+        result["chi_square"] = [
+            draw_pairs(gearbox, prompt, rule, draft, args.temp, args.draws, f"draws, prompt {number}")
+            for number, prompt in enumerate(prompts[:10], 1)
+        ]
+    text = json.dumps(result, indent=2) + "\n"
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

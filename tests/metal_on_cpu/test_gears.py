@@ -1,0 +1,89 @@
+"""Whole models whose gears launch Metal kernels, every launch run on the CPU: all of a Mac but the Mac."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import tiny_model
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.kernels import dispatch, metal
+from gearbx_mlx.kernels.metal import Availability
+
+from .checks import exact
+
+GEARS = {"planes": "4,8,16", "affine": "3,6,16", "rowwise": "2,6,16", "groupwise": "4,16"}
+TOKEN = mx.array([[7]])
+PROMPT = mx.array([[1, 5, 9, 2, 7, 3, 3, 8, 11]])  # more vectors than a kernel takes
+
+
+@pytest.mark.clang
+@pytest.mark.parametrize("format", GEARS)
+def test_a_model_decodes_in_every_gear(format, launches):
+    def model() -> nn.Module:
+        made = tiny_model("qwen2")  # its attention has biases
+        if format in ("rowwise", "groupwise"):
+            made.model.layers[0].mlp.down_proj = odd(made.model.layers[0].mlp)
+        return made
+
+    def odd(mlp: nn.Module) -> nn.Linear:
+        """Rows that end in the middle of 16 codes: the MLP's inner width cut."""
+        mlp.gate_proj.weight, mlp.up_proj.weight = (p.weight[:107] for p in (mlp.gate_proj, mlp.up_proj))
+        down = nn.Linear(107, 64, bias=False)
+        down.weight = mlp.down_proj.weight[:, :107]
+        return down
+
+    native = Gearbox(model(), GEARS[format], format=format, kernels="native")
+    stock = Gearbox(model(), GEARS[format], format=format, kernels="mlx")
+    for gear in native.ladder:
+        launches.clear()
+        native.shift(gear)
+        stock.shift(gear)
+        wanted = exact(stock.model(TOKEN))
+        np.testing.assert_allclose(exact(native.model(TOKEN)), wanted, atol=1e-4 * np.abs(wanted).max())
+        assert len(launches) == (0 if gear.dense else len(native.layers))
+        assert any(launch.spec.has_bias for launch in launches) is not gear.dense
+        launches.clear()
+        native.model(PROMPT)
+        assert launches == []
+    assert "native (Metal, up to 8 vectors of packed codes, MLX beyond)" in native.describe()
+
+
+@pytest.mark.clang
+def test_a_launch_of_several_vectors_is_one(launches):
+    gearbox = Gearbox(tiny_model(), "4,16", format="groupwise", manage="mlp", kernels="native")
+    gearbox.shift("low")
+    gearbox.model(PROMPT[:, :5])
+    assert [launch.spec.vectors for launch in launches] == [5] * len(gearbox.layers)
+
+
+def test_metal_is_used_when_asked_for_only(monkeypatch):
+    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    assert dispatch.choose("native").native
+    assert not dispatch.choose("auto").native
+    assert "not been timed" in dispatch.choose("auto").reason
+    assert not dispatch.choose("mlx").native
+
+
+def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypatch):
+    def compiled() -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(dispatch.cpu, "native", compiled)
+    monkeypatch.setattr(dispatch.mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
+    assert not dispatch.is_native(1)
+    assert dispatch.native_entropy() is None
+
+
+def test_what_goes_to_metal(monkeypatch):
+    x = mx.zeros((1, 8, 64), mx.bfloat16)
+    monkeypatch.setattr(metal, "available", lambda: Availability(False, "no"))
+    assert not dispatch.is_metal(x)
+    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    assert dispatch.is_metal(x)
+    assert dispatch.is_metal(x[0, 0])
+    assert not dispatch.is_metal(mx.zeros((9, 64)))
+    assert not dispatch.is_metal(mx.zeros((0, 64)))
+    assert not dispatch.is_metal(x.astype(mx.int32))

@@ -1,0 +1,77 @@
+"""Programs in C over the CPU kernels, without Python and MLX: built with sanitizers, or for another processor."""
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gearbx_mlx.kernels import cpu
+
+OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+SANITIZED = [
+    pytest.param(["-fsanitize=address,undefined", OWN], id="address, undefined"),
+    pytest.param(["-fsanitize=address,undefined", "-DGEARBX_PORTABLE"], id="address, undefined, portable"),
+    pytest.param(["-fsanitize=thread", OWN], id="threads"),
+]
+ARM = [
+    pytest.param(["-march=armv8-a"], id="NEON"),
+    pytest.param(["-march=armv8.2-a+dotprod"], id="NEON with dot products"),
+]
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+
+def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
+    """Compile `check`, and link it with all sources of the kernels that know nothing of MLX, into `program`."""
+    common = ["-g", "-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{cpu.SOURCES}", *flags]
+    compile_all([[*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]])
+    objects = [f"{program}.o", *kernels(program.parents[1], [*compiler, "-std=c++20", *common])]
+    compile_all([[*compiler, *common, "-pthread", *objects, "-o", str(program)]])
+
+
+def kernels(directory: Path, command: Sequence[str]) -> list[str]:
+    """The kernels' object files, compiled once in a session for each command, since that takes most of the time."""
+    held = directory / f"kernels-{zlib.crc32(' '.join(command).encode()):08x}"
+    sources = [file for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
+    if not held.exists():
+        made = Path(tempfile.mkdtemp(dir=directory))
+        compile_all([[*command, "-c", str(file), "-o", str(made / f"{file.stem}.o")] for file in sources])
+        made.rename(held)
+    return [str(held / f"{file.stem}.o") for file in sources]
+
+
+def compile_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run compilers, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
+    for built in done:
+        if "cannot find" in built.stderr and "san" in built.stderr:
+            pytest.skip("this compiler lacks a sanitizer")
+        assert built.returncode == 0, built.stderr
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a program that says how many products it checked, and how many were wrong; on four threads."""
+    environment = os.environ | {"GEARBX_THREADS": "4"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 wrong, 4 threads" in done.stdout
+
+
+def run_sanitized(check: Path, directory: Path, flags: Sequence[str]) -> None:
+    build(check, directory / "check", cpu.find_compiler(), ["-O1", *flags])
+    run([str(directory / "check")])
+
+
+def run_on_arm(check: Path, directory: Path, flags: Sequence[str]) -> None:
+    """On an emulated 64-bit ARM; skipped where its compiler or the emulator is missing."""
+    if not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)):
+        pytest.skip(f"NEON was not checked: {ARM_COMPILER} or {ARM_EMULATOR} is not installed")
+    build(check, directory / "check", [ARM_COMPILER], ["-O2", "-static", *flags])
+    run([ARM_EMULATOR, str(directory / "check")])

@@ -1,0 +1,256 @@
+"""What runs natively beside single vectors and linear layers: many vectors, experts, tied heads, unmanaged layers."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
+from gearbx_mlx.formats.planes import split
+from gearbx_mlx.gears.description import LayerPath, grouped
+from gearbx_mlx.kernels import dispatch
+
+TYPES = [mx.float32, mx.bfloat16, mx.float16]
+EXPERTS, ROWS, COLUMNS = 5, 33, 128
+
+pytestmark = ON_A_CPU
+
+
+def random_pairs(*shape: int) -> tuple[mx.array, mx.array]:
+    """Vectors (..., 1, I), and an expert for each."""
+    return mx.random.normal((*shape, 1, COLUMNS)), mx.random.randint(0, EXPERTS, shape).astype(mx.uint32)
+
+
+def products(native) -> list:
+    """Products with the same experts: dense ones, affine ones, planes."""
+    weight = mx.random.normal((EXPERTS, ROWS, COLUMNS))
+    dense = weight.astype(mx.bfloat16)
+    words, scales, biases = mx.quantize(weight, 32, 4)
+    planes = split(dense, (4, 1, 1, 2), 64)
+    stack = planes.weights, planes.scales, planes.biases, list(planes.widths), 64
+    return [
+        lambda x, i: native.dense_experts(x, dense, i),
+        lambda x, i: native.stack_experts(x, [words], scales, [biases], [4], 32, i),
+        lambda x, i: native.stack_experts(x, *stack, i),
+    ]
+
+
+class TestManyVectors:
+    @pytest.mark.parametrize("vectors", [17, 32, 100])
+    def test_each_has_the_bits_that_it_has_alone(self, native, vectors):
+        x = mx.random.normal((vectors, COLUMNS))
+        dense = mx.random.normal((ROWS, COLUMNS)).astype(mx.bfloat16)
+        words, scales, biases = mx.quantize(mx.random.normal((ROWS, COLUMNS)), 64, 4)
+        for product in (
+            lambda x: native.dense_matvec(x, dense),
+            lambda x: native.stack_matvec(x, [words], scales, [biases], [4], 64),
+        ):
+            alone = mx.concatenate([product(x[i : i + 1]) for i in range(vectors)])
+            assert mx.array_equal(product(x), alone).item()
+
+    def test_in_a_model_a_long_prompt_gives_the_logits_of_its_tokens_one_by_one(self):
+        gearbox = Gearbox(tiny_model(), kernels="native")
+        head = gearbox.model.lm_head
+        hidden = mx.random.normal((1, 100, 64))
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            head = gearbox.model.lm_head
+            alone = mx.concatenate([head(hidden[:, i : i + 1]) for i in range(100)], axis=1)
+            assert mx.array_equal(head(hidden), alone).item()
+
+
+class TestExperts:
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_dense(self, native, dtype):
+        weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype)
+        x, chosen = random_pairs(40)
+        y = native.dense_experts(x, weight, chosen)
+        for p in range(40):
+            matrix = float64(weight[chosen[p].item()])
+            assert_products_close(y[p], x[p], matrix, np.abs(matrix))
+
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_stacks(self, native, dtype):
+        planes = split(mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype), (3, 1, 4), 32)
+        x, chosen = random_pairs(40)
+        for count, bits in ((1, 3), (2, 4), (3, 8)):
+            stack = planes.weights[:count], planes.scales, planes.biases[:count], list(planes.widths[:count]), 32
+            y = native.stack_experts(x, *stack, chosen)
+            weight = planes.dequantize(bits)
+            for p in range(40):
+                matrix = float64(weight[chosen[p].item()])
+                assert_products_close(y[p], x[p], matrix, np.abs(matrix) + 8)  # scale * code and bias cancel
+
+    def test_a_pair_has_the_same_bits_whatever_else_is_in_the_call(self, native):
+        x, chosen = random_pairs(70)
+        for product in products(native):
+            together = product(x, chosen)
+            for p in range(70):
+                assert mx.array_equal(product(x[p : p + 1], chosen[p : p + 1]), together[p : p + 1]).item()
+            order = mx.argsort(chosen)
+            assert mx.array_equal(product(x[order], chosen[order]), together[order]).item()
+
+    @pytest.mark.parametrize(
+        ("x_shape", "indices_shape"),
+        [((3, 1), (3, 2)), ((2, 3, 1), (2, 3, 2)), ((3, 2), (3, 2)), ((1,), (4,)), ((4,), (1,)), ((2, 1), (3,))],
+    )
+    def test_vectors_and_indices_are_broadcast_as_mlx_does(self, native, x_shape, indices_shape):
+        x, _ = random_pairs(*x_shape)
+        _, chosen = random_pairs(*indices_shape)
+        weight = mx.random.normal((EXPERTS, ROWS, COLUMNS))
+        expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
+        found = native.dense_experts(x, weight, chosen)
+        assert found.shape == expected.shape
+        assert mx.allclose(found, expected, atol=1e-4).item()
+
+    def test_an_expert_that_does_not_exist_gives_no_number(self, native):
+        x, _ = random_pairs(3)
+        for product in products(native):
+            y = product(x, mx.array([1, EXPERTS, -1]))
+            assert mx.isfinite(y[0]).all().item()
+            assert mx.isnan(y[1:]).all().item()
+
+    def test_wrong_arguments_are_refused(self, native):
+        x, chosen = random_pairs(3)
+        weight = mx.zeros((EXPERTS, ROWS, COLUMNS))
+        for arguments in [
+            (mx.zeros((3, 2, COLUMNS)), weight, chosen),  # two vectors for one index
+            (x[..., :64], weight, chosen),
+            (x, weight[0], chosen),
+            (x, weight, chosen.astype(mx.float32)),
+            (x, weight, chosen[:2]),
+            (x, weight, chosen[:0]),
+            (x, weight.astype(mx.int32), chosen),
+        ]:
+            with pytest.raises(ValueError, match=r"."):
+                native.dense_experts(*arguments)
+
+    def test_several_vectors_for_one_expert_go_to_mlx(self, native):
+        weight, x = mx.random.normal((EXPERTS, ROWS, COLUMNS)), mx.random.normal((3, 2, COLUMNS))
+        chosen = mx.array([0, 4, 2])
+        expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
+        assert mx.array_equal(dispatch.dense_experts(x, weight, chosen), expected).item()
+
+    @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_a_mixture_differs_from_mlx_in_last_bits_only(self, architecture, format, dtype):
+        stock, fast = (
+            Gearbox(tiny_model(architecture, dtype=dtype), format=format, group_size=32, kernels=k)
+            for k in ("mlx", "native")
+        )
+        for gear in stock.ladder:
+            stock.shift(gear)
+            fast.shift(gear)
+            for prompt in (PROMPT[:, :1], PROMPT, mx.arange(50)[None]):  # the last is sorted by expert
+                assert mx.allclose(fast.model(prompt), stock.model(prompt), rtol=1e-4, atol=1e-5).item()
+            experts = [m for m in fast.model.modules() if "Switch" in type(m).__name__ and "Linear" in type(m).__name__]
+            assert experts
+            assert all(isinstance(m, Native) for m in experts)
+        assert stock.weight_bytes_per_token(stock.gear) == fast.weight_bytes_per_token(fast.gear)
+
+    @pytest.mark.parametrize("quantized", [False, True])
+    def test_biases(self, quantized):
+        layer = SwitchLinear(COLUMNS, ROWS, EXPERTS, bias=True)
+        layer.bias = mx.random.normal((EXPERTS, ROWS))
+        x, chosen = random_pairs(6)
+        native = with_kernels(layer, True)
+        if quantized:
+            gears = Gearbox(nn.Sequential(layer), "4,16", kernels="native", format="affine", group_size=32)
+            gears.shift(4)
+            native, layer = gears.model.layers[0], layer.to_quantized(32, 4)
+            assert isinstance(native, QuantizedSwitchLinear)
+        assert isinstance(native, Native)
+        assert mx.allclose(native(x, chosen), layer(x, chosen), atol=1e-4).item()
+
+
+class TestTiedHead:
+    def test_it_runs_natively_and_keeps_its_two_bytes(self):
+        model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
+        weight = model.model.embed_tokens.weight
+        stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True))
+        gearbox = Gearbox(model, kernels="native")
+        embedding = model.model.embed_tokens
+        assert isinstance(embedding, NativeEmbedding)
+        assert embedding.weight is weight
+        assert embedding(PROMPT).dtype == mx.float32
+        assert mx.array_equal(embedding(PROMPT), weight[PROMPT].astype(mx.float32)).item()
+        x = mx.random.normal((1, 3, 64))
+        matrix = float64(weight)
+        assert_products_close(embedding.as_linear(x), x, matrix, np.abs(matrix))
+        for gear in gearbox.ladder:
+            assert gearbox.weight_bytes_per_token(gear) == stock.weight_bytes_per_token(gear)
+        assert mx.allclose(gearbox.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
+
+    def test_the_stock_one_comes_back_with_mlx_kernels(self):
+        model, untouched = (tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True) for _ in range(2))
+        Gearbox(model, kernels="native")
+        Gearbox(model, "16", kernels="mlx")
+        assert type(model.model.embed_tokens) is nn.Embedding
+        assert not any(isinstance(module, Native) for module in model.modules())
+        assert mx.array_equal(model(PROMPT), untouched(PROMPT)).item()
+
+
+class TestOtherLayers:
+    def test_layers_that_change_no_gear_run_natively_too(self):
+        stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k) for k in ("mlx", "native"))
+        assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
+        for gear in stock.ladder:
+            stock.shift(gear)
+            fast.shift(gear)
+            assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
+
+    def test_a_subclass_is_left_alone(self):
+        class Doubled(nn.Linear):
+            def __call__(self, x):
+                return 2 * super().__call__(x)
+
+        model = tiny_model()
+        model.model.layers[0].mlp.up_proj = Doubled(64, 128, bias=False)
+        gearbox = Gearbox(model, kernels="native")
+        assert type(model.model.layers[0].mlp.up_proj) is Doubled
+        assert "up_proj" not in [p.path for p in gearbox.layer_paths() if p.kernels == "mlx"]
+
+
+class TestDescription:
+    def test_every_path_and_its_reason(self):
+        assert "q_proj: 4, 8, 16; native (16 vectors at a time" in Gearbox(tiny_model(), kernels="auto").describe()
+        assert "q_proj: 4, 8, 16; mlx (as asked)" in Gearbox(tiny_model(), kernels="mlx").describe()
+        mixture = Gearbox(tiny_model("mixtral"), kernels="native")
+        assert {path.kernels for path in mixture.layer_paths()} == {"native"}
+        tied = Gearbox(tiny_model(tie_word_embeddings=True), manage="attention", kernels="native").describe()
+        assert "mlp.up_proj: dense (not selected by manage); native (" in tied
+        assert "embed_tokens: dense (not selected by manage); native (" in tied
+        rows = Gearbox(tiny_model(), "4,8,16", format="rowwise", kernels="native").describe()
+        assert "q_proj: 4, 8, 16; native (" in rows
+        rows = Gearbox(tiny_model("mixtral"), "4,8,16", format="rowwise", kernels="native").describe()
+        assert "up_proj: 4, 8, 16; mlx, native at 16 bits (no native kernel for experts in rowwise)" in rows
+
+    def test_the_original_weights_alone_stay_mlx_lm_unless_asked(self):
+        alone = Gearbox(tiny_model(dtype=mx.bfloat16), "16", kernels="auto")
+        assert "mlx (the original weights alone stay mlx-lm bit for bit)" in alone.describe()
+        assert mx.array_equal(alone.model(PROMPT), tiny_model(dtype=mx.bfloat16)(PROMPT)).item()
+        assert "native (" in Gearbox(tiny_model(), "16", kernels="native").describe()
+
+    def test_layers_that_are_alike_are_one_line(self):
+        layers = [LayerPath(f"layers.{i}.mlp.{name}", (4, 16), "native", "") for i in (0, 1, 2, 10) for name in "ab"]
+        layers.append(LayerPath("layers.5.mlp.a", (8, 16), "native", ""))
+        layers.append(LayerPath("lm_head", (4, 16), "native", ""))
+        assert [(path, count) for path, _, count in grouped(layers)] == [
+            ("layers.0-2,10.mlp.a", 4),
+            ("layers.0-2,10.mlp.b", 4),
+            ("layers.5.mlp.a", 1),
+            ("lm_head", 1),
+        ]
+
+    def test_the_flag(self, command):
+        plain = command("generate", "--max-tokens", 4)
+        told = command("generate", "--max-tokens", 4, "--describe")
+        assert told.out == plain.out
+        assert "model.layers.0-5.mlp.up_proj x 6 native" in " ".join(told.err.split())
+        assert "mlx " in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
+        watched = command("generate", "--max-tokens", 4, "--describe", "--telemetry-only").err
+        assert "telemetry only" in watched

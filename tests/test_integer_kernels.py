@@ -1,0 +1,82 @@
+"""Native CPU kernels with activations of 8 bits (W4A8, W8A8)."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
+from gearbx_mlx.formats.planes import split
+from gearbx_mlx.kernels import dispatch
+
+PROMPT = mx.array([[1, 5, 9, 2, 7]])
+
+pytestmark = ON_A_CPU
+
+
+class TestActivationsOfEightBits:
+    @settings(max_examples=40)
+    @given(
+        bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+        group_size=st.sampled_from([32, 64, 128]),
+        rows=st.integers(1, 40),
+        groups=st.integers(1, 9),
+        vectors=st.integers(1, 20),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_the_product_of_rounded_activations(self, bits, group_size, rows, groups, vectors, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        weight, scales, biases = mx.quantize(
+            mx.random.normal((rows, groups * group_size), key=keys[0]), group_size, bits
+        )
+        x = mx.random.normal((vectors, groups * group_size), key=keys[1])
+        y = dispatch.stack_product(x, [weight], scales, [biases], [bits], group_size, int8=True)
+        stack = stack_weights([weight], scales, [biases], [bits], group_size)
+        assert_products_close(y, rounded(x, group_size), *stack)
+
+    def test_same_bits_in_any_company(self, native):
+        planes = split(mx.random.normal((70, 512)), (4, 1, 1, 2), 64)
+        x = mx.random.normal((16, 512))
+        for n in range(1, 5):
+            stack = planes.weights[:n], planes.scales, planes.biases[:n], list(planes.widths[:n]), 64
+            together = native.stack_matvec(x, *stack, True)
+            for i in range(16):
+                assert mx.array_equal(together[i : i + 1], native.stack_matvec(x[i : i + 1], *stack, True)).item()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_not_finite_shows_in_its_vector_alone(self, native, value):
+        weight, scales, biases = mx.quantize(mx.random.normal((9, 128)), 32, 4)
+        x = mx.where((mx.arange(3)[:, None] == 1) & (mx.arange(128) == 70), value, mx.random.normal((3, 128)))
+        finite = np.isfinite(float64(native.stack_matvec(x, [weight], scales, [biases], [4], 32, True)))
+        assert not finite[1].any()
+        assert finite[[0, 2]].all()
+
+    def test_tiny_and_no_activations(self, native):
+        weight, scales, biases = mx.quantize(mx.random.normal((9, 64)), 32, 4)
+        for x in (mx.zeros((1, 64)), mx.full((1, 64), 1e-40)):
+            y = native.stack_matvec(x, [weight], scales, [biases], [4], 32, True)
+            assert mx.abs(y).max().item() < 1e-36
+
+    def test_a_gearbox_that_rounds(self):
+        exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", "int8"))
+        assert "activations of 8 bits" in fast.describe()
+        for gear in exact.ladder:
+            exact.shift(gear)
+            fast.shift(gear)
+            wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
+            assert mx.array_equal(wanted, logits).item() is gear.dense
+            assert mx.abs(wanted - logits).max().item() < 0.05 * mx.abs(wanted).max().item()
+        with pytest.raises(GearbxError, match="activations 'int4' do not exist; choose from float, int8"):
+            Gearbox(tiny_model(), activations="int4")
+        with pytest.warns(GearbxWarning, match="activations are not rounded"):
+            Gearbox(tiny_model(), kernels="mlx", activations="int8")
+
+
+def rounded(x: mx.array, group_size: int) -> mx.array:
+    """Activations in 127 steps of their group's largest."""
+    groups = np.array(x).reshape(len(x), -1, group_size)
+    steps = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
+    q = np.clip(np.rint(groups * (np.float32(1) / steps)), -127, 127)
+    return mx.array((q.astype(np.float64) * steps.astype(np.float64)).astype(np.float32).reshape(x.shape))

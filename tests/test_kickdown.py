@@ -1,0 +1,280 @@
+import copy
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, PROMPT, VOCABULARY, same_weights, tiny_model, weights_of
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, entropy_bits, stream_generate
+from gearbx_mlx.decoding.kickdown import AboveThreshold, GearedModel
+
+TALE = "Once upon a time there was a king who"
+
+
+def climb_to(gear):
+    """A decision that stops at a gear, whatever the entropy."""
+    return lambda entropy, position, at: at < gear
+
+
+class Every:
+    """Compute every n-th token again, all the way up."""
+
+    def __init__(self, n):
+        self.n = n
+        self.seen = []
+
+    def __call__(self, entropy, position, gear):
+        self.seen.append((entropy, position, gear))
+        return position % self.n == 0
+
+
+def by_hand(model, gearbox, prompt, tokens, thresholds):
+    """Kickdown written out: every gear from a copy of nothing but the tokens and gears before."""
+    chosen = []
+    cache = make_prompt_cache(model)
+    gearbox.shift(gearbox.ladder.top)
+    model(mx.array(prompt[:-1])[None], cache=cache)
+    logits_of, last = [], prompt[-1]
+    for token in tokens:
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            logits = model(mx.array([[last]]), cache=cache)[0, -1]
+            done = gear == gearbox.ladder.top or entropy_bits(logits).item() <= thresholds[gear.index]
+            if done:
+                break
+            for entry in cache:
+                entry.trim(1)
+        chosen.append(gear.name)
+        logits_of.append(logits)
+        last = token
+    return chosen, logits_of
+
+
+class TestGearedModel:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    @pytest.mark.parametrize("gear", [0, 1])
+    def test_held_in_one_gear_it_is_that_gear(self, architecture, gear):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "4,16")
+        geared = GearedModel(gearbox, decision=climb_to(gear), prefill=gearbox.ladder[gear])
+        ours = [token for token, _ in zip(generate_step(PROMPT[0], geared, max_tokens=12), range(12))]
+        gearbox.shift(gearbox.ladder[gear])
+        theirs = list(generate_step(PROMPT[0], model, max_tokens=12))
+        for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
+            assert mine == token
+            assert np.array_equal(np.array(logprobs), np.array(expected))
+
+    def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
+        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        gearbox = Gearbox(model, "4,8,16")
+        responses = list(
+            stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0))
+        )
+        chosen, logits_of = by_hand(model, gearbox, tokenizer.encode(TALE), [r.token for r in responses], (4.0, 5.0))
+        assert [r.gear for r in responses] == chosen
+        assert set(chosen) == {"low", "mid", "high"}
+        for response, logits in zip(responses, logits_of):
+            assert np.array_equal(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs))
+            assert response.entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-5)
+
+    def test_counts_every_pass_and_its_bytes(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16")
+        read = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
+        for response in stream_generate(
+            fresh_demo.model, fresh_demo.tokenizer, TALE, 30, gearbox=gearbox, mode="kickdown", thresholds=(2.0, 4.0)
+        ):
+            level = gearbox.ladder.find(response.gear).index
+            assert response.passes == tuple(int(i <= level) for i in range(3))
+            assert response.weight_bytes == sum(read[: level + 1])
+
+    def test_a_decision_of_ones_own_sees_entropy_position_and_gear(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16")
+        decision = Every(3)
+        responses = list(
+            stream_generate(
+                fresh_demo.model, fresh_demo.tokenizer, TALE, 9, gearbox=gearbox, mode="kickdown", decision=decision
+            )
+        )
+        assert [r.gear for r in responses] == ["high", "low", "low"] * 3
+        assert [(position, gear) for _, position, gear in decision.seen[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
+        entropies = [entropy for entropy, position, _ in decision.seen if position % 3]
+        assert entropies[:6] == pytest.approx([r.entropy for r in responses if r.gear == "low"], abs=1e-5)
+
+    def test_the_step_says_what_was_seen(self, tiny):
+        gearbox = Gearbox(tiny, "4,8,16")
+        geared = GearedModel(gearbox, (0.001, 0.002))
+        cache = make_prompt_cache(geared)
+        geared(PROMPT, cache=cache)
+        geared(mx.array([[3]]), cache=cache)
+        assert geared.step.gear.name == "high"
+        assert geared.step.passes == (1, 1, 1)
+        assert len(geared.step.entropies) == 2
+        assert cache[0].offset == 6
+
+    def test_a_batch_and_a_prompt_are_computed_in_the_prefill_gear(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        geared = GearedModel(gearbox, (0.0,), prefill="low")
+        batch = mx.array([[1], [2]])
+        for inputs in (PROMPT, batch):
+            mine = geared(inputs)
+            gearbox.shift("low")
+            assert mx.array_equal(mine, tiny(inputs))
+
+    def test_thresholds_fit_the_ladder(self, tiny):
+        with pytest.raises(GearbxError, match="2 gears need 1 thresholds"):
+            GearedModel(Gearbox(tiny, "4,16"), (1.0, 2.0))
+        with pytest.raises(GearbxError, match="ascend"):
+            AboveThreshold((2.0, 1.0))
+
+
+class TestDropIn:
+    def test_everything_else_is_the_models(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        geared = GearedModel(gearbox, (1.0,))
+        assert isinstance(geared, nn.Module)
+        assert geared.layers is tiny.layers
+        assert geared.args is tiny.args
+        assert geared.model_type == "llama"
+        assert hasattr(geared, "make_cache") == hasattr(tiny, "make_cache")
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            assert same_weights(weights_of(geared), weights_of(tiny))
+            names = [name for name, _ in tiny.named_modules()]
+            assert [name for name, _ in geared.named_modules()] == names
+        geared.update({"lm_head": {"weight": mx.zeros_like(tiny.lm_head.weight)}})
+        assert not tiny.lm_head.weight.any()
+        with pytest.raises(AttributeError):
+            _ = geared.no_such_thing
+
+    def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
+        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        gearbox = Gearbox(model, "4,16")
+        run = stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))
+        ours = [response.text for response in run]
+        geared = GearedModel(gearbox, (3.0,))
+        assert mlx_lm.generate(geared, tokenizer, TALE, max_tokens=20) == "".join(ours)
+        streamed = [r.text for r in mlx_lm.stream_generate(geared, tokenizer, TALE, 20)]
+        assert streamed == ours
+
+    def test_a_chat_goes_on_over_a_saved_prompt_cache(self, fresh_demo, tmp_path):
+        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        gearbox = Gearbox(model, "4,16")
+
+        def chat(through_file):
+            geared = GearedModel(gearbox, (3.0,))
+            cache, texts = make_prompt_cache(geared), []
+            for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many now?"):
+                texts.append(mlx_lm.generate(geared, tokenizer, turn, max_tokens=8, prompt_cache=cache))
+                if through_file:
+                    save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
+                    cache = load_prompt_cache(str(tmp_path / "c.safetensors"))
+            return texts, cache[0].offset
+
+        assert chat(True) == chat(False)
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"sampler": make_sampler(0.8, top_p=0.9)},
+            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+            {"kv_bits": 8, "quantized_kv_start": 4},
+            {"prompt_cache": [RotatingKVCache(128, 4) for _ in range(6)]},
+            {"prefill_step_size": 3},
+        ],
+        ids=["sampled", "penalty", "quantized cache", "rotating cache", "small prefill"],
+    )
+    def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, keywords):
+        gearbox = Gearbox(demo.model, "4,16")
+        runs = []
+        for model in (demo.model, GearedModel(gearbox, decision=climb_to(1))):
+            gearbox.shift("high")
+            mx.random.seed(4)
+            run = mlx_lm.stream_generate(model, demo.tokenizer, TALE, 25, **copy.deepcopy(keywords))
+            runs.append([(r.token, np.array(r.logprobs), r.finish_reason) for r in run])
+        gearbox.shift("high")
+        for mine, other in zip(*runs, strict=True):
+            assert (mine[0], mine[2]) == (other[0], other[2])
+            assert np.array_equal(mine[1], other[1])
+
+    def test_input_embeddings_go_to_models_that_take_them(self):
+        model = tiny_model("gemma3_text")
+        gearbox = Gearbox(model, "4,16")
+        geared = GearedModel(gearbox, (1.0,))
+        embedded = model.model.embed_tokens(PROMPT)
+        logits = [m(PROMPT, input_embeddings=embedded + 0) for m in (geared, model)]  # which gemma scales in place
+        assert mx.array_equal(*logits)
+        with pytest.raises(GearbxError, match="takes no input embeddings"):
+            GearedModel(Gearbox(tiny_model("gpt_neox"), "4,16"), (1.0,))(PROMPT, input_embeddings=embedded)
+
+
+class TestCaches:
+    def test_a_cache_that_keeps_a_state_is_refused_by_name(self, tiny):
+        geared = GearedModel(Gearbox(tiny, "4,16"), (1.0,))
+        with pytest.raises(GearbxError, match="ArraysCache keeps a state"):
+            geared(mx.array([[3]]), cache=[KVCache(), ArraysCache(2)])
+
+    def test_a_rotating_cache_that_is_full_is_refused_by_name(self, tiny):
+        geared = GearedModel(Gearbox(tiny, "4,16"), (1.0,))
+        cache = [RotatingKVCache(8) for _ in geared.layers]
+        geared(mx.array([list(range(1, 11))]), cache=cache)
+        with pytest.raises(GearbxError, match="RotatingKVCache is full at 8 tokens"):
+            geared(mx.array([[3]]), cache=cache)
+
+    def test_one_that_fills_up_on_the_way_is_left_to_the_top_gear(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        geared = GearedModel(gearbox, decision=climb_to(0))
+        cache = [RotatingKVCache(10) for _ in geared.layers]
+        run = generate_step(PROMPT[0], geared, max_tokens=9, prompt_cache=cache)
+        with pytest.warns(GearbxWarning, match=r"the top gear goes on alone: .*RotatingKVCache"):
+            steps = [geared.step.gear.name for _ in run]
+        assert steps[0] == "low"
+        assert steps[-1] == "high"
+
+    def test_without_a_cache_nothing_has_to_be_taken_back(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        geared = GearedModel(gearbox, (0.0,))
+        assert mx.array_equal(geared(mx.array([[3]])), tiny(mx.array([[3]])))
+        assert gearbox.gear.name == "high"
+
+    def test_a_ladder_of_one_gear_needs_no_taking_back(self, tiny):
+        geared = GearedModel(Gearbox(tiny, "16"), ())
+        assert geared(mx.array([[3]]), cache=[RotatingKVCache(1) for _ in geared.layers]).shape == (1, 1, VOCABULARY)
+
+
+class TestCommand:
+    def test_mode_kickdown_from_calibration_to_summary(self, command, tmp_path):
+        file, summary, trace = tmp_path / "t.json", tmp_path / "s.json", tmp_path / "t.jsonl"
+        done = command("calibrate", "--mode", "kickdown", "--shares", "0.5,0.3,0.2", "-m", 20, "--out", file)
+        assert done.status == 0
+        assert json.loads(file.read_text())["shares"] == pytest.approx([0.5, 0.3, 0.2], abs=0.05)
+        done = command(
+            "generate", "--mode", "kickdown", "--thresholds", file, "-m", 30, "--summary", summary, "--trace", trace
+        )
+        assert done.status == 0
+        assert "recomputed" in done.err
+        told = json.loads(summary.read_text())
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert (told["mode"], told["tokens"]) == ("kickdown", 30)
+        assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
+        assert told["passes"] == {
+            name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
+        }
+        assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0
+
+    def test_a_draft_model_is_refused(self, demo, command):
+        done = command("generate", "--mode", "kickdown", "--draft-model", demo.path, "-m", 3)
+        assert done.status == 2
+        assert "takes no draft model" in done.err

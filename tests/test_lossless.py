@@ -1,0 +1,452 @@
+import copy
+import itertools
+import json
+import math
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
+from mlx_lm import convert
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, entropy_bits, stream_generate
+from gearbx_mlx.decoding.agreement import record_agreement
+from gearbx_mlx.decoding.caches import borrowed, length, room, take_back
+from gearbx_mlx.decoding.drafting import find_rule, shipped
+from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.kernels import cpu
+from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
+from gearbx_mlx.routing.draft_file import parse_draft_file
+
+QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
+TALE = "Once upon a time there was a king who"
+KERNELS = [
+    "mlx",
+    pytest.param("native", marks=pytest.mark.skipif(cpu.why_not() is not None, reason="no C++ compiler or nanobind")),
+]
+SAMPLERS = {
+    "greedy": None,
+    "temperature": make_sampler(0.8),
+    "top-p": make_sampler(0.8, top_p=0.9),
+    "min-p": make_sampler(0.8, min_p=0.05),
+    "top-k": make_sampler(1.0, top_k=20),
+    "xtc": make_sampler(0.8, xtc_probability=0.5, xtc_threshold=0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def geared(demo):
+    """The demo model with a gearbox that every test shares, and leaves in the top gear."""
+    gearbox = Gearbox(demo.model, "3,16")
+    yield gearbox
+    gearbox.shift("high")
+
+
+def told(responses):
+    return [(r.token, r.text, r.finish_reason, np.array(r.logprobs)) for r in responses]
+
+
+def assert_same(ours, theirs):
+    assert [one[:3] for one in ours] == [one[:3] for one in theirs]
+    for mine, other in zip(ours, theirs):
+        assert np.array_equal(mine[3], other[3])
+
+
+def both(gearbox, tokenizer, prompt, seed=3, drafting=None, **keywords):
+    """The top gear alone by mlx-lm, and lossless mode, from the same random state; and that state afterwards."""
+    runs = []
+    for mode in (None, "lossless"):
+        given = copy.deepcopy({name: value for name, value in keywords.items() if name != "sampler"})
+        if keywords.get("sampler"):
+            given["sampler"] = keywords["sampler"]
+        gearbox.shift("high")
+        mx.random.seed(seed)
+        if mode is None:
+            run = list(mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, **given))
+        else:
+            run = list(
+                stream_generate(
+                    gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=mode, drafting=drafting, **given
+                )
+            )
+        runs.append((run, mx.random.state[0].tolist()))
+    return runs
+
+
+class TestIsTheTopGear:
+    @pytest.mark.parametrize("kernels", KERNELS)
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_bit_for_bit_on_every_architecture(self, architecture, kernels):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "6,16", kernels=kernels)
+        theirs = list(generate_step(PROMPT[0], model, max_tokens=40))
+        for rule in (FixedLength(1), FixedLength(4), FixedLength(15), ProductRule(lambda h: 0.9, 0.5)):
+            lossless = LosslessModel(gearbox, rule)
+            ours = list(generate_step(PROMPT[0], lossless, max_tokens=40))
+            for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
+                assert mine == token
+                assert np.array_equal(np.array(logprobs), np.array(expected))
+
+    @pytest.mark.parametrize("kernels", KERNELS)
+    def test_a_row_has_the_same_bits_in_any_company(self, demo, kernels):
+        model, _ = mlx_lm.load(str(demo.path))
+        gearbox = Gearbox(model, "4,8,16", kernels=kernels)
+        tokens = demo.tokenizer.encode(QUESTION * 16)
+        for gear, start in itertools.product(gearbox.ladder if kernels == "native" else ("high",), (1, 64, 257)):
+            gearbox.shift("high")
+            cache = make_prompt_cache(model)
+            gearbox.model(mx.array(tokens[:start])[None], cache=cache)
+            gearbox.shift(gear)
+            single = []
+            for token in tokens[start : start + 16]:
+                single.append(model(mx.array([[token]]), cache=cache)[0, 0])
+                mx.eval(single)
+            for count in (2, 7, 16):
+                take_back(cache, length(cache) - start)
+                many = model(mx.array(tokens[start : start + count])[None], cache=cache)[0]
+                assert mx.array_equal(many, mx.stack(single[:count]))
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    @pytest.mark.parametrize("prompt", [QUESTION, TALE])
+    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared, demo, sampler, prompt):
+        (theirs, after), (ours, after_ours) = both(
+            geared, demo.tokenizer, prompt, max_tokens=50, sampler=SAMPLERS[sampler]
+        )
+        assert_same(told(ours), told(theirs))
+        assert after == after_ours  # so that what is drawn next is the same too
+        assert any(r.from_draft for r in ours)
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+            {
+                "logits_processors": make_logits_processors({5: -2.0}, presence_penalty=0.5, frequency_penalty=0.4),
+                "sampler": SAMPLERS["top-p"],
+            },
+            {"kv_bits": 8, "quantized_kv_start": 0},
+            {"kv_bits": 4, "quantized_kv_start": 45, "kv_group_size": 32},  # begins in the middle of the text
+            {"prompt_cache": [RotatingKVCache(256, 4) for _ in range(6)]},
+            {"prompt_cache": [QuantizedKVCache(64, 8) for _ in range(6)]},
+            {"prefill_step_size": 4},
+            {"prefill_step_size": 1},
+            {"max_tokens": 1},
+            {"max_tokens": 2},
+            {"max_tokens": 7},
+        ],
+        ids=[
+            "repetition",
+            "penalties, sampled",
+            "quantized cache",
+            "quantized on the way",
+            "rotating cache",
+            "quantized cache of one's own",
+            "small prefill",
+            "token by token",
+            "one token",
+            "two tokens",
+            "seven",
+        ],
+    )
+    def test_with_every_keyword_of_mlx_lm(self, geared, demo, keywords):
+        (theirs, after), (ours, after_ours) = both(geared, demo.tokenizer, QUESTION, **{"max_tokens": 45} | keywords)
+        assert_same(told(ours), told(theirs))
+        assert after == after_ours
+
+    def test_processors_are_given_the_tokens_before_each_place(self, geared, demo):
+        seen = []
+
+        def processor(tokens, logits):
+            seen.append((geared.gear.name, tokens.tolist()))
+            return logits
+
+        prompt = demo.tokenizer.encode(QUESTION)
+        responses = list(
+            stream_generate(
+                geared.model, demo.tokenizer, prompt, 30, gearbox=geared, mode="lossless", logits_processors=[processor]
+            )
+        )
+        made = [r.token for r in responses]
+        drafts = [tokens for gear, tokens in seen if gear == "low"]
+        checks = [tokens for gear, tokens in seen if gear == "high"]
+        assert checks == [prompt + made[:i] for i in range(len(made) + 1)]
+        assert all(tokens[: len(prompt)] == prompt and len(tokens) < len(prompt) + 30 for tokens in drafts)
+        assert sum(tokens in checks for tokens in drafts) > 15  # drafts on the right way look back at the same tokens
+
+    def test_separate_prompts_and_gears_of_eight_bits(self, demo):
+        model, tokenizer = mlx_lm.load(str(demo.path))
+        gearbox = Gearbox(model, "3,8")
+        for prompt in (QUESTION, TALE):
+            (theirs, _), (ours, _) = both(gearbox, tokenizer, prompt, max_tokens=40)
+            assert_same(told(ours), told(theirs))
+
+    def test_stop_tokens_inside_a_draft_end_the_text(self, geared, demo):
+        tokenizer = copy.deepcopy(demo.tokenizer)
+        (theirs, _), _ = both(geared, tokenizer, QUESTION, max_tokens=40)
+        tokenizer.eos_token_ids = {theirs[20].token}
+        (theirs, _), (ours, _) = both(geared, tokenizer, QUESTION, max_tokens=40, drafting=FixedLength(15))
+        assert_same(told(ours), told(theirs))
+        assert ours[-1].finish_reason == "stop"
+        assert len(ours) <= 21
+
+    def test_the_model_is_left_in_the_top_gear_as_it_was(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "3,16")
+        before = weights_of(fresh_demo.model)
+        list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, gearbox=gearbox, mode="lossless"))
+        assert gearbox.gear.name == "high"
+        assert same_weights(before, weights_of(fresh_demo.model))
+
+
+class TestCache:
+    @pytest.mark.parametrize("ends", ["length", "stop", "closed"])
+    def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared, demo, ends):
+        tokenizer = copy.deepcopy(demo.tokenizer)
+        geared.shift("high")
+        if ends == "stop":
+            made = [r.token for r in mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30)]
+            tokenizer.eos_token_ids = {made[17]}
+        caches = []
+        for mode in (None, "lossless"):
+            cache = make_prompt_cache(demo.model)
+            geared.shift("high")
+            if mode is None:
+                run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=cache)
+            else:
+                run = stream_generate(
+                    demo.model, tokenizer, QUESTION, 30, gearbox=geared, mode=mode, prompt_cache=cache
+                )
+            taken = list(itertools.islice(run, 12)) if ends == "closed" else list(run)
+            assert taken
+            run.close()
+            caches.append(cache)
+        for mine, other in zip(*caches, strict=True):
+            assert mine.offset == other.offset
+            for a, b in zip(mine.keys_and_values(), other.keys_and_values()):
+                assert mx.array_equal(a, b)
+
+    def test_goes_on_over_turns_as_the_top_gear_does(self, geared, demo):
+        texts = []
+        for mode in (None, "lossless"):
+            cache, made = make_prompt_cache(demo.model), []
+            for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many has he now?"):
+                geared.shift("high")
+                if mode is None:
+                    run = mlx_lm.stream_generate(demo.model, demo.tokenizer, turn, 12, prompt_cache=cache)
+                else:
+                    run = stream_generate(
+                        demo.model, demo.tokenizer, turn, 12, gearbox=geared, mode=mode, prompt_cache=cache
+                    )
+                made.append([r.token for r in run])
+            texts.append(made)
+        assert texts[0] == texts[1]
+
+    def test_the_model_alone_runs_under_mlx_lm(self, geared, demo):
+        lossless = LosslessModel(geared)
+        text = mlx_lm.generate(lossless, demo.tokenizer, QUESTION, max_tokens=30)
+        geared.shift("high")
+        assert text == mlx_lm.generate(demo.model, demo.tokenizer, QUESTION, max_tokens=30)
+
+    def test_one_that_cannot_be_taken_back_is_refused_by_name(self, tiny):
+        lossless = LosslessModel(Gearbox(tiny, "4,16"))
+        with pytest.raises(GearbxError, match=r"'lossless' .* ArraysCache keeps a state"):
+            lossless(mx.array([[3]]), cache=[KVCache(), ArraysCache(2)])
+        full = [RotatingKVCache(6) for _ in tiny.layers]
+        lossless(mx.array([list(range(1, 9))]), cache=full)
+        with pytest.raises(GearbxError, match="RotatingKVCache is full at 6 tokens"):
+            lossless(mx.array([[3]]), cache=full)
+
+    def test_one_that_fills_up_on_the_way_is_left_to_the_top_gear(self):
+        model = tiny_model("llama")
+        gearbox = Gearbox(model, "6,16")
+        caches = [[RotatingKVCache(20, 4) for _ in model.layers] for _ in range(2)]
+        theirs = [token for token, _ in generate_step(PROMPT[0], model, max_tokens=40, prompt_cache=caches[0])]
+        lossless = LosslessModel(gearbox, FixedLength(6))
+        with pytest.warns(GearbxWarning, match=r"the top gear goes on alone: .*RotatingKVCache is full at 20"):
+            ours = [token for token, _ in generate_step(PROMPT[0], lossless, max_tokens=40, prompt_cache=caches[1])]
+        assert ours == theirs
+
+    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny):
+        gearbox = Gearbox(tiny, "6,16")
+        lossless = LosslessModel(gearbox, FixedLength(5))
+        cache, other = make_prompt_cache(tiny), make_prompt_cache(tiny)
+        for token in (1, 9, 33, 70, 2, 9, 1):
+            mine = lossless(mx.array([[token]]), cache=cache)
+            gearbox.shift("high")
+            assert mx.array_equal(mine, tiny(mx.array([[token]]), cache=other))
+
+    def test_room_and_taking_back(self):
+        grown, rotating, chunked = KVCache(), RotatingKVCache(8), ChunkedKVCache(9)
+        entry = mx.ones((1, 1, 5, 4))
+        for part in (grown, rotating, chunked):
+            part.update_and_fetch(entry, entry)
+        assert (room([grown]), room([rotating]), room([chunked]), room([CacheList(grown, rotating)])) == (
+            math.inf,
+            2,
+            3,
+            2,
+        )
+
+        def interrupted_before_the_second_layer():
+            with borrowed([grown, rotating]):
+                grown.update_and_fetch(entry[:, :, :2], entry[:, :, :2])
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_before_the_second_layer()
+        assert (grown.offset, rotating.offset) == (5, 5)
+
+
+class TestWhatIsCounted:
+    def test_tokens_drafts_checks_and_bytes(self, geared, demo):
+        responses = list(
+            stream_generate(
+                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared, mode="lossless", drafting=FixedLength(4)
+            )
+        )
+        low, high = (geared.weight_bytes_per_token(gear) for gear in geared.ladder)
+        drafted, checks = sum(r.drafted for r in responses), sum(r.passes[1] for r in responses)
+        accepted = sum(r.from_draft for r in responses)
+        assert accepted + checks == len(responses) == 40
+        assert drafted == sum(r.passes[0] for r in responses) >= accepted
+        assert sum(r.weight_bytes for r in responses) == drafted * low + checks * high
+        assert all(r.gear == ("low" if r.from_draft else "high") for r in responses)
+        assert all(r.drafted <= 4 for r in responses)
+        assert responses[0].entropy == pytest.approx(entropy_bits(responses[0].logprobs).item(), abs=1e-6)
+
+    def test_a_check_of_experts_reads_more_of_them_than_a_token(self):
+        gearbox = Gearbox(tiny_model("mixtral"), "4,16")  # 2 experts of 4
+        top = gearbox.ladder.top
+        one, two, many = (gearbox.weight_bytes_per_token(top, n) for n in (1, 2, 16))
+        row = 64 * 4  # of the embedding
+        assert one < two
+        assert many - two == 14 * row
+
+    def test_near_ties_are_told(self):
+        model = tiny_model("llama")
+        # Two tokens whose logits are the same: rounding may decide between them anywhere.
+        model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
+        gearbox = Gearbox(model, "6,16")
+        tokenizer = mlx_lm.load(str(shipped_demo()))[1]
+        responses = list(stream_generate(model, tokenizer, [1, 5, 9], 12, gearbox=gearbox, mode="lossless", drafting=3))
+        checked = [r.near_tie for r in responses]
+        assert sum(checked) >= len(checked) - 1
+
+    def test_text_without_near_ties_has_none(self, geared, demo):
+        run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared, mode="lossless")
+        assert not any(r.near_tie for r in run)
+
+
+def shipped_demo():
+    from gearbx_mlx.loading import DEMO_MODEL
+
+    return DEMO_MODEL
+
+
+class TestDraftingFiles:
+    def test_what_ships_is_for_the_demo_model(self, fresh_demo):
+        for made in shipped():
+            gears = ",".join(map(str, made.gears))
+            gearbox = Gearbox(mlx_lm.load(str(fresh_demo.path))[0], gears)
+            rule, draft = find_rule(gearbox)
+            assert (rule.bound, draft) == (made.bound, made.draft)
+
+    def test_another_model_drafts_by_the_rule_for_any(self, tiny):
+        rule, draft = find_rule(Gearbox(tiny))
+        assert rule.bound == 0.5
+        assert rule.agreement(4.0) == 0.5
+        assert draft is None
+
+    def test_recorded_agreement_is_that_of_single_steps(self, geared, demo):
+        prompt = demo.tokenizer.encode(QUESTION)
+        geared.shift("high")
+        text = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, prompt, 8)]
+        low, top = geared.ladder
+        (found,) = record_agreement(geared, top, [low], prompt, text)
+        # Within one block the low gear looks back at its own entries, as it does in a draft.
+        cache = make_prompt_cache(demo.model)
+        demo.model(mx.array(prompt[:-1])[None], cache=cache)
+        geared.shift("low")
+        for token, wanted, entropy, agrees in zip([prompt[-1], *text], text, found.entropies, found.agrees):
+            logits = demo.model(mx.array([[token]]), cache=cache)[0, -1]
+            assert entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
+            assert agrees == (mx.argmax(logits).item() == wanted)
+
+    def test_from_calibrate_to_generate(self, command, tmp_path):
+        file, summary, trace = tmp_path / "d.json", tmp_path / "s.json", tmp_path / "t.jsonl"
+        done = command("calibrate", "--mode", "lossless", "--gears", "3,5,16", "-m", 20, "--out", file)
+        assert done.status == 0
+        made = parse_draft_file(file.read_text())
+        assert (made.gears, made.vocab_size, made.tokens) == ([3, 5, 16], 4096, 60)
+        assert made.draft in (3, 5)
+        assert made.weight_bytes_per_token <= made.weight_bytes_per_token_top
+        done = command(
+            "generate", "--mode", "lossless", "--curve", file, "-m", 30, "--summary", summary, "--trace", trace
+        )
+        assert done.status == 0
+        told = json.loads(summary.read_text())
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert told["mode"] == "lossless"
+        assert [gear["bits"] for gear in told["ladder"]] == [3, 5, 16]
+        assert told["drafted"] == sum(row["drafted"] for row in rows)
+        assert told["accepted"] == sum(row["from_draft"] for row in rows)
+        assert told["acceptance_rate"] == pytest.approx(told["accepted"] / told["drafted"])
+        assert told["checks"] + told["accepted"] == told["tokens"] == 30
+        assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
+        assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
+
+    @pytest.mark.parametrize("mode", ["kickdown", "lossless"])
+    def test_a_quantized_checkpoint_has_no_gears(self, command, tmp_path, mode):
+        convert(str(shipped_demo()), str(tmp_path / "q"), quantize=True)
+        for name in ("calibrate", "generate"):
+            done = command(name, "--model", tmp_path / "q", "--mode", mode, "-m", 3, "--ignore-chat-template")
+            assert done.status == 2
+            assert "quantized already" in done.err
+
+    def test_text_is_that_of_the_top_gear(self, command):
+        outputs = [
+            command("generate", "-m", 40, "--temp", 0.8, "--seed", 5, *arguments).out
+            for arguments in (("--gears", 16, "--dtype", "float32"), ("--mode", "lossless"))
+        ]
+        assert outputs[0] == outputs[1]
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (("--mode", "lossless", "--gears", "16"), "cannot draft for itself"),
+            (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
+            (("--mode", "lossless", "--draft-length", 2, "--curve", "x"), "exclude each other"),
+            (("--mode", "lossless", "--curve", "no such file"), "no such file: cannot be read as a drafting file"),
+            (("--mode", "lossless", "--curve", __file__), "not JSON"),
+            (("--curve", "x"), "--curve is for --mode lossless"),
+            (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
+            (("--mode", "lossless", "--telemetry-only"), "exclude each other"),
+        ],
+    )
+    def test_mistakes_get_one_line(self, command, arguments, says):
+        done = command("generate", "-m", 3, *arguments)
+        assert done.status == 2
+        assert says in done.err.replace("\n", " ")
+
+    def test_a_file_for_another_model_or_ladder_is_refused(self, command, tmp_path):
+        made = next(made for made in shipped() if made.gears == [4, 8, 16])
+        ours = tmp_path / "ours.json"
+        ours.write_text(made.text())
+        done = command("generate", "-m", 3, "--mode", "lossless", "--curve", ours, "--gears", "4,16")
+        assert done.status == 2
+        assert "made for gears 4,8,16, not 4,16" in done.err
+        ours.write_text(made.text().replace(made.fingerprint, "0" * 32))
+        done = command("generate", "-m", 3, "--mode", "lossless", "--curve", ours)
+        assert done.status == 2
+        assert "made for another model" in done.err

@@ -1,0 +1,126 @@
+"""Metrics against values worked out by hand, and against what must hold of any distribution."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from gearbx_mlx.evaluation import metrics
+
+LOGITS = arrays(np.float64, (5, 7), elements=st.floats(-60, 60))
+
+
+def log(*probabilities: float) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(probabilities))
+
+
+class TestDivergence:
+    def test_by_hand(self):
+        # 1/2 log(1/2 / 1/4) + 1/4 log(1/4 / 1/2) + 0 = 1/4 log 2
+        assert metrics.kl_divergence(log(0.5, 0.25, 0.25), log(0.25, 0.5, 0.25)) == pytest.approx(0.25 * math.log(2))
+
+    def test_what_the_reference_never_says_adds_nothing(self):
+        assert metrics.kl_divergence(log(1.0, 0.0), log(0.5, 0.5)) == pytest.approx(math.log(2))
+        assert metrics.kl_divergence(log(1.0, 0.0), log(1.0, 0.0)) == 0
+
+    def test_what_the_policy_never_says_is_infinitely_far(self):
+        assert metrics.kl_divergence(log(0.5, 0.5), log(1.0, 0.0)) == math.inf
+
+    @given(LOGITS, LOGITS)
+    def test_it_is_never_negative_and_zero_for_the_same(self, a, b):
+        p, q = metrics.log_softmax(a), metrics.log_softmax(b)
+        assert (metrics.kl_divergence(p, q) >= 0).all()
+        assert (metrics.kl_divergence(p, p) == 0).all()
+
+    @given(LOGITS)
+    def test_log_softmax_is_a_distribution_whatever_is_added(self, z):
+        p = metrics.log_softmax(z)
+        np.testing.assert_allclose(np.exp(p).sum(axis=-1), 1)
+        np.testing.assert_allclose(metrics.log_softmax(z + 100), p, atol=1e-9)
+
+    def test_entropy_in_bits(self):
+        assert metrics.entropy_bits(log(0.25, 0.25, 0.25, 0.25)) == pytest.approx(2)
+        assert metrics.entropy_bits(log(0.5, 0.25, 0.25, 0.0)) == pytest.approx(1.5)
+        assert metrics.entropy_bits(log(1.0, 0.0)) == 0
+
+
+def tokens(kl: list[float], agree: list[bool], nll: list[float] | None = None) -> dict[str, np.ndarray]:
+    n = len(kl)
+    own = np.array(nll if nll is not None else [1.0] * n)
+    return {
+        "nll": own,
+        "kl": np.array(kl),
+        "kl_reverse": 2 * np.array(kl),
+        "agree": np.array(agree, bool),
+        "reference_nll": np.ones(n),
+    }
+
+
+class TestQuality:
+    def test_by_hand(self):
+        result = metrics.quality(**tokens([0.0, 0.1, 0.2, 0.7], [True, True, False, True], [1.0, 1.0, 2.0, 4.0]))
+        assert result["perplexity"] == pytest.approx(math.exp(2))
+        assert result["perplexity_ratio"] == pytest.approx(math.exp(1))
+        assert result["kl_mean"] == pytest.approx(0.25)
+        assert result["kl_median"] == pytest.approx(0.15)
+        assert result["kl_max"] == 0.7
+        assert result["kl_reverse_mean"] == pytest.approx(0.5)
+        assert result["top1_agreement"] == 0.75
+
+    def test_far_quantiles(self):
+        result = metrics.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
+        assert result["kl_p99"] == pytest.approx(0.99)
+        assert result["kl_p999"] == pytest.approx(0.999)
+
+    def test_a_token_on_an_edge_is_in_the_upper_bucket(self):
+        rows = metrics.by_bucket(np.array([0.1, 0.25, 0.5, 0.95, 1.0]), tokens([1.0, 2, 3, 4, 5], [True] * 5))
+        assert [row["tokens"] for row in rows] == [1, 1, 1, 0, 2]
+        assert [row["top_probability"] for row in rows] == ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.95", "0.95-1"]
+        assert rows[4]["kl_mean"] == 4.5
+        assert "kl_mean" not in rows[3]
+
+    @given(
+        st.lists(st.tuples(st.floats(0, 1), st.floats(0, 10), st.booleans()), min_size=1, max_size=60),
+    )
+    def test_buckets_add_up(self, rows):
+        top, kl, agree = (np.array(column) for column in zip(*rows))
+        whole, buckets = tokens(kl, agree), metrics.by_bucket(top, tokens(kl, agree))
+        assert sum(bucket["tokens"] for bucket in buckets) == len(rows)
+        total = sum(bucket["tokens"] * bucket.get("kl_mean", 0) for bucket in buckets)
+        assert total / len(rows) == pytest.approx(metrics.quality(**whole)["kl_mean"], abs=1e-9)
+
+
+class TestErrors:
+    def test_independent_tokens_have_the_usual_error(self):
+        values = np.random.default_rng(0).normal(size=10_000)
+        error = metrics.standard_error(values, np.arange(10_000))
+        assert error == pytest.approx(values.std(ddof=1) / 100, rel=1e-6)
+
+    def test_tokens_that_go_together_have_a_larger_one(self):
+        blocks = np.repeat(np.arange(100), 100)
+        values = np.random.default_rng(0).normal(size=100)[blocks]
+        assert metrics.standard_error(values, blocks) == pytest.approx(values.std() / 10, rel=0.02)
+
+    def test_pairing_removes_what_both_share(self):
+        rng = np.random.default_rng(0)
+        control = rng.exponential(size=4000)
+        blocks = metrics.blocks_of(np.zeros(4000))
+        result = metrics.paired(control - 0.1, control, blocks)
+        assert result["difference"] == pytest.approx(-0.1)
+        assert result["standard_error"] < 1e-9 < metrics.standard_error(control, blocks)
+
+    def test_few_windows_are_cut_into_blocks(self):
+        assert len(np.unique(metrics.blocks_of(np.zeros(1000)))) == metrics.LEAST_BLOCKS
+        many = np.repeat(np.arange(50), 3)
+        assert (metrics.blocks_of(many) == many).all()
+
+    def test_mcnemar_by_hand(self):
+        a = np.array([1, 1, 1, 1, 1, 0, 1], bool)
+        b = np.array([0, 0, 0, 0, 0, 1, 1], bool)
+        # Of 6 that differ, 1 or fewer for one side, twice: 2 (1 + 6) / 64.
+        assert metrics.mcnemar(a, b) == {"only_first": 5, "only_second": 1, "p_value": pytest.approx(14 / 64)}
+        assert metrics.mcnemar(a, a)["p_value"] == 1

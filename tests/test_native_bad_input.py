@@ -1,0 +1,157 @@
+"""Native kernels and what should not happen: a correct result or one clear error, never a wrong number."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
+
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.kernels import cpu, dispatch
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = ON_A_CPU
+
+
+class TestShapes:
+    @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 300), (300, 1), (3, 97), (0, 64)])
+    @pytest.mark.parametrize("vectors", [1, 3, 20])
+    def test_dense_matrices_of_any_size(self, native, rows, columns, vectors):
+        weight = mx.random.normal((rows, columns)).astype(mx.bfloat16)
+        x = mx.random.normal((vectors, columns))
+        y = native.dense_matvec(x, weight)
+        assert y.shape == (vectors, rows)
+        assert_products_close(y, x, float64(weight), np.abs(float64(weight)))
+
+    @pytest.mark.parametrize("rows", [0, 1])
+    def test_stacks_of_few_rows(self, native, rows):
+        words, scales, biases = mx.quantize(mx.random.normal((2, 64)), 32, 4)
+        x = mx.random.normal((2, 64))
+        y = native.stack_matvec(x, [words[:rows]], scales[:rows], [biases[:rows]], [4], 32)
+        assert mx.array_equal(y, native.stack_matvec(x, [words], scales, [biases], [4], 32)[:, :rows]).item()
+
+    def test_experts_of_no_rows(self, native):
+        x, chosen = mx.ones((3, 1, 64)), mx.array([0, 1, 0])
+        assert native.dense_experts(x, mx.ones((2, 0, 64)), chosen).shape == (3, 1, 0)
+
+    def test_no_vector_at_all(self, native):
+        assert dispatch.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
+        assert dispatch.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)
+
+    def test_a_batch_where_a_vector_was_expected(self, native):
+        weight, x = mx.random.normal((5, 64)), mx.random.normal((3, 2, 7, 64))
+        y = native.dense_matvec(x, weight)
+        assert y.shape == (3, 2, 7, 5)
+        assert mx.array_equal(y[1, 1, 4:5], native.dense_matvec(x[1, 1, 4:5], weight)).item()
+
+    @pytest.mark.parametrize("vectors", [3, 40])
+    def test_activations_and_indices_that_are_not_in_rows(self, native, vectors):
+        weight = mx.random.normal((4, 9, 64)).astype(mx.float16)
+        wide = mx.random.normal((64, 1, 2 * vectors))
+        x, chosen = wide.T[::2], mx.random.randint(0, 4, (vectors, 3)).T[1]
+        expected = native.dense_experts(mx.contiguous(x), weight, mx.contiguous(chosen))
+        assert mx.array_equal(native.dense_experts(x, weight, chosen), expected).item()
+        assert mx.array_equal(
+            native.dense_matvec(x, weight[:, ::2][2]),
+            native.dense_matvec(mx.contiguous(x), mx.contiguous(weight[2, ::2])),
+        ).item()
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_weights_that_are_not_finite(self, value):
+        model = tiny_model()
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = mx.where(mx.arange(64) == 3, value, layer.weight)
+        gearbox = Gearbox(model, kernels="native")
+        before = model.model.layers[0].mlp.up_proj
+        with pytest.raises(GearbxError, match=r"layers\.0\.mlp\.up_proj: weights are not finite"):
+            gearbox.shift("low")
+        assert model.model.layers[0].mlp.up_proj is before
+        assert not mx.isfinite(model(PROMPT)).all().item()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_activations_that_are_not_finite_show_in_their_vector_alone(self, native, value):
+        x = mx.where(mx.arange(20)[:, None] == 7, value, mx.random.normal((20, 64)))
+        words, scales, biases = mx.quantize(mx.random.normal((5, 64)), 32, 4)
+        for y in (
+            native.dense_matvec(x, mx.random.normal((5, 64))),
+            native.stack_matvec(x, [words], scales, [biases], [4], 32),
+        ):
+            finite = np.isfinite(float64(y))
+            assert not finite[7].any()
+            assert finite.sum() == 19 * 5
+
+
+class TestCompiler:
+    def test_without_nanobind_kernels_are_called_eagerly(self, afresh):
+        graph = Gearbox(tiny_model(dtype=mx.bfloat16), kernels="native")
+        expected = {gear.name: (graph.shift(gear), mx.array(graph.model(PROMPT)))[1] for gear in graph.ladder}
+        mx.eval(expected)
+        afresh.setitem(sys.modules, "nanobind", None)
+        cpu._outcome.cache_clear()
+        assert cpu.why_not() is None
+        told = "nanobind is not installed; pip install 'gearbx-mlx[native]'"
+        assert cpu.why_eager() == told
+        eager = Gearbox(tiny_model(dtype=mx.bfloat16), kernels="auto")
+        assert f"native (16 vectors at a time; handed over eagerly: {told})" in eager.describe()
+        for gear in eager.ladder:
+            eager.shift(gear)
+            assert mx.array_equal(eager.model(PROMPT), expected[gear.name]).item()
+
+    def test_bindings_of_another_abi_are_found_out_once(self, afresh, tmp_path):
+        pytest.importorskip("nanobind")
+        core = Path(cpu._built(cpu.CORE).__file__).read_bytes()
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        compiled = []
+
+        def compile_core_alone(recipe: cpu.Recipe, output: Path) -> None:
+            compiled.append(output.name)
+            output.write_bytes(core)  # as an extension it cannot be loaded
+
+        afresh.setattr(cpu, "_compile", compile_core_alone)
+        for _ in range(2):
+            cpu._outcome.cache_clear()
+            assert cpu.why_not() is None
+            assert "cannot be loaded" in cpu.why_eager()
+        assert [name.split("-")[0] for name in compiled] == ["_gearbx_cpu", "_gearbx_core"]
+
+    def test_no_place_can_be_written_to(self, afresh, tmp_path):
+        (tmp_path / "file").write_text("in the way", encoding="utf-8")
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        afresh.setattr(cpu, "_temporary_directory", lambda: str(tmp_path / "file" / "temporary"))
+        assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
+        assert cpu.native() is None
+
+    def test_a_compilation_that_is_interrupted_leaves_nothing(self, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+        def interrupted(recipe: cpu.Recipe, output: Path) -> None:
+            output.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+        afresh.setattr(cpu, "_compile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cpu.why_not()
+        assert list((tmp_path / "gearbx-mlx").iterdir()) == []
+
+    def test_a_compiler_that_crashes_without_a_word(self, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+        silent = tmp_path / "silent"
+        silent.write_text("#!/bin/sh\nexit 4\n", encoding="utf-8")
+        silent.chmod(0o755)
+        afresh.setenv("CXX", str(silent))
+        assert cpu.why_not() == "silent could not compile the CPU kernels: status 4"
+
+    def test_the_command_says_so_in_one_line_and_goes_on(self, tmp_path):
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-such-compiler", "PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "3", "--kernels", "native"]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0
+        told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+        assert told == ["warning: MLX's own kernels are used: CXX is 'no-such-compiler', and there is no such compiler"]

@@ -1,0 +1,396 @@
+"""Two models that take turns (EAD)."""
+
+import itertools
+import json
+import math
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import save_model, tiny_model, weights_of
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from gearbx_mlx import Gearbox, GearbxError, stream_generate
+from gearbx_mlx.decoding.pair import stream_pair
+from gearbx_mlx.decoding.paired_model import PairedModel, bytes_read
+from gearbx_mlx.loading import check_same_tokenizer
+from gearbx_mlx.routing.entropy import entropy_bits
+from gearbx_mlx.routing.gates import replay
+from gearbx_mlx.routing.pair import LARGE, SMALL, Coin, pair_gate, pair_monitor, scaled
+
+TOKENS = 4096  # of the demo model's tokenizer
+TALE = "Once upon a time there was a king who"
+
+
+class Script:
+    """A gate that follows a list."""
+
+    def __init__(self, gears):
+        self.left = iter([*gears, 0])  # mlx-lm computes one token more than it hands out
+
+    def reset(self, gear):
+        pass
+
+    def peek(self, level):
+        return 0
+
+    def update(self, reading):
+        return next(self.left)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_model(seed=1, vocab_size=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return tiny_model(seed=2, vocab_size=TOKENS, num_hidden_layers=3, hidden_size=96, num_attention_heads=3)
+
+
+def texts(responses):
+    return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs):
+        assert (mine[0], mine[2], mine[3]) == (other[0], other[2], other[3])
+        assert np.array_equal(mine[1], other[1])
+
+
+class TestOneModelAlone:
+    @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {},
+            {"sampler": make_sampler(0.8, top_p=0.9)},
+            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+            {"max_kv_size": 12},
+            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
+            {"prefill_step_size": 4},
+            {"max_tokens": 1},
+        ],
+        ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
+    )
+    def test_it_is_mlx_lms_own_output(self, demo, small, large, threshold, alone, keywords):
+        keywords = {"max_tokens": 25} | keywords
+        mx.random.seed(3)
+        theirs = texts(
+            mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords)
+        )
+        mx.random.seed(3)
+        responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
+        assert_same(texts(responses), theirs)
+        assert {r.gear for r in responses} == {alone}
+        assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
+
+    def test_a_real_model_too(self, demo, small):
+        theirs = texts(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 30))
+        assert_same(texts(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=0)), theirs)
+
+
+class TestCachesInStep:
+    SCRIPT = [0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1]
+
+    @pytest.mark.parametrize("keywords", [{}, {"prefill_step_size": 3}], ids=["one pass", "in pieces"])
+    @pytest.mark.parametrize("initial", ["small", "large"])
+    def test_every_token_is_of_a_model_that_saw_all_before_it(self, demo, small, large, initial, keywords):
+        responses = list(
+            stream_pair(small, large, demo.tokenizer, TALE, 16, gate=Script(self.SCRIPT), initial=initial, **keywords)
+        )
+        models, text = {"small": small, "large": large}, demo.tokenizer.encode(TALE)
+        assert [r.gear for r in responses] == [initial, *(["small", "large"][g] for g in self.SCRIPT[:15])]
+        for response in responses:
+            logits = models[response.gear](mx.array([text]))[0, -1]
+            expected = np.array(logits - mx.logsumexp(logits))
+            # As far apart as a pass over many positions and single steps are, in float32.
+            assert np.allclose(np.array(response.logprobs), expected, rtol=0, atol=2e-5)
+            assert response.token == int(mx.argmax(response.logprobs))
+            assert response.entropy == pytest.approx(float(entropy_bits(logits)), abs=1e-4)
+            text.append(response.token)
+
+    def test_catching_up_has_the_bits_of_the_same_passes(self, small, large):
+        pair = PairedModel(small, large)
+        tokens = mx.array([[5, 9, 2, 7, 3, 8, 1]])
+        cache, alone = pair.make_cache(), make_prompt_cache(large)
+        for start, stop, engaged in [(0, 3, SMALL), (3, 4, SMALL), (4, 6, SMALL), (6, 7, LARGE)]:
+            pair.engaged = engaged
+            logits = pair(tokens[:, start:stop], cache=cache)
+        assert pair.last.caught_up == 6
+        assert pair.last.passes == (0, 1)
+        assert mx.array_equal(logits, large(tokens, cache=alone)[:, -1:]).item()
+
+    def test_what_is_caught_up_is_what_was_missed(self, demo, small, large):
+        prompt = len(demo.tokenizer.encode(TALE))
+        responses = list(stream_pair(small, large, demo.tokenizer, TALE, 8, gate=Script([0, 0, 1, 1, 1, 0, 0, 1, 1])))
+        # The large one misses the prompt and two tokens; then the small one what the large one read alone.
+        assert [r.caught_up for r in responses] == [0, 0, 0, prompt + 2, 0, 0, 3, 0]
+        assert [r.shifted for r in responses] == [False, False, False, True, False, False, True, False]
+
+    def test_long_stretches_are_caught_up_in_pieces(self, demo, small, large):
+        prompt = len(demo.tokenizer.encode(TALE))
+        keywords = {"prefill_step_size": 4, "gate": Script([0, 1, 1])}
+        responses = list(stream_pair(small, large, demo.tokenizer, TALE, 3, **keywords))
+        assert [r.passes for r in responses] == [(1, 0), (1, 0), (0, math.ceil((prompt + 2) / 4))]
+        assert responses[2].weight_bytes == math.ceil((prompt + 2) / 4) * bytes_read(large)
+
+    def test_trimmed_caches_forget_what_was_not_read_first(self, small, large):
+        pair = PairedModel(small, large)
+        cache = pair.make_cache()
+        pair(mx.array([[5, 9, 2, 7]]), cache=cache)
+        pair.engaged = LARGE
+        pair(mx.array([[3]]), cache=cache)
+        pair.engaged = SMALL
+        pair(mx.array([[8, 4]]), cache=cache)  # the large one misses two
+        assert mlx_lm.models.cache.trim_prompt_cache(cache, 3) == 3
+        for engaged, model in enumerate((small, large)):
+            pair.engaged = engaged
+            logits = pair(mx.array([[6]]), cache=cache)
+            expected = model(mx.array([[5, 9, 2, 7, 6, 6][: 5 + engaged]]))
+            assert np.allclose(np.array(logits[0, -1]), np.array(expected[0, -1]), atol=2e-5)
+
+    def test_a_conversation_goes_on_with_its_cache(self, demo, small, large):
+        cache = PairedModel(small, large).make_cache()
+        first = list(
+            stream_pair(small, large, demo.tokenizer, TALE, 6, gate=Script([0, 1, 1, 0, 0, 0]), prompt_cache=cache)
+        )
+        text = demo.tokenizer.encode(TALE) + [r.token for r in first]
+        gate = Script([0, 1, 1, 1])
+        more = list(stream_pair(small, large, demo.tokenizer, [17, 18], 3, gate=gate, prompt_cache=cache))
+        text += [17, 18]
+        for response in more:
+            model = {"small": small, "large": large}[response.gear]
+            logits = model(mx.array([text]))[0, -1]
+            assert np.allclose(np.array(response.logprobs), np.array(logits - mx.logsumexp(logits)), atol=2e-5)
+            text.append(response.token)
+        assert [r.gear for r in more] == ["small", "small", "large"]
+
+
+class TestTheGate:
+    def test_the_paper_by_hand(self):
+        entropies = [0.0, 0.0, 0.0, 0.0, 1.5, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]
+        gears = replay(entropies, pair_monitor(TOKENS, 2), pair_gate(0.75, 3))
+        # Means over two: 0 0 0 0 .75 1.5 1.5 .75 0 ...; up when above .75, down at .75 and below, held for three.
+        assert gears == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
+
+    def test_a_model_is_kept_for_its_minimum_duration(self, demo, small):
+        responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 80, threshold=5.0, min_duration=7))
+        runs = [len(list(run)) for _, run in itertools.groupby(responses, lambda r: r.gear)]
+        assert len(runs) > 3
+        assert min(runs[:-1]) == 7
+
+    def test_gears_and_means_are_those_of_the_gate(self, demo, small):
+        responses = list(
+            stream_pair(small, demo.model, demo.tokenizer, TALE, 80, threshold=5.0, window=3, min_duration=4)
+        )
+        entropies = [r.entropy for r in responses]
+        gears = replay(entropies, pair_monitor(TOKENS, 3), pair_gate(5.0, 4))
+        assert [r.gear for r in responses] == ["small", *(["small", "large"][g] for g in gears[:-1])]
+        for i, response in enumerate(responses):
+            assert response.mean_entropy == pytest.approx(np.mean(entropies[max(0, i - 2) : i + 1]))
+            assert response.shifted == (i > 0 and response.gear != responses[i - 1].gear)
+        assert len(set(gears)) == 2
+
+    def test_the_papers_thresholds_grow_with_the_vocabulary(self):
+        assert scaled(0.25, 2**17) == 0.25
+        assert scaled(0.25, TOKENS) == pytest.approx(0.25 * 12 / 17)
+
+    @pytest.mark.parametrize("threshold", [-0.1, math.nan, -math.inf])
+    def test_no_threshold(self, threshold):
+        with pytest.raises(GearbxError, match="threshold between two models"):
+            pair_gate(threshold)
+
+    def test_a_coin_has_its_share_and_its_durations(self):
+        coin = Coin(0.3, 10, seed=1)
+        gears = [coin.update(None) for _ in range(20000)]
+        assert np.mean(gears) == pytest.approx(0.3, abs=0.03)
+        changes = np.flatnonzero(np.diff(gears))
+        assert set(np.diff(changes) % 10) == {0}
+
+
+class TestWherePrecautionsAreNeeded:
+    def test_it_stops_where_the_tokenizer_says(self, demo, small, large):
+        plain = list(stream_pair(small, large, demo.tokenizer, TALE, 20, threshold=11.9, min_duration=3))
+        stop = plain[9].token
+        first = next(i for i, r in enumerate(plain) if r.token == stop)
+        ends = set(demo.tokenizer.eos_token_ids)
+        try:
+            demo.tokenizer.eos_token_ids.add(stop)
+            stopped = list(stream_pair(small, large, demo.tokenizer, TALE, 20, threshold=11.9, min_duration=3))
+        finally:
+            demo.tokenizer.eos_token_ids = ends
+        assert [r.token for r in stopped] == [r.token for r in plain[: first + 1]]
+        assert stopped[-1].finish_reason == "stop"
+
+    def test_vocabularies_padded_to_different_lengths(self, demo, small):
+        padded = tiny_model(seed=4, vocab_size=TOKENS + 64)
+        responses = list(stream_pair(small, padded, demo.tokenizer, TALE, 6, gate=Script([0, 1, 1, 0, 0, 0, 0])))
+        assert {r.logprobs.shape for r in responses} == {(TOKENS,)}
+        assert {r.gear for r in responses} == {"small", "large"}
+
+    def test_a_model_that_does_not_know_the_tokens(self, demo, large):
+        with pytest.raises(GearbxError, match="the small model has a vocabulary of 128, and the tokenizer one of 4096"):
+            stream_pair(tiny_model(), large, demo.tokenizer, TALE)
+
+    @pytest.mark.parametrize("name", ["draft_model", "input_embeddings"])
+    def test_what_a_pair_has_not(self, demo, small, large, name):
+        with pytest.raises(GearbxError, match=name):
+            stream_pair(small, large, demo.tokenizer, TALE, **{name: small})
+
+    def test_a_cache_of_one_model(self, demo, small, large):
+        with pytest.raises(GearbxError, match=r"make it with PairedModel.make_cache\(\)"):
+            stream_pair(small, large, demo.tokenizer, TALE, prompt_cache=make_prompt_cache(large))
+
+    def test_a_batch(self, small, large):
+        pair = PairedModel(small, large)
+        with pytest.raises(GearbxError, match="a batch of 2"):
+            pair(mx.array([[1], [2]]), cache=pair.make_cache())
+
+    def test_a_model_of_no_pair(self, demo, small, large):
+        with pytest.raises(GearbxError, match="choose from auto, small, large"):
+            stream_pair(small, large, demo.tokenizer, TALE, initial="medium")
+
+    def test_another_tokenizer(self, demo):
+        class Other:
+            def __init__(self, vocabulary, encode):
+                self.get_vocab, self.encode = lambda: vocabulary, encode
+
+        own = demo.tokenizer
+        check_same_tokenizer(own, own, "S")
+        with pytest.raises(GearbxError, match=r"^S: its tokenizer is not the model's: 2 and 4096 tokens, of which"):
+            check_same_tokenizer(Other({"a": 0, "b": 1}, own.encode), own, "S")
+        with pytest.raises(GearbxError, match=r"^S: its tokenizer cuts"):
+            check_same_tokenizer(Other(own.get_vocab(), lambda text: own.encode(text.lower())), own, "S")
+
+
+class TestOneWayIn:
+    """stream_generate(mode="pair")."""
+
+    def test_it_is_the_same(self, demo, small):
+        settings = {"thresholds": (5.0,), "window": 3, "min_gear_duration": 4}
+        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 30, small_model=small, mode="pair", **settings))
+        theirs = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=5.0, window=3, min_duration=4))
+        assert_same(texts(ours), texts(theirs))
+        assert [r.gear for r in ours] == [r.gear for r in theirs]
+        assert {r.gear for r in ours} == {"small", "large"}
+
+    def test_a_small_model_means_a_pair(self, demo, small):
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, small_model=small))
+        # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
+        assert [r.gear for r in responses] == ["small"] * 10 + ["large"] * 5
+
+    @pytest.mark.parametrize(
+        ("keywords", "message"),
+        [
+            ({"mode": "pair"}, "mode 'pair' needs a small model"),
+            ({"mode": "route", "small_model": True}, "mode 'route' has one model"),
+            ({"small_model": True, "hysteresis": 0.1}, "mode 'pair' has no hysteresis"),
+            ({"small_model": True, "thresholds": (1.0, 2.0)}, "two models have one threshold"),
+        ],
+    )
+    def test_what_does_not_fit_together(self, demo, small, keywords, message):
+        if "small_model" in keywords:
+            keywords = keywords | {"small_model": small}
+        with pytest.raises(GearbxError, match=message):
+            stream_generate(demo.model, demo.tokenizer, TALE, **keywords)
+
+    def test_a_gearbox_of_one_model(self, fresh_demo, small):
+        gearbox = Gearbox(fresh_demo.model, "4,16")
+        with pytest.raises(GearbxError, match="leave the gearbox out"):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, small_model=small, gearbox=gearbox)
+
+    def test_a_geared_model_runs_as_it_is(self, fresh_demo, small):
+        gearbox = Gearbox(fresh_demo.model, "4,16")
+        gearbox.shift("low")
+        theirs = texts(mlx_lm.stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12))
+        ours = texts(
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, small_model=small, thresholds=(0,))
+        )
+        assert_same(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def small_path(small, tmp_path_factory):
+    """The small model as a directory, with the demo model's tokenizer."""
+    path = tmp_path_factory.mktemp("pair") / "small"
+    save_model(small, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_path(tmp_path_factory):
+    """The same with other tokens of the same number."""
+    path = tmp_path_factory.mktemp("pair") / "other"
+    save_model(tiny_model(seed=1, vocab_size=TOKENS), path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["Ġthe"], vocabulary["Ġa"] = vocabulary["Ġa"], vocabulary["Ġthe"]
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return path
+
+
+class TestGenerate:
+    def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):
+        trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
+        flags = ["--thresholds", 5, "--window", 3, "--min-gear-duration", 4, "-m", 40]
+        result = command(
+            "generate", "--mode", "pair", "--small-model", small_path, "--trace", trace, "--summary", summary, *flags
+        )
+        assert result.status == 0, result.err
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        told = json.loads(summary.read_text())
+        assert result.out.rstrip("\n") == "".join(row["text"] for row in rows).rstrip("\n")
+        assert [row["gear"] for row in rows[:4]] == ["small"] * 4
+        count = {name: sum(row["gear"] == name for row in rows) for name in ("small", "large")}
+        assert min(count.values()) > 0
+        assert told["mode"] == "pair"
+        assert told["gear_tokens"] == told["passes"] == count
+        assert told["shares"] == {name: n / len(rows) for name, n in count.items()}
+        assert told["caught_up_tokens"] == sum(row["caught_up"] for row in rows) > told["prompt_tokens"]
+        assert told["shifts"] == sum(row["shifted"] for row in rows)
+        assert told["parameters"] == {"small": parameters(small), "large": parameters(demo.model)}
+        ratio = (count["small"] * parameters(small) + count["large"] * parameters(demo.model)) / len(rows)
+        assert told["parameter_ratio"] == pytest.approx(ratio / parameters(demo.model))
+        read = count["small"] * bytes_read(small) + count["large"] * bytes_read(demo.model)
+        assert told["weight_bytes_per_token"] == pytest.approx(read / len(rows))
+        assert told["weight_bytes_per_token_top"] == bytes_read(demo.model)
+        assert "tokens read to catch up" in result.err
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--mode", "pair"], ["--mode pair needs --small-model"]),
+            (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
+            (["--small-model", "S", "--gears", "4,8"], ["--gears is of one model"]),
+            (["--small-model", "S", "--draft-model", "D"], ["--draft-model is of one model"]),
+            (["--small-model", "S", "--telemetry-only"], ["--telemetry-only is of one model"]),
+            (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
+            (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
+            (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
+            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
+            (["--small-model", "S", "--min-gear-duration", 0], ["minimum gear duration is 0"]),
+            (["--small-model", "S", "--window", 0], ["window is 0"]),
+            (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
+            (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),
+        ],
+    )
+    def test_what_does_not_fit_is_one_line(self, command, flags, words):
+        result = command("generate", *flags)
+        assert result.status == 2
+        assert result.err.startswith("error: ")
+        assert len(result.err.splitlines()) == 1
+        assert all(word in result.err for word in words)
+
+    def test_another_tokenizer_is_one_line(self, command, other_path):
+        result = command("generate", "--small-model", other_path)
+        assert result.status == 2
+        assert len(result.err.splitlines()) == 1
+        assert f"{other_path}: its tokenizer is not the model's: 4096 and 4096 tokens, of which" in result.err
+
+
+def parameters(model) -> int:
+    return sum(array.size for array in weights_of(model).values())
