@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.dispatch import codebook_product
@@ -54,15 +55,18 @@ def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> 
     return codebook, nearest(bulk(rows, outlying), codebook.astype(mx.float32))
 
 
-def encode(weight: mx.array, bits: int, rounds: int = ROUNDS) -> dict[str, mx.array]:
+def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
     """A matrix (O, I), or experts (E, O, I), as a codebook layer holds it.
+
+    Args:
+        mask: (..., O, I) bool, the outliers; found if not given.
 
     Returns:
         weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated: how many outliers there are shows
         only then.
     """
-    mask = find_all(weight)
+    mask = find_all(weight) if mask is None else mask
     rows, outlying = weight.reshape(-1, weight.shape[-1]), mask.reshape(-1, weight.shape[-1])
     parts = []
     for block in row_blocks(*rows.shape):
@@ -122,8 +126,7 @@ class NativeProduct(Native, ReconstructedLinear):
     """A linear layer over codebooks, by the table in `kernels/dispatch.py`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = codebook_product(x, self.packed(), self.bits, lambda: self.dense_weight(x.dtype))
-        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+        return codebook_product(x, self.packed(), self.bits, lambda: self.dense_weight(x.dtype), self.get("bias"))
 
 
 class CodebookLinear(_Rows, ReconstructedLinear):

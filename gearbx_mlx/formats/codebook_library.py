@@ -137,8 +137,8 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
     return arrays
 
 
-def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), rounded once, to `dtype`."""
+def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
+    """The weights (..., O, width) float32 that the codes name, outliers left out."""
     groups = (*arrays["entries"].shape, GROUP)
     codes = unpack(arrays["weight"], bits).reshape(groups)
     library = arrays["library"].astype(mx.float32)
@@ -146,8 +146,12 @@ def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) 
     entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits
     scales, midpoints = (arrays[name].astype(mx.float32)[..., None] for name in ("scales", "midpoints"))
     weight = midpoints + scales * library.reshape(-1)[entry + codes.astype(mx.int32)]
-    weight = weight.reshape(*groups[:-2], -1)[..., :width]
-    return Outliers.of(arrays).put_into(weight).astype(dtype)
+    return weight.reshape(*groups[:-2], -1)[..., :width]
+
+
+def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The weights (..., O, width), rounded once, to `dtype`."""
+    return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
 
 
 class _Library(CodebookModule):

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.clang
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = [(bits,) for bits in (2, 3, 4, 5, 6, 8)]
 STACKS = [(4, 4), (3, 5), (2, 2, 4), (4, 1, 1, 2), (3, 1, 4), (2, 1), (1, 7)]
+TABLES = [*(("codebook", bits) for bits in range(2, 7)), *(("codebook-library", bits) for bits in (2, 3, 4))]
 WITHOUT_GROUPS = [("rowwise", 8), ("rowwise", 6), ("rowwise", 4), ("rowwise", 2), ("groupwise", 4)]  # any width
 
 
@@ -30,7 +31,7 @@ def cases():
         columns = -(-columns // group_size) * group_size
         yield Case(widths, rows, columns, group_size, count, dtype, variant, bias=(rows + count) % 2 == 0)
     ragged = itertools.cycle([(13, 96), (1, 21), (8, 512), (21, 530), (17, 1), (5, 49), (33, 175)])
-    for (format, bits), variant, dtype in itertools.product(WITHOUT_GROUPS, VARIANTS, DTYPES):
+    for (format, bits), variant, dtype in itertools.product(WITHOUT_GROUPS + TABLES, VARIANTS, DTYPES):
         (rows, columns), count = next(ragged), next(vectors)
         bias = (rows + count) % 2 == 0
         yield Case(bits, rows, columns, vectors=count, dtype=dtype, variant=variant, bias=bias, format=format)

@@ -66,7 +66,7 @@ MUTATIONS = {
     "offset without the activations": (ONE, "offset * x_sums[v]", "offset", "bound off"),
     "last plane not read": (STACK, "DO(w3, 2, 4)", "", "bound off"),
     "plane read twice": (STACK, "DO(w3, 2, 4)", "DO(w3, 2, 4) DO(w2, 1, 2)", "bound off"),
-    "wrong vector": (MANY, "dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
+    "wrong vector": (MANY, "dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
     "lanes not summed": (ONE, "simd_sum(sums[r][v])", "sums[r][v]", "bound off"),
     "sum in half the lanes": (
         ONE,
@@ -131,7 +131,7 @@ OF_EACH = {
 OF_EACH_STAGED = {
     "dropped barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
     "staged too little": ("i < VECTORS * columns;", "i < VECTORS * columns - 1;", "nobody wrote"),
-    "wrong vector": ("dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
+    "wrong vector": ("dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
     "mask too narrow": ("(1u << WIDTH) - 1)", "(1u << WIDTH) - 2)", "bound off"),
 }
 OF_ONE = {
