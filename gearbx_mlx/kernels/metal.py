@@ -115,8 +115,8 @@ def source_text(name: str) -> str:
 class Layout:
     """How a matrix is packed, in the words of metal/matvec.metal.
 
-    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: name and value. codes: that
-    a lane takes at a time. tables: how many of them a threadgroup looks codes up in, if any.
+    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: name and value.
+    codes: that a lane takes at a time. tables: how many of them a threadgroup looks codes up in, if any.
     """
 
     name: str
