@@ -13,7 +13,7 @@ FILES = ("trace.jsonl", "summary.json", *PICTURES)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options
+    from . import options, options_gears
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.analyze",
@@ -27,18 +27,19 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", default="analysis", help="Directory for trace, summary and pictures. Default: analysis"
     )
-    options.add_ladder_flags(parser)
+    options_gears.add_ladder_flags(parser)
     options.add_routing_flags(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options, options_gears
     from .errors import GearbxError
     from .gears.ladder import Ladder
     from .prompts import read_prompts
     from .telemetry.report import draw_report, get_pyplot
 
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     options.check_routing(args, ladder)
@@ -55,13 +56,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from .decoding.stream import TELEMETRY_ONLY, stream_generate
-    from .gears.discovery import vocabulary
     from .gears.observer import Observer
     from .loading import model_name
     from .results import Speed, summary_of
 
     model, tokenizer, config = options.load_model(args)
-    routing = options.make_routing(args, len(ladder), vocabulary(model))
+    routing = options.make_routing(args, ladder, model)
     encoded = [options.encode_prompt(args, tokenizer, prompt) for prompt in prompts]
     lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
     observer = Observer(model, ladder, dtype=args.dtype)

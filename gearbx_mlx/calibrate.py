@@ -19,7 +19,7 @@ DRAFT_BITS = range(3, 7)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options, target
+    from . import options, options_gears, target
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.calibrate",
@@ -28,7 +28,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
     options.add_model_flags(parser)
     options.add_prompt_flags(parser)
-    options.add_gear_flags(parser)
+    options_gears.add_gear_flags(parser)
     parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS, gears=None, telemetry_only=False)
     options.add_gate_flags(parser)
     target.add_flags(parser)
@@ -149,11 +149,11 @@ def chosen_prompts(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def made_gearbox(args: argparse.Namespace, model: Any, ladder: Any) -> Any:
     """Raises GearbxError for a model that has no gears."""
-    from . import options
+    from . import options_gears
     from .errors import GearbxError
     from .gears.gearbox import Gearbox
 
-    gearbox = options.make_gearbox(args, model, ladder)
+    gearbox = options_gears.make_gearbox(args, model, ladder)
     if not isinstance(gearbox, Gearbox):
         raise GearbxError(f"{args.model} is quantized already and has no gears; give the original")
     return gearbox
@@ -194,6 +194,7 @@ def calibrate_kickdown(args: argparse.Namespace, ladder: Any, shares: list[float
         min_gear_duration=1,
         shares=reached,
         mode="kickdown",
+        fingerprint=geared.gearbox.fingerprint,
     )
     write_text(out, content.text())
     tell_shares(ladder, reached, content.tokens)
@@ -208,6 +209,7 @@ def calibrate_drafting(args: argparse.Namespace, ladders: list[Any], out: Path) 
     from . import options
     from .decoding.agreement import draft_files, record_agreement
     from .gears.ladder import DENSE, Ladder
+    from .gears.saved import saved_gears
     from .loading import model_name
 
     texts = chosen_prompts(args)["mixed"]
@@ -220,7 +222,8 @@ def calibrate_drafting(args: argparse.Namespace, ladders: list[Any], out: Path) 
         for ladder in ladders:
             bits = [gear.bits for gear in ladder]
             # The originals stay, whatever the top gear is: the next ladder is made from them.
-            gearbox = made_gearbox(args, model, Ladder(bits if bits[-1] == DENSE else [*bits, DENSE]))
+            kept = bits if bits[-1] == DENSE or saved_gears(model) else [*bits, DENSE]
+            gearbox = made_gearbox(args, model, Ladder(kept))
             top = gearbox.ladder.find(bits[-1])
             below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
             gears = [gear for gear in below if gear.bits in DRAFT_BITS] or below
@@ -269,7 +272,7 @@ def tell_shares(ladder: Any, reached: list[float], tokens: int) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options, target
+    from . import options, options_gears, target
     from .errors import GearbxError
     from .gears.gearbox import DEFAULT_LADDER
     from .gears.ladder import Ladder
@@ -280,6 +283,7 @@ def run(args: argparse.Namespace) -> int:
         return target.run(args, wish, chosen_prompts(args)["mixed"])
     if args.mode != "route" and args.method != "share":
         raise GearbxError(f"--method {args.method} is for --mode route; leave it out")
+    options_gears.settle_gears(args, None)
     texts_of_ladders = DRAFT_LADDERS[args.top] if args.mode == "lossless" else (DEFAULT_LADDER,)
     ladders = [Ladder.parse(text) for text in ([args.gears] if args.gears else texts_of_ladders)]
     ladder = ladders[0]

@@ -30,7 +30,7 @@ DEFAULT_CONTEXT, DEFAULT_TOKENS, DEFAULT_ANSWER = 256, 2000, 256
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options, pairing
+    from . import options, options_gears, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.evaluate",
@@ -38,7 +38,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "distribution with the top gear's. An interrupted run goes on when the command is given again.",
     )
     options.add_model_flags(parser)
-    options.add_gear_flags(parser)
+    options_gears.add_gear_flags(parser)
     parser.set_defaults(telemetry_only=False)
     options.add_gate_flags(parser)
     pairing.add_sweep_flags(parser)
@@ -129,7 +129,7 @@ def inputs_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
     directory = find(args.model or DEMO_MODEL)
     files = [file for pattern in ("*.safetensors", "*.json") for file in directory.glob(pattern)]
-    common = ("task", "gears", "format", "manage", "q_group_size", "kernels", "dtype", "adapter_path")
+    common = ("task", "gears", "format", "manage", "q_group_size", "kernels", "activations", "dtype", "adapter_path")
     return {
         "model contents": fingerprint(*files),
         "data contents": fingerprint(Path(args.data)),
@@ -171,13 +171,13 @@ def load_geared(args: argparse.Namespace, ladder: "Ladder") -> "tuple[Gearbox, A
     Raises:
         GearbxError: a model that has no gears.
     """
-    from . import options
+    from . import options, options_gears
     from .errors import GearbxError
     from .gears.gearbox import Gearbox
     from .loading import model_name
 
     model, tokenizer, config = options.load_model(args)
-    gearbox = options.make_gearbox(args, model, ladder)
+    gearbox = options_gears.make_gearbox(args, model, ladder)
     if not isinstance(gearbox, Gearbox):
         raise GearbxError(
             f"{model_name(args.model)}: is quantized already, so that no gear can be compared with the original; "
@@ -296,10 +296,9 @@ def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
 
     from .evaluation import gsm8k
     from .evaluation.session import Session
-    from .gears.discovery import vocabulary
 
     gearbox, tokenizer, config = load_geared(args, ladder)
-    routing = options.make_routing(args, len(ladder), vocabulary(gearbox.model))
+    routing = options.make_routing(args, ladder, gearbox.model)
     named = ("num_problems", "num_shots", "max_tokens")
     session = Session(out, inputs_of(args, *named) | vars(routing))
     prompts = prompts_of(args, tokenizer, config, examples, problems)
@@ -358,9 +357,10 @@ RUN = {"text": run_text, "gsm8k": run_gsm8k}
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import options
+    from . import options, options_gears
     from .gears.ladder import Ladder
 
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_numbers(args)
     if args.small_model is not None:

@@ -43,8 +43,8 @@ def wanted_floors(args: argparse.Namespace) -> Floors | None:
     Raises:
         GearbxError: a floor outside (0, 1), or a format that has no codebooks.
     """
-    given = args.min_cos_strict, args.min_cos_lazy
-    if not args.auto_bits and given == (None, None):
+    given = getattr(args, "min_cos_strict", None), getattr(args, "min_cos_lazy", None)
+    if not getattr(args, "auto_bits", False) and given == (None, None):
         return None
     floors = Floors.chosen(*given)
     if not isinstance(get_format(args.format), Codebook | CodebookLibrary):

@@ -24,7 +24,7 @@ DEFAULT_PROMPT = (
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options, options_modes, pairing
+    from . import options, options_gears, options_modes, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.generate",
@@ -58,7 +58,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     cache.add_argument("--draft-model", help="A model to be used for speculative decoding.")
     cache.add_argument("--num-draft-tokens", type=int, default=3, help="Tokens to draft. Default: 3")
 
-    options.add_gear_flags(parser)
+    options_gears.add_gear_flags(parser)
     options.add_routing_flags(parser)
     options_modes.add_mode_flags(parser)
     pairing.add_pair_flags(parser)
@@ -164,9 +164,8 @@ def check(args: argparse.Namespace) -> tuple[str, Path | None, Path | None]:
 def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from . import options, options_modes, pairing
+    from . import options, options_gears, options_modes, pairing
     from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
-    from .gears.discovery import vocabulary
     from .gears.ladder import Ladder
     from .loading import model_name
     from .results import summary_of
@@ -175,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
         return run_pair(args)
     prompt, trace, summary = check(args)
     options_modes.apply_mode(args)
+    options_gears.settle_gears(args)
     ladder = Ladder.parse(args.gears)
     options.check_routing(args, ladder)
     if args.seed is not None:
@@ -184,9 +184,9 @@ def run(args: argparse.Namespace) -> int:
     tokens = options.encode_prompt(args, tokenizer, prompt, args.prefill_response, after_cache=cache is not None)
     cached = cache[0].offset if cache else 0
     max_tokens = options.room_for(config, cached + len(tokens), args.max_tokens, args.max_kv_size)
-    routing = options.make_routing(args, len(ladder), vocabulary(model))
+    routing = options.make_routing(args, ladder, model)
     keywords = generation_keywords(args, tokenizer, cache)
-    gearbox = options.make_gearbox(args, model, ladder)
+    gearbox = options_gears.make_gearbox(args, model, ladder)
     mode = choose_mode(model, gearbox, args.mode)
     if mode == TELEMETRY_ONLY and not args.telemetry_only and args.verbose:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")

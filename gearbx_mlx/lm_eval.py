@@ -23,7 +23,6 @@ from .evaluation.policies import Policy, Route, Static
 from .evaluation.replay import computed, next_logprobs
 from .gears.discovery import vocabulary
 from .gears.gearbox import Gearbox
-from .gears.ladder import Ladder
 from .loading import load
 from .routing.gates import Held, ThresholdGate
 from .routing.monitor import Monitor
@@ -57,7 +56,7 @@ class GearbxLM(MLXLM):
     def __init__(
         self,
         path: str | None = None,
-        gears: str = "4:8:16",
+        gears: str | None = None,
         mode: str = "kickdown",
         gear: str | int | None = None,
         thresholds: str | None = None,
@@ -65,9 +64,9 @@ class GearbxLM(MLXLM):
         use_chat_template: bool | None = None,
         trust_remote_code: bool = False,
         kernels: str = "auto",
-        format: str = "planes",
-        manage: str = "all",
-        group_size: int = 64,
+        format: str | None = None,
+        manage: str | None = None,
+        group_size: int | None = None,
         batch_size: Any = 1,
         max_batch_size: Any = None,
         device: str | None = None,
@@ -77,10 +76,15 @@ class GearbxLM(MLXLM):
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
         trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
         self._model, self.tokenizer = load(path, tokenizer_config=dict(trust), **trust)
-        ladder = Ladder.parse(str(gears).replace(":", ","))
         self.gearbox = Gearbox(
-            self._model, ladder, kernels=kernels, format=format, manage=manage, group_size=int(group_size)
+            self._model,
+            None if gears is None else str(gears).replace(":", ","),
+            kernels=kernels,
+            format=format,
+            manage=manage,
+            group_size=None if group_size is None else int(group_size),
         )
+        ladder = self.gearbox.ladder
         self.mode = mode
         self.first = (ladder[0] if mode == ROUTE else ladder.top) if gear is None else ladder.find(gear)
         self.vocabulary = vocabulary(self._model)

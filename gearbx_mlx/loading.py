@@ -16,10 +16,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from mlx_lm.utils import _download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from .errors import GearbxError
+from .gears.manifest import GEARS_FILE, Manifest, read_manifest
+from .gears.saved import SavedGears, open_gears
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
     "The 3 brothers paid $1,234.50 each.",
@@ -38,6 +40,9 @@ def load(
 ) -> tuple:
     """`mlx_lm.load` with the demo model as default and errors that a user can act on.
 
+    A geared checkpoint (`gearbx_mlx.convert`) is checked and left unread: `Gearbox(model)` reads its gears from the
+    files as they are engaged, and mlx-lm's functions its base.
+
     Args:
         path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
         return_config: whether to return the model's configuration as well.
@@ -47,16 +52,51 @@ def load(
         model and tokenizer, and the configuration if asked for.
 
     Raises:
-        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit.
+        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit; gears
+            that are damaged, of a newer version, or not of this base.
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
     check_weights(directory)
     read_config(directory)
+    saved = open_gears(directory)
     try:
-        model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+        if saved is None:
+            model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+        else:
+            model, tokenizer, config = load_base(directory, saved, **kwargs)
+    except GearbxError:
+        raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
         raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_base(
+    directory: Path,
+    saved: SavedGears,
+    *,
+    tokenizer_config: dict | None = None,
+    model_config: dict | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = True,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, Any, dict]:
+    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it.
+
+    Raises:
+        GearbxError: an adapter, which the other gears would not have.
+    """
+    if adapter_path is not None:
+        raise GearbxError(f"{directory}: gears take no adapter; fuse it into the original and convert that")
+    trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, model_config=model_config, **trust)
+    saved.attach(model)
+    return model, load_tokenizer(directory, tokenizer_config, eos_token_ids=config.get("eos_token_id")), config
+
+
+def gears_of(path_or_hf_repo: str | Path | None) -> Manifest | None:
+    """What gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
+    return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
 
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
@@ -104,7 +144,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     try:
-        return _download(name, revision=revision)
+        return _download(name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, GEARS_FILE])
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"

@@ -12,22 +12,16 @@ import mlx.nn as nn
 
 from .decoding.stream import AUTO
 from .errors import GearbxError
-from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
-from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.activations import DTYPES
-from .gears.discovery import MANAGE, Predicate, is_quantized
-from .gears.gearbox import DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.discovery import vocabulary
+from .gears.gearbox import model_fingerprint
 from .gears.ladder import Ladder
-from .gears.observer import Observer
-from .gears.residency import NAMES as RESIDENCIES
-from .kernels.dispatch import ACTIVATIONS, KERNELS
-from .loading import DEMO_MODEL, context_length, find, load, one_line
+from .loading import context_length, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate
 from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .telemetry.files import check_writable
-from .terminal import note, show_compiling
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -57,49 +51,6 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
     group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
-
-
-def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gears")
-    group.add_argument(
-        "--gears",
-        default=DEFAULT_LADDER,
-        help=f"Bits of the gears, ascending; 16: the weights as they are. Default: {DEFAULT_LADDER}",
-    )
-
-
-def add_gear_flags(parser: argparse.ArgumentParser) -> None:
-    add_ladder_flags(parser)
-    group = parser.add_argument_group("gearbox")
-    group.add_argument("--format", choices=list(FORMATS), default=DEFAULT_FORMAT, help=f"Default: {DEFAULT_FORMAT}")
-    group.add_argument(
-        "--manage", choices=list(MANAGE), default="all", help="Linear layers that change gear. Default: all"
-    )
-    group.add_argument(
-        "--q-group-size", type=int, choices=GROUP_SIZES, default=64, help="Group size of planes and affine. Default: 64"
-    )
-    group.add_argument(
-        "--residency",
-        choices=RESIDENCIES,
-        default="resident",
-        help="Of gears not engaged: kept, moved out of MLX's memory, or dense originals read again from disk.",
-    )
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        default="auto",
-        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
-        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
-        "Default: auto",
-    )
-    group.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default="float",
-        help="What packed weights are multiplied by in native kernels of the CPU; int8: rounded to 8 bits, faster. "
-        "Default: float",
-    )
-    add_floor_flags(parser)
 
 
 def add_gate_flags(parser: argparse.ArgumentParser) -> None:
@@ -171,16 +122,18 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
             ) from error
 
 
-def make_routing(args: argparse.Namespace, gears: int, vocab_size: int) -> Routing:
-    """Raises GearbxError for thresholds that do not fit the ladder or the vocabulary."""
+def make_routing(args: argparse.Namespace, ladder: Ladder, model: nn.Module) -> Routing:
+    """Raises GearbxError for thresholds that do not fit the ladder or the model."""
+    vocab_size = vocabulary(model)
     given = read_thresholds(args.thresholds)
     if isinstance(given, ThresholdFile):
         try:
-            return Routing(fitting(given, gears, vocab_size), **gate_settings(args, given))
+            bits = [gear.bits for gear in ladder]
+            return Routing(fitting(given, bits, vocab_size, model_fingerprint(model)), **gate_settings(args, given))
         except GearbxError as error:
             raise GearbxError(f"{args.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
-    thresholds = default_thresholds(gears, vocab_size) if given is None else given
-    check_thresholds(thresholds, gears)
+    thresholds = default_thresholds(len(ladder), vocab_size) if given is None else given
+    check_thresholds(thresholds, len(ladder))
     return Routing(thresholds, **gate_settings(args))
 
 
@@ -215,6 +168,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_draft_tokens": (1, math.inf),
     "num_prompts": (1, math.inf),
     "rows": (1, 2**20),
+    "vectors": (1, 2**10),
     "megabytes": (1, 2**20),
     "trials": (1, math.inf),
     "tokens": (1, math.inf),
@@ -240,8 +194,6 @@ def check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and (value < unit or value % unit):
             raise GearbxError(f"--{name} is {value}; give a multiple of {unit}")
-    if hasattr(args, "auto_bits"):
-        wanted_floors(args)
     max_tokens = getattr(args, "max_tokens", None)
     if max_tokens is not None and (max_tokens == 0 or max_tokens < -1):
         raise GearbxError(f"--max-tokens is {max_tokens}; give 1 or more, or -1 for as many as fit the context")
@@ -269,32 +221,6 @@ def load_model(args: argparse.Namespace) -> tuple[nn.Module, Any, dict]:
                 f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
             ) from error
     return model, tokenizer, config
-
-
-def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
-    """A Gearbox, or an Observer where nothing can or may shift."""
-    if args.telemetry_only or is_quantized(model):
-        return Observer(model, ladder, dtype=args.dtype)
-    show_compiling()
-    manage: str | Predicate = args.manage
-    floors = wanted_floors(args)
-    if floors:
-        selection = select_bits(model, args.format, manage, floors)
-        manage = selection.predicate
-        for line in selection_lines(selection):
-            note(line)
-    return Gearbox(
-        model,
-        ladder,
-        format=args.format,
-        manage=manage,
-        group_size=args.q_group_size,
-        residency=args.residency,
-        checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
-        dtype=args.dtype,
-        kernels=args.kernels,
-        activations=args.activations,
-    )
 
 
 def check_prompt(prompt: str) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 from .decoding.drafting import read_draft_file, shipped
 from .decoding.stream import KICKDOWN, LOSSLESS, MODES, ROUTE, TELEMETRY_ONLY
 from .errors import GearbxError
-from .gears.gearbox import DEFAULT_LADDER
 from .gears.ladder import DENSE
 from .options import read_thresholds
 from .routing.acceptance import MOST_DRAFTED, FixedLength
@@ -81,7 +80,6 @@ def apply_mode(args: argparse.Namespace) -> None:
     if args.draft_length is not None:
         FixedLength(args.draft_length)
     if args.gears is None:
-        args.gears = DEFAULT_LADDER
         file = read_draft_file(args.curve) if args.curve is not None else None
         if args.mode == LOSSLESS and args.model is None:
             file = file or max(shipped(), key=saving, default=None)

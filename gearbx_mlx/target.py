@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from . import options, terminal
+from . import options, options_gears, terminal
 from .decoding.agreement import Agreement, draft_files
 from .errors import GearbxError
 from .evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, Outcome, Wish, candidates, in_order
@@ -57,7 +57,8 @@ def wish_of(args: argparse.Namespace) -> Wish | None:
 
 def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
     """Record each gear, choose, verify, write."""
-    ladder = Ladder.parse(args.gears or DEFAULT_GEARS)
+    options_gears.settle_gears(args, DEFAULT_GEARS)
+    ladder = Ladder.parse(args.gears)
     out = options.output_path(args.out or "policy.json")
     documents = read_documents(Path(args.data)) if args.data else None
     model, tokenizer, config = options.load_model(args)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
 
 def geared(args: argparse.Namespace, model: Any, ladder: Ladder) -> Gearbox:
     """Raises GearbxError for a model without gears."""
-    gearbox = options.make_gearbox(args, model, ladder)
+    gearbox = options_gears.make_gearbox(args, model, ladder)
     if not isinstance(gearbox, Gearbox):
         raise GearbxError(f"{model_name(args.model)}: is quantized already and has no gears to choose from")
     return gearbox
@@ -201,6 +202,7 @@ def file_of(
         hysteresis=DEFAULT_HYSTERESIS,
         min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
         mode=candidate.mode,
+        fingerprint=gearbox.fingerprint,
     )
 
 

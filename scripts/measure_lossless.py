@@ -1,7 +1,8 @@
-"""What lossless drafting saves, and that it loses nothing: the figures of docs/performance.md.
+"""What lossless drafting saves, and that it loses nothing: the figures of docs/evidence.md.
 
     python scripts/measure_lossless.py --prompts gsm8k_test.jsonl --json lossless.json
-    python scripts/measure_lossless.py --model stories260K --prompts tales.txt --gears 4,16 --calibrate
+    python scripts/measure_lossless.py --model stories260K --q-group-size 32 --prompts scripts/tales.txt \
+        --calibrate scripts/tales_calibrate.txt --top 16
 
 For every prompt the text of mlx-lm with the top gear alone, and of lossless mode: by the curve and by every fixed
 length, each compared token for token, with the bytes of weights that were read for a token. Then mlx-lm's own
@@ -43,8 +44,10 @@ def parse_arguments():
     parser.add_argument("--model", help="Directory. Default: the demo model.")
     parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines as of GSM8K.")
     parser.add_argument("--num-prompts", type=int, default=50)
+    parser.add_argument("--num-compared", type=int, help="Prompts for the rivals of the curve, the first ones. All.")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--gears", default="4,8,16")
+    parser.add_argument("--gears", help="Default: what calibrating finds best; without it 4,8,16")
+    parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
     parser.add_argument("--kernels", default="native")
     parser.add_argument("--curve", help="Drafting file. Default: what ships for the model.")
@@ -68,7 +71,8 @@ def calibrated(args):
     """Run the calibration as a user does, and return the file that it wrote."""
     file = Path(tempfile.mkdtemp()) / "drafting.json"
     command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
-    command += ["--gears", args.gears, "--q-group-size", str(args.q_group_size), "--kernels", args.kernels]
+    command += ["--gears", args.gears] if args.gears else ["--top", args.top]
+    command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels]
     command += ["--max-tokens", str(args.max_tokens), "--out", str(file)]
     subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
     return str(file)
@@ -198,8 +202,9 @@ def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
 
 def main():
     args = parse_arguments()
-    ladder = Ladder.parse(args.gears)
     curve = calibrated(args) if args.calibrate else args.curve
+    made = read_draft_file(curve) if curve else None
+    ladder = Ladder(made.gears) if made else Ladder.parse(args.gears or "4,8,16")
     model, tokenizer = load(args.model)
     gearbox = Gearbox(model, ladder, kernels=args.kernels, group_size=args.q_group_size)
     top = gearbox.ladder.top
@@ -213,7 +218,7 @@ def main():
         texts.append([r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, args.max_tokens)])
     result = {
         "model": args.model or "demo",
-        "gears": args.gears,
+        "gears": [gear.bits for gear in ladder],
         "draft_bits": draft.bits,
         "kernels": args.kernels,
         "prompts": len(prompts),
@@ -222,16 +227,20 @@ def main():
         "weight_bytes_top": gearbox.weight_bytes_per_token(top),
         "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
         "bound": getattr(rule, "bound", None),
-        "drafting": json.loads(read_draft_file(curve).text()) if curve else None,
+        "drafting": json.loads(made.text()) if made else None,
         "curve": run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, rule, draft, "lossless"),
     }
-    # Fixed lengths draft in the same gear, so that only the rule differs.
-    result["fixed"] = {
-        length: run_lossless(
-            gearbox, tokenizer, prompts, texts, args.max_tokens, FixedLength(length), draft, f"length {length}"
-        )
-        for length in map(int, filter(None, args.lengths.split(",")))
+    prompts, texts = prompts[: args.num_compared], texts[: args.num_compared]
+    lengths = list(map(int, filter(None, args.lengths.split(","))))
+    rules = {"curve": rule, **{length: FixedLength(length) for length in lengths}}  # in the same draft gear
+    compared = {
+        name: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, other, draft, f"compared: {name}")
+        for name, other in rules.items()
+        if lengths
     }
+    result["compared"], result["fixed"] = compared.pop("curve", None), compared
+    if result["fixed"]:
+        result["best_fixed"] = min(result["fixed"], key=lambda n: result["fixed"][n]["weight_bytes_per_token"])
     if args.speculative:
         other, _ = load(args.model)
         second = Gearbox(other, ladder, kernels=args.kernels, group_size=args.q_group_size)

@@ -34,10 +34,12 @@ def test_kernels(command, tmp_path):
         *(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)),
         ("planes 4+4", 8),
         ("planes 4+1+1+2", 8),
+        *(("rowwise", bits) for bits in (2, 4, 6, 8)),
+        ("groupwise", 4),
     }
     for row in rows:
         assert (row["rows"], row["cols"], row["threads"]) == (64, 128, cpu.native().threads())
-        assert row["path"] in ("native", "mlx")
+        assert row["path"] in ("native", "native int16", "native int8", "mlx")
         assert row["trials"] == 2
         assert row["seconds"] > 0
         assert row["gigabytes_per_second"] > 0
@@ -45,6 +47,17 @@ def test_kernels(command, tmp_path):
         assert row["read_bandwidth_gigabytes_per_second"] > 0.1
         assert row["machine"]
     assert "| affine" in result.out
+
+
+def test_routing(command, tmp_path):
+    file = tmp_path / "r.json"
+    arguments = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 3, "--trials", 2, "--json", file
+    assert command("benchmark", "routing", *arguments).status == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("high", 16)]
+    for row in rows:
+        assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
+        assert row["seconds_of_mlx_lm"] > 0
 
 
 def test_decode(command, tmp_path):
@@ -67,6 +80,8 @@ def test_decode(command, tmp_path):
     assert [(row["path"], row["gear"], row["bits"]) for row in rows] == [
         ("native", "low", 4),
         ("native", "high", 16),
+        ("native int16", "low", 4),
+        ("native int8", "low", 4),
         ("mlx", "low", 4),
         ("mlx", "high", 16),
     ]
@@ -74,7 +89,7 @@ def test_decode(command, tmp_path):
         assert row["tokens_per_second"] > 0
         assert row["peak_memory_bytes"] > 0
     assert rows[0]["weight_bytes_per_token"] < rows[1]["weight_bytes_per_token"]
-    assert rows[3]["ratio"] == pytest.approx(1)
+    assert rows[5]["ratio"] == pytest.approx(1)
     low, top = rows[:2]
     assert low["speedup"] == pytest.approx(low["tokens_per_second"] / top["tokens_per_second"])
     assert low["predicted_speedup"] == pytest.approx(top["weight_bytes_per_token"] / low["weight_bytes_per_token"])

@@ -187,7 +187,7 @@ def report(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("report")
     before, sys.argv = sys.argv, ["evaluate", "--data", str(HELD_OUT), "--out", str(out), "--kernels", "auto"]
-    sys.argv += ["--tokens", "400", "--share", "0.25", "--gears", "3,8,16"]
+    sys.argv += ["--tokens", "160", "--share", "0.25", "--gears", "3,8,16"]
     with pytest.raises(SystemExit) as stopped:
         evaluate.main()
     sys.argv = before
@@ -202,7 +202,7 @@ class TestReport:
         assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless", "lossless-fixed"])
         for row in report["policies"]:
             assert row.keys() >= ROW
-            assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 400
+            assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 160
             assert row["perplexity_ratio"] == pytest.approx(row["perplexity"] / report["reference"]["perplexity"])
         assert report["complete"]
 
@@ -391,7 +391,7 @@ class TestFinalNumbers:
 
     def test_the_demo_model_writes_answers(self, command, tmp_path):
         out = tmp_path / "out"
-        result = evaluate(command, out, "--task", "gsm8k", "--num-problems", 2, "--max-tokens", 160, "--gears", "4,16")
+        result = evaluate(command, out, "--task", "gsm8k", "--num-problems", 1, "--max-tokens", 160, "--gears", "4,16")
         assert result.status == 0
         rows = json.loads((out / "evaluation.json").read_text())["policies"]
         assert [row["policy"] for row in rows] == ["static-16", "static-4", "route", "kickdown", "lossless"]

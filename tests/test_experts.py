@@ -139,7 +139,7 @@ class TestExperts:
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test_a_mixture_differs_from_mlx_in_last_bits_only(self, architecture, format, dtype):
         stock, fast = (
-            Gearbox(tiny_model(architecture, dtype=dtype), format=format, group_size=32, kernels=k)
+            Gearbox(tiny_model(architecture, dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
             for k in ("mlx", "native")
         )
         for gear in stock.ladder:
@@ -196,7 +196,9 @@ class TestTiedHead:
 
 class TestOtherLayers:
     def test_layers_that_change_no_gear_run_natively_too(self):
-        stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k) for k in ("mlx", "native"))
+        stock, fast = (
+            Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native")
+        )
         assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
         for gear in stock.ladder:
             stock.shift(gear)

@@ -10,6 +10,7 @@ import lm_eval
 from datasets import Dataset
 from lm_eval.api.registry import get_model
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
 from gearbx_mlx.lm_eval import GearbxLM
@@ -17,6 +18,9 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many does he have?\nAnswer:"
 PAIRS = [(QUESTION, " Tom has 5"), (QUESTION, " He"), ("Once upon a time", " there was a king")]
+
+
+NOTHING_ELSE = TaskManager(include_defaults=False)  # its own thousands of files are not read
 
 
 def asked(*arguments: object) -> SimpleNamespace:
@@ -91,7 +95,7 @@ def test_lm_eval_runs_a_task_with_it():
             )
 
     model = GearbxLM(gears="4:16", kernels="auto")
-    results = lm_eval.simple_evaluate(model=model, tasks=[Sums()], bootstrap_iters=0)
+    results = lm_eval.simple_evaluate(model=model, tasks=[Sums()], bootstrap_iters=0, task_manager=NOTHING_ELSE)
     assert results["results"]["sums"]["acc,none"] in (0, 1 / 3, 2 / 3, 1)
     assert len(results["samples"]["sums"]) == 3
 

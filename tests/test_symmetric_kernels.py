@@ -48,10 +48,10 @@ class TestSymmetricCodes:
     def test_same_bits_in_any_company_and_both_ways_of_calling(self, native):
         codes, scales = rowwise.quantize(mx.random.normal((50, 203)), 6)
         packed, x = rowwise.pack(codes, 6), mx.random.normal((20, 203))
-        for int8 in (False, True):
-            together = native.symmetric_matvec(x, packed, scales, 6, int8)
+        for x_bits in (0, 8, 16):
+            together = native.symmetric_matvec(x, packed, scales, 6, x_bits)
             for i in range(20):
-                alone = native.symmetric_matvec(x[i : i + 1], packed, scales, 6, int8)
+                alone = native.symmetric_matvec(x[i : i + 1], packed, scales, 6, x_bits)
                 assert mx.array_equal(together[i : i + 1], alone).item()
 
     def test_wrong_arguments_are_refused(self, native):
@@ -66,6 +66,7 @@ class TestSymmetricCodes:
             (x, packed, scales.astype(mx.int32), 4),
             (mx.ones((1, 65)), packed, scales, 4),
             (mx.ones((0, 64)), packed, scales, 4),
+            (x, packed, scales, 4, 12),
         ]:
-            with pytest.raises(ValueError, match=r"x|codes|rows|scale|vector"):
+            with pytest.raises(ValueError, match=r"x|codes|rows|scale|vector|activations"):
                 native.symmetric_matvec(*arguments)

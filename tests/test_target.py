@@ -61,7 +61,7 @@ class TestPrediction:
 
 
 def calibrate(command, out: Path, *more: object):
-    flags = ("--data", HELD_OUT, "--tokens", 200, "--kernels", "auto", "--out", out)
+    flags = ("--data", HELD_OUT, "--tokens", 150, "--kernels", "auto", "--out", out)
     return command("calibrate", *flags, *more)
 
 
@@ -105,6 +105,10 @@ def test_kickdown_within_given_bytes_and_generate_reads_it(command, tmp_path):
     written = command("generate", "--thresholds", out, "--max-tokens", 10, "--summary", summary)
     assert written.status == 0
     assert json.loads(summary.read_text())["mode"] == "kickdown"
+
+    assert_refused(command("generate", "--thresholds", out, "--gears", "3,4,16"), out, "made for gears")
+    out.write_text(json.dumps(made | {"fingerprint": "0" * 32}))
+    assert_refused(command("generate", "--thresholds", out), out, "made for another model")
 
 
 def test_mistakes(command, tmp_path):

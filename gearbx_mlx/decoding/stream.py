@@ -7,9 +7,10 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.discovery import is_quantized, vocabulary
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, attached
 from ..gears.observer import Observer
+from ..gears.saved import without_gears
 from ..routing.acceptance import DraftRule
 from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
@@ -38,7 +39,7 @@ def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: str 
         if gearbox is not None:
             raise GearbxError("mode 'pair' runs both models as they are; leave the gearbox out")
         return PAIR
-    watching = isinstance(gearbox, Observer) or (gearbox is None and is_quantized(model) and attached(model) is None)
+    watching = isinstance(gearbox, Observer) or (gearbox is None and without_gears(model) and attached(model) is None)
     if mode is None:
         return TELEMETRY_ONLY if watching else ROUTE
     if mode not in MODES:

@@ -1,7 +1,7 @@
 """Stock MLX quantization: w = scale * code + bias per group, one separate copy for each gear."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +15,7 @@ class Affine:
     name = "affine"
     layer_bits: tuple[int, ...] = ()
     native = native_experts = True
+    scales = frozenset({"scales", "biases"})
 
     def check(self, bits: int) -> None:
         pass  # a ladder has no bits that MLX has not
@@ -26,7 +27,13 @@ class Affine:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         weight, scales, biases = mx.quantize(dense.weight, group_size, wanted)
-        return {wanted: quantized_module(dense, wanted, group_size, weight, scales.astype(dtype), biases.astype(dtype))}
+        arrays = {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
+        return {wanted: self.module(dense, wanted, arrays, ladder, group_size)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        return quantized_module(dense, bits, group_size, arrays["weight"], arrays["scales"], arrays["biases"])
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

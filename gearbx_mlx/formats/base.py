@@ -1,6 +1,6 @@
 """What a format is to the rest of the house."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ class Format(Protocol):
     name: str
     native: bool  # whether its gears have native kernels
     native_experts: bool  # and those of mixtures of experts
+    scales: frozenset[str]  # parameters of its modules that are held in the type that is asked for
 
     @property
     def layer_bits(self) -> Sequence[int]:
@@ -45,6 +46,16 @@ class Format(Protocol):
 
         Returns:
             bits to module, with `wanted` among them. Nothing is evaluated.
+        """
+        ...
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        """The gear of so many bits over arrays that were stored: the parameters of a module of `modules`, by flat name.
+
+        Args:
+            dense: gives shape, kernels and bias; its weight is not read.
         """
         ...
 

@@ -92,6 +92,8 @@ def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) 
 
 def nbytes(arrays: Arrays) -> int:
     """Bytes that one use reads, of all experts; what fills up their shorter lists of outliers is not read."""
+    if arrays["outliers"].ndim == 1:  # known without reading anything, which may still be in a file
+        return sum(array.nbytes for array in arrays.values())
     held = sum(array.nbytes for name, array in arrays.items() if name not in ("outliers", "outlier_columns"))
     return held + OUTLIER_SIZE * Outliers.of(arrays).count()
 
@@ -152,6 +154,7 @@ class Codebook:
     name = "codebook"
     layer_bits = tuple(LAYOUT)
     native, native_experts = True, False
+    scales: frozenset[str] = frozenset()  # float16, whatever is asked for
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
@@ -166,10 +169,12 @@ class Codebook:
     def modules(
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        arrays = encode(dense.weight, wanted, self.rounds)
+        return {wanted: self.module(dense, wanted, encode(dense.weight, wanted, self.rounds), ladder, group_size)}
+
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         linear = NativeCodebookLinear if isinstance(dense, Native) else CodebookLinear
         kind = linear if dense.weight.ndim == 2 else CodebookSwitchLinear
-        return {wanted: kind(dense, wanted, arrays, self.cache)}
+        return kind(dense, bits, arrays, self.cache)
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         """Bytes of (..., O, I) if so many weights are outliers."""

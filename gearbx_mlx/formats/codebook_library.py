@@ -182,6 +182,7 @@ class CodebookLibrary:
     name = "codebook-library"
     layer_bits = BITS
     native, native_experts = True, False
+    scales: frozenset[str] = frozenset()  # float16, whatever is asked for
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
@@ -196,10 +197,12 @@ class CodebookLibrary:
     def modules(
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        arrays = encode(dense.weight, wanted, self.rounds)
+        return {wanted: self.module(dense, wanted, encode(dense.weight, wanted, self.rounds), ladder, group_size)}
+
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         linear = NativeLibraryLinear if isinstance(dense, Native) else LibraryLinear
         kind = linear if dense.weight.ndim == 2 else LibrarySwitchLinear
-        return {wanted: kind(dense, wanted, arrays, self.cache)}
+        return kind(dense, bits, arrays, self.cache)
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         """Bytes of (..., O, I) if so many weights are outliers."""

@@ -6,7 +6,7 @@ a last group that is not full is filled up with zeros.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -58,7 +58,7 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
     """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.int8)
+        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
         return super().__call__(x) if y is None else y
 
 
@@ -76,6 +76,7 @@ class Groupwise:
     name = "groupwise"
     layer_bits: tuple[int, ...] = ()
     native, native_experts = True, False
+    scales: frozenset[str] = frozenset()  # float32, whatever is asked for
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -91,10 +92,15 @@ class Groupwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
+        return {BITS: self.module(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, ladder, group_size)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
         kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
-        return {BITS: kind(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, self.cache)}
+        return kind(dense, BITS, arrays, self.cache)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

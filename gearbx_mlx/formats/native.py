@@ -10,11 +10,11 @@ from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stac
 class Native:
     """A layer whose arrays keep the type of the checkpoint, two bytes as a rule, whatever activations are.
 
-    A dense one makes native gears: a format looks at the class of the layer that it is given. `int8` says whether
-    packed weights meet activations of 8 bits on a CPU; dense ones do not.
+    A dense one makes native gears: a format looks at the class of the layer that it is given. `x_bits` are those of
+    the activations that packed weights meet on a CPU; 0: as they are, which dense ones always do.
     """
 
-    int8 = False
+    x_bits = 0
 
 
 class NativeDense(Native, nn.Linear):
@@ -30,7 +30,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return stack_product(x, *stack, self.get("bias"), self.int8)
+        return stack_product(x, *stack, self.get("bias"), self.x_bits)
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
@@ -45,7 +45,7 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return with_expert_bias(self, stack_experts(x, *stack, indices, sorted_indices, self.int8), indices)
+        return with_expert_bias(self, stack_experts(x, *stack, indices, sorted_indices, self.x_bits), indices)
 
 
 class NativeEmbedding(Native, nn.Embedding):

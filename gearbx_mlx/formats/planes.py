@@ -9,7 +9,7 @@ less one shared scale, and a shift copies nothing.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -153,7 +153,7 @@ class NativePlanesLinear(Native, PlanesLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return stack_product(x, *self._stack(), self.get("bias"), self.int8)
+        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits)
 
 
 class PlanesSwitchLinear(_PlanesModule):
@@ -179,7 +179,7 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
     """The same over the same arrays, by the table in `kernels/dispatch.py`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.int8)
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
         return with_expert_bias(self, y, indices)
 
 
@@ -189,6 +189,7 @@ class NestedPlanes:
     name = "planes"
     layer_bits: tuple[int, ...] = ()
     native = native_experts = True
+    scales = frozenset({"scales", "biases", "plane_biases"})
 
     def check(self, bits: int) -> None:
         pass  # planes of any widths make up the bits of a ladder
@@ -200,15 +201,31 @@ class NestedPlanes:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
-        first = planes.weights[0], planes.scales, planes.biases[0]
-        lowest = quantized_module(dense, ladder[0], group_size, *first)
+        return {bits: self._prefix(dense, bits, planes) for bits in ladder}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        count = ladder.index(bits) + 1
+        if count == 1:
+            weights, biases = [arrays["weight"]], [arrays["biases"]]
+        else:
+            weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
+        stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return self._prefix(dense, bits, stack)
+
+    def _prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
+        """The gear of so many bits; the lowest is a stock module."""
+        if bits == planes.widths[0]:
+            first = planes.weights[0], planes.scales, planes.biases[0]
+            return quantized_module(dense, bits, planes.group_size, *first)
         native, one = isinstance(dense, Native), dense.weight.ndim == 2
         kind: type[_PlanesModule]
         if native:
             kind = NativePlanesLinear if one else NativePlanesSwitchLinear
         else:
             kind = PlanesLinear if one else PlanesSwitchLinear
-        return {ladder[0]: lowest} | {bits: kind(planes, bits, dense) for bits in ladder[1:]}
+        return kind(planes, bits, dense)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -6,7 +6,7 @@ which is a weight of 0. Codes of 8 bits are int8 as they are.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -106,7 +106,9 @@ class NativeRowwiseLinear(Native, RowwiseLinear):
     """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = rowwise_product(x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.int8)
+        y = rowwise_product(
+            x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.x_bits
+        )
         return super().__call__(x) if y is None else y
 
 
@@ -124,6 +126,7 @@ class Rowwise:
     name = "rowwise"
     layer_bits: tuple[int, ...] = ()
     native, native_experts = True, False
+    scales = frozenset({"scales"})
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -139,11 +142,16 @@ class Rowwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight, wanted)
+        arrays = {"weight": pack(codes, wanted), "scales": scales.astype(dtype)}
+        return {wanted: self.module(dense, wanted, arrays, ladder, group_size)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
         kind: type[_Rowwise] = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
         if isinstance(dense, NativeDense):
             kind = NativeRowwiseLinear
-        arrays = {"weight": pack(codes, wanted), "scales": scales.astype(dtype)}
-        return {wanted: kind(dense, wanted, arrays, self.cache)}
+        return kind(dense, bits, arrays, self.cache)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -51,7 +51,8 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         model: changed in place, unless it has that type already.
         dtype: "auto" (what is fast on this device without changing a value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
-        kept: modules of the model whose own parameters stay in their type: native kernels widen as they read.
+        kept: modules of the model whose own parameters stay in their type, and unread if they are: native kernels
+            widen as they read.
 
     Returns:
         the type computed in.
@@ -81,5 +82,6 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
             model.set_dtype(wanted)
         for module, name, value in held:
             module[name] = value
-        mx.eval(model.parameters())
+        untouched = {id(value) for _, _, value in held}
+        mx.eval([array for _, array in tree_flatten(model.parameters()) if id(array) not in untouched])
     return wanted

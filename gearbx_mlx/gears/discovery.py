@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,6 +16,8 @@ from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
+from .ladder import DENSE as SIXTEEN
+from .ladder import Gear, Ladder
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -40,6 +42,17 @@ class Layer:
     path: str
     module: nn.Module
     lowest_bits: int = 0
+
+
+def bits_of(layer: Layer, gear: Gear, ladder: Ladder, others: Iterable[int] = ()) -> int:
+    """The bits of a layer in a gear: the gear's, or the lowest of the ladder or of `others` that it may be used in."""
+    held = {*others, *(g.bits for g in ladder)}
+    return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
+
+
+def stored_bits(layer: Layer, ladder: Ladder) -> tuple[int, ...]:
+    """The quantized gears that a layer is stored for: none below its floor, so that the lowest is a stock module."""
+    return tuple(bits for bits in ladder.quantized_bits if bits >= layer.lowest_bits)
 
 
 def is_attention(path: str, module: nn.Module) -> bool:

@@ -16,18 +16,21 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..formats.tied import in_place_of, linear_of
-from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
 from .activations import compute_in, stored_dtype
 from .cost import separate_head, token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
-from .discovery import Layer, Predicate, discover, is_quantized
+from .discovery import Layer, Predicate, bits_of, discover, is_quantized, stored_bits
 from .double_quantization import looks_quantized
 from .fingerprint import fingerprint
 from .ladder import DENSE, Gear, Ladder
-from .residency import EMPTY, Resident, make_residency
+from .residency import EMPTY, Residency, Resident, make_residency
+from .saved import SavedDisk, saved_gears
+from .settings import check_settings, choose_kernels
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
+DEFAULT_ACTIVATIONS = "int16"
+DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
 FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
@@ -38,6 +41,14 @@ def attached(model: nn.Module) -> "Gearbox | None":
     return getattr(model, ATTACHED, None)
 
 
+def model_fingerprint(model: nn.Module) -> str:
+    """Of the model as it was loaded, whatever gear it is in."""
+    gearbox, saved = attached(model), saved_gears(model)
+    if gearbox is not None:
+        return gearbox.fingerprint
+    return fingerprint(model) if saved is None else saved.manifest.fingerprint
+
+
 class Gearbox:
     """Puts one of several precisions into a model, and back.
 
@@ -45,10 +56,13 @@ class Gearbox:
     swapped as a whole: a shift that fails leaves the model in the gear it had. A top gear of 16 bits is the original
     arrays. A half-precision model is put into float32 on a CPU when the ladder has quantized gears (`dtype`).
 
+    A model that `load` got from a geared checkpoint has its gears in the files: they are read when first engaged, the
+    model is in the lowest after construction, and ladder, format, manage and group size are the checkpoint's.
+
     Args:
-        model: an mlx-lm model that is not quantized.
-        ladder: a Ladder, or text such as "4,8,16".
-        format: how quantized gears are stored: "planes", "affine", "rowwise", "groupwise", "codebook",
+        model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
+        ladder: a Ladder, or text such as "4,8,16", which is the default; of a geared checkpoint some of its gears.
+        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise", "groupwise", "codebook",
             "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
@@ -58,9 +72,9 @@ class Gearbox:
         kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
             for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
             a CPU that has them, where the ladder has quantized gears.
-        activations: "float", or "int8": native kernels of the CPU round what packed weights are multiplied by to 8
-            bits, with a step per token and group of inputs (W4A8, W8A8). Faster, and further from the weights: see
-            docs/performance.md.
+        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are;
+            "int16", "int8": rounded to so many bits, with a step per token and group of inputs. 16 bits are nearer than
+            bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -70,33 +84,46 @@ class Gearbox:
     def __init__(
         self,
         model: nn.Module,
-        ladder: Ladder | str = DEFAULT_LADDER,
+        ladder: Ladder | str | None = None,
         *,
-        format: str | Format = DEFAULT_FORMAT,
-        manage: str | Predicate = "all",
-        group_size: int = 64,
+        format: str | Format | None = None,
+        manage: str | Predicate | None = None,
+        group_size: int | None = None,
         residency: str = "resident",
         checkpoint: str | Path | None = None,
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
-        activations: str = "float",
+        activations: str = DEFAULT_ACTIVATIONS,
     ):
-        self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
-        self.format = get_format(format)
+        self.saved = saved_gears(model)
+        if self.saved is not None:
+            self.ladder = self.saved.manifest.chosen(ladder)
+            check_settings(self.saved.manifest, format=format, manage=manage, group_size=group_size)
+            format, group_size = self.saved.format, self.saved.manifest.group_size
+        elif ladder is None or isinstance(ladder, str):
+            self.ladder = Ladder.parse(ladder or DEFAULT_LADDER)
+        else:
+            self.ladder = ladder
+        self.format = get_format(DEFAULT_FORMAT if format is None else format)
+        group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
         for bits in self.ladder.quantized_bits:
             self.format.check(bits)
         if group_size not in GROUP_SIZES:
             raise GearbxError(f"group size {group_size} is not supported; choose from 32, 64, 128")
-        if is_quantized(model):
+        if is_quantized(model) and self.saved is None:
             raise GearbxError(
                 "the model is quantized already, by its checkpoint or by another gearbox: "
                 "run it with telemetry only, or load the original"
             )
         self.model = model
-        earlier = attached(model)
-        self.fingerprint: str = fingerprint(model) if earlier is None else earlier.fingerprint
+        self.fingerprint = model_fingerprint(model)
         self.group_size = group_size
-        self.layers, self.unmanaged = discover(model, manage, group_size, self.format)
+        if self.saved is not None:
+            self.unmanaged = dict(self.saved.manifest.unmanaged)
+            self.layers = self.saved.layers(model)
+            model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in self.layers]))
+        else:
+            self.layers, self.unmanaged = discover(model, manage or "all", group_size, self.format)
         quantized = self.ladder.quantized_bits
         if quantized and not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
@@ -104,7 +131,8 @@ class Gearbox:
 
         self.kernels = choose_kernels(kernels, bool(quantized), activations)
         native = self._use_kernels()
-        self.compute_dtype = compute_in(model, dtype, bool(quantized), native)
+        unread = [] if self.saved is None else [e.module for e in self.layers if not isinstance(e.module, nn.Embedding)]
+        self.compute_dtype = compute_in(model, dtype, bool(quantized), [*native, *unread])
         for module in native:
             if isinstance(module, NativeEmbedding):
                 module.activations = self.compute_dtype
@@ -114,8 +142,16 @@ class Gearbox:
         }
         held_in = dict.fromkeys(self.storage, self.compute_dtype)
         held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, Native)}
-        self.residency = make_residency(residency, model, checkpoint, held_in)
-        if quantized and looks_quantized([layer.module.weight for layer in self.layers]):
+        self._held_in = held_in
+        for layer in self.layers:
+            if self.saved is not None and "bias" in layer.module:
+                layer.module.bias = layer.module.bias.astype(held_in[layer.path])
+        self.residency: Residency
+        if self.saved is not None and residency == "disk":
+            self.residency = SavedDisk(self.saved, held_in)
+        else:
+            self.residency = make_residency(residency, model, checkpoint, held_in)
+        if quantized and self.saved is None and looks_quantized([layer.module.weight for layer in self.layers]):
             warnings.warn(
                 "the weights have few different values, as if they had been quantized before: "
                 "quantizing them again adds to their error, most of all in the lowest gear",
@@ -126,26 +162,34 @@ class Gearbox:
         self._keeps_all = isinstance(self.residency, Resident)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
-        self._made: dict[str, dict[int, nn.Module]] = {layer.path: {DENSE: layer.module} for layer in self.layers}
+        self._made: dict[str, dict[int, nn.Module]] = {
+            layer.path: {DENSE: layer.module} if self.saved is None else {} for layer in self.layers
+        }
         self._prepared: set[Gear] = set()
         self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._original = Gear(len(self.ladder), "original", DENSE)
-        self.gear = self.ladder.top if self.ladder.top.dense else self._original
+        first = self.ladder.top if self.saved is None else self.ladder[0]
+        self.gear = first if first.dense and self.saved is None else self._original
         self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts = 0
         self.shift_seconds = 0.0
         self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
         setattr(model, ATTACHED, self)
-        if not self.ladder.top.dense:
-            self.shift(self.ladder.top)
+        if self.gear != first:
+            self.shift(first)
             self.shifts, self.shift_seconds = 0, 0.0
             del self.active_memory[self._original.name]
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """The bits of a layer in a gear: the gear's, or the lowest that the layer may be used in and the format has."""
-        held = {*self.format.layer_bits, *(g.bits for g in self.ladder)}
-        return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=DENSE)
+        if self.saved is not None:
+            return self.saved.bits_of(layer, gear)
+        return bits_of(layer, gear, self.ladder, self.format.layer_bits)
+
+    def _stored_bits(self, layer: Layer) -> tuple[int, ...]:
+        """The quantized gears that a layer is stored for."""
+        return stored_bits(layer, self.ladder if self.saved is None else self.saved.manifest.ladder)
 
     def prepare(self, gear: Gear) -> None:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
@@ -192,15 +236,16 @@ class Gearbox:
 
     def layer_bytes(self, layer: Layer, gear: Gear) -> int:
         """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
-        bits, shape = self.bits_of(layer, gear), self._shapes[layer.path]
+        bits, shape, read = self.bits_of(layer, gear), self._shapes[layer.path], 0
         size = self.storage[layer.path].size
         if bits == DENSE:
             read = math.prod(shape) * size
         else:
-            made = self._made[layer.path].get(bits)  # knows what a format can only expect: how many outliers there are
-            read = getattr(made, "bytes_read", None) or self.format.bytes_read(
-                shape, bits, self.ladder.quantized_bits, self.group_size, size
-            )
+            made = self._made[layer.path].get(bits)
+            if made is not None:  # knows what a format can only expect: how many outliers there are
+                read = getattr(linear_of(made), "bytes_read", 0)
+            if not read:
+                read = self.format.bytes_read(shape, bits, self._stored_bits(layer), self.group_size, size)
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
@@ -281,19 +326,30 @@ class Gearbox:
         """Path to module of a gear; what is missing is made, unevaluated."""
         bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
         missing = [layer for layer in self.layers if bits[layer.path] not in self._made[layer.path]]
-        self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
+        if self.saved is None:
+            self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
+            wanted = bits[layer.path]
+            if self.saved is not None:
+                linear = self.saved.module(layer, wanted, self._held_in[layer.path])
+                whole = wanted == DENSE  # else of a tied embedding it is the head alone
+                self._made[layer.path][wanted] = (
+                    linear if whole else in_place_of(layer.module, linear, self.compute_dtype)
+                )
+                continue
             dense = copy.copy(linear_of(layer.module))
             dense.weight = dense.weight.astype(self.storage[layer.path])
             # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
             held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-            made = self.format.modules(dense, bits[layer.path], self.ladder.quantized_bits, self.group_size, held_in)
-            for linear in made.values():
-                if isinstance(linear, Native):
-                    linear.int8 = self.kernels.int8
+            stored = self._stored_bits(layer)
+            made = self.format.modules(dense, wanted, stored, self.group_size, held_in)
             made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
             self._made[layer.path] = made | self._made[layer.path]
-        return {path: made[bits[path]] for path, made in self._made.items()}
+        chosen = {path: made[bits[path]] for path, made in self._made.items()}
+        for module in map(linear_of, chosen.values()):
+            if isinstance(module, Native):
+                module.x_bits = self.kernels.x_bits
+        return chosen
 
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
@@ -302,6 +358,9 @@ class Gearbox:
             for path, module in modules.items():
                 # Layer by layer, so that what one needs in passing is freed before the next; and all that was made
                 # together, since an array that is still to be computed keeps the original weight in memory.
+                if self.saved is not None:
+                    self.saved.read(module.parameters())
+                    continue
                 mx.eval([made.parameters() for made in self._made[path].values()])
                 fitted = [linear_of(module).get(name) for name in FITTED]
                 if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
@@ -328,29 +387,8 @@ class Gearbox:
 
     def _give_up_originals(self) -> None:
         """A ladder without a dense gear has no use for the originals once all its gears are made."""
+        if self.saved is not None:
+            return
         for layer in self.layers:
             if {self.bits_of(layer, gear) for gear in self.ladder} <= self._made[layer.path].keys() - {DENSE}:
                 layer.module.weight = EMPTY
-
-
-def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
-    """What the names of kernels and activations come to for a ladder that has quantized gears or not.
-
-    With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
-    Warns where native kernels were asked for and there are none.
-
-    Raises:
-        GearbxError: a name that does not exist.
-    """
-    if kernels not in KERNELS:
-        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
-    if kernels == "auto" and not quantized:
-        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
-    if activations not in ACTIVATIONS:
-        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
-    choice = choose(kernels, activations)
-    if kernels == "native" and not choice.native:
-        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
-    elif activations == "int8" and not choice.int8:
-        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
-    return choice

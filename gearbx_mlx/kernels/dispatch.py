@@ -25,7 +25,7 @@ from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 KERNELS = ("auto", "native", "mlx")
-ACTIVATIONS = ("float", "int8")  # what packed weights are multiplied by, in native kernels of the CPU
+ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # what native kernels of the CPU multiply packed weights by; bits
 CHUNK = 16  # vectors for which native kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
@@ -36,10 +36,10 @@ class Choice:
 
     native: bool
     reason: str
-    int8: bool = False  # whether packed weights meet activations of 8 bits
+    x_bits: int = 0  # of the activations that packed weights meet; 0: as they are
 
 
-def choose(kernels: str, activations: str = "float") -> Choice:
+def choose(kernels: str, activations: str = "int16") -> Choice:
     """What names of KERNELS and ACTIVATIONS come to on this machine; compiles native kernels if they are wanted."""
     if kernels == "mlx":
         return Choice(False, "as asked")
@@ -55,11 +55,12 @@ def choose(kernels: str, activations: str = "float") -> Choice:
     told = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
     eager = cpu.why_eager()
     notes = [told]
-    if activations == "int8":
-        notes.append("packed weights with activations of 8 bits")
+    x_bits = ACTIVATIONS[activations]
+    if x_bits:
+        notes.append(f"packed weights by activations of {x_bits} bits")
     if eager:
         notes.append(f"handed over eagerly: {eager}")
-    return Choice(True, "; ".join(notes), activations == "int8")
+    return Choice(True, "; ".join(notes), x_bits)
 
 
 def is_native(vectors: int) -> bool:
@@ -91,12 +92,12 @@ def stack_product(
     widths: Sequence[int],
     group_size: int,
     bias: mx.array | None = None,
-    int8: bool = False,
+    x_bits: int = 0,
 ) -> mx.array:
     """x @ W^T + bias over a stack of bit planes, of which MLX's affine weight is the one with a single plane.
 
     Arguments as `reference.planes_matmul`, and bias (O,) or None; returns (..., O) of x's type, accumulated in float32.
-    With `int8` native kernels of the CPU round activations to 8 bits (W4A8, W8A8).
+    With `x_bits` of 8 or 16 native kernels of the CPU round activations to so many bits, and multiply integers.
     """
     if is_metal(x):
         return planes_launch(x, weights, scales, biases, widths, group_size, bias).run()
@@ -104,7 +105,9 @@ def stack_product(
     if module is None:
         y = reference.planes_matmul(x, weights, scales, biases, widths, group_size)
     else:
-        y = module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size, int8).astype(x.dtype)
+        y = module.stack_matvec(x, list(weights), scales, list(biases), list(widths), group_size, x_bits).astype(
+            x.dtype
+        )
     return y if bias is None else y + bias.astype(x.dtype)
 
 
@@ -115,31 +118,31 @@ def rowwise_product(
     bits: int,
     width: int,
     bias: mx.array | None = None,
-    int8: bool = False,
+    x_bits: int = 0,
 ) -> mx.array | None:
     """x (..., width) @ W^T + bias for rowwise codes, arguments as `rowwise_launch`; None: reconstruct, and let MLX."""
     if is_metal(x):
         return rowwise_launch(x, weight, scales, bits, width, bias).run()
-    return symmetric_product(x, weight, scales, bits, bias, int8)
+    return symmetric_product(x, weight, scales, bits, bias, x_bits)
 
 
 def groupwise_product(
-    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None, int8: bool = False
+    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None, x_bits: int = 0
 ) -> mx.array | None:
     """x (..., width) @ W^T + bias for groupwise codes, as `groupwise_launch`; None: reconstruct, and let MLX."""
     if is_metal(x):
         return groupwise_launch(x, weight, scales, width, bias).run()
-    return symmetric_product(x, weight, scales, 4, bias, int8)
+    return symmetric_product(x, weight, scales, 4, bias, x_bits)
 
 
 def symmetric_product(
-    x: mx.array, weight: mx.array, scales: mx.array, bits: int, bias: mx.array | None, int8: bool
+    x: mx.array, weight: mx.array, scales: mx.array, bits: int, bias: mx.array | None, x_bits: int
 ) -> mx.array | None:
     """Codes without biases, in rows of bytes, with a scale for each row or group; None where there is no kernel."""
     module = cpu.native() if is_native(vectors_of(x)) else None
     if module is None:
         return None
-    y = module.symmetric_matvec(x, weight, scales, bits, int8).astype(x.dtype)
+    y = module.symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)
 
 
@@ -182,7 +185,7 @@ def stack_experts(
     group_size: int,
     indices: mx.array,
     sorted_indices: bool = False,
-    int8: bool = False,
+    x_bits: int = 0,
 ) -> mx.array:
     """As stack_product for stacked experts (E, O, ...), of which `indices` names one for each vector (..., 1, I)."""
     module = cpu.native() if are_pairs(x, indices) else None
@@ -191,7 +194,7 @@ def stack_experts(
             x, weights, scales, biases, widths, group_size, indices, sorted_indices=sorted_indices
         )
     stack = list(weights), scales, list(biases), list(widths), group_size
-    return module.stack_experts(x, *stack, indices, int8).astype(x.dtype)
+    return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:

@@ -32,7 +32,7 @@ class Stack(ctypes.Structure):
         ("kind", ctypes.c_int),
         ("inputs", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
-        ("int8", ctypes.c_int),
+        ("x_bits", ctypes.c_int),
     ]
 
 
@@ -100,12 +100,13 @@ class Library:
         self._library.gearbx_entropy_bits(rows.ctypes.data, bits.size, rows.shape[-1], bits.ctypes.data)
         return mx.array(bits)
 
-    def stack_matvec(self, x, weights, scales, biases, widths, group, int8=False) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, int8, 2)
+    def stack_matvec(self, x, weights, scales, biases, widths, group, x_bits=0) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, x_bits, 2)
         return self._product("stack", matrix, x, held)
 
-    def symmetric_matvec(self, x, weight, scales, bits, int8=False) -> mx.array:
+    def symmetric_matvec(self, x, weight, scales, bits, x_bits=0) -> mx.array:
         width = x.shape[-1]
+        require(x_bits in (0, 8, 16), "activations of 8 or 16 bits, or as they are (0)")
         require(bits in (2, 4, 6, 8), "symmetric codes of 2, 4, 6 or 8 bits")
         signed = mx.int8 if bits == 8 else mx.uint8
         require(weight.dtype == signed and weight.ndim == 2, "rows of bytes, with a sign where a code is one")
@@ -117,7 +118,7 @@ class Library:
         require(scales.shape == shape, "a scale for each row, or for each 32 of its inputs")
         group = 64 if by_row else 32
         memory, *held = in_memory([x.astype(mx.float32), weight, scales])
-        matrix = Stack(len(weight), -(-width // group) * group, group, planes=1, inputs=width, int8=int8)
+        matrix = Stack(len(weight), -(-width // group) * group, group, planes=1, inputs=width, x_bits=x_bits)
         matrix.kind = SYMMETRIC_ROWS if by_row else SYMMETRIC_GROUPS
         matrix.widths[0], matrix.weights[0], matrix.row_bytes = bits, held[0].ctypes.data, weight.shape[1]
         matrix.scales, matrix.scale_type = held[1].ctypes.data, TYPES[scales.dtype]
@@ -127,18 +128,19 @@ class Library:
         matrix, x, held = self._dense(x, weight, 2)
         return self._product("dense", matrix, x, held)
 
-    def stack_experts(self, x, weights, scales, biases, widths, group, indices, int8=False) -> mx.array:
-        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, int8, 3)
+    def stack_experts(self, x, weights, scales, biases, widths, group, indices, x_bits=0) -> mx.array:
+        matrix, x, held = self._stack(x, weights, scales, biases, widths, group, x_bits, 3)
         return self._experts("stack", matrix, x, held, scales.shape[0], indices)
 
     def dense_experts(self, x, weight, indices) -> mx.array:
         matrix, x, held = self._dense(x, weight, 3)
         return self._experts("dense", matrix, x, held, weight.shape[0], indices)
 
-    def _stack(self, x, weights, scales, biases, widths, group, int8, dimensions) -> tuple[Stack, np.ndarray, list]:
+    def _stack(self, x, weights, scales, biases, widths, group, x_bits, dimensions) -> tuple[Stack, np.ndarray, list]:
         """The matrix as C has it, the activations, and the memory that must live as long."""
         planes = len(widths)
         require(1 <= planes <= MAX_PLANES and len(weights) == len(biases) == planes, "1 to 8 planes, each with arrays")
+        require(x_bits in (0, 8, 16), "activations of 8 or 16 bits, or as they are (0)")
         require(group in (32, 64, 128), "groups of 32, 64 or 128")
         require(scales.ndim == dimensions, "scales of a matrix, or one for each expert")
         require(all(w in (1, 2, 3, 4, 5, 6, 8) for w in widths) and sum(widths) <= 8, "planes of 8 bits together")
@@ -165,7 +167,7 @@ class Library:
             at[planes],
             pointers(*at[planes + 1 :]),
             TYPES[scales.dtype],
-            int8=int8,
+            x_bits=x_bits,
         )
         return matrix, memory, held
 

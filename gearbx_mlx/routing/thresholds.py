@@ -16,6 +16,7 @@ from ..errors import GearbxError
 
 LOW_BITS, HIGH_BITS = 1.8, 3.5  # GEARBX 3.3, for the reference vocabulary
 REFERENCE_VOCABULARY = 32768
+ROUTE = "route"
 SCHEMA, VERSION = "gearbx-mlx thresholds", 1
 
 
@@ -46,7 +47,8 @@ class ThresholdFile:
     """What `calibrate` writes and `generate --thresholds` reads.
 
     `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
-    one that they are for.
+    one that they are for. In other modes than route they belong to the `gears` and, by its `fingerprint`, to the model
+    that they were found with.
     """
 
     thresholds: list[float]
@@ -59,7 +61,8 @@ class ThresholdFile:
     hysteresis: float
     min_gear_duration: int
     shares: list[float] = field(default_factory=list)
-    mode: str = "route"
+    mode: str = ROUTE
+    fingerprint: str = ""
     schema: str = SCHEMA
     version: int = VERSION
 
@@ -96,13 +99,22 @@ def parse_thresholds(text: str) -> ThresholdFile:
         raise GearbxError(str(error).partition("() ")[2] or str(error)) from error
 
 
-def fitting(content: ThresholdFile, gears: int, vocab_size: int) -> tuple[float, ...]:
-    """The thresholds in bits, if they fit a ladder of so many gears and a vocabulary.
+def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
+    """The thresholds in bits, if they fit a ladder, a vocabulary and a model.
+
+    Args:
+        gears: bits.
 
     Raises:
-        GearbxError: another vocabulary, another number of gears, thresholds out of order or not finite.
+        GearbxError: another vocabulary, another number of gears, thresholds out of order or not finite; in other modes
+            than route, other gears or another model.
     """
     if content.vocab_size != vocab_size:
         raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
-    check_thresholds(content.thresholds, gears)
+    if content.mode != ROUTE and content.fingerprint not in ("", fingerprint):
+        raise GearbxError(f"made for another model ({content.model}), whose weights are not these")
+    if content.mode != ROUTE and list(content.gears) != list(gears):
+        shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
+        raise GearbxError(f"made for gears {mine}, not {shown}")
+    check_thresholds(content.thresholds, len(gears))
     return tuple(float(t) for t in content.thresholds)

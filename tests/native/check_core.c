@@ -75,22 +75,22 @@ static float* random_x(int64_t count) {
   return x;
 }
 
-/* x as activations of eight bits stand for it: 127 steps of the largest of each group. */
-static void round_activations(float* x, int64_t columns, int group) {
+/* x as activations of 8 or 16 bits stand for it: 127 or 32384 steps of the largest of each group. */
+static void round_activations(float* x, int64_t columns, int group, int bits) {
   for (int64_t from = 0; from < columns; from += group) {
     const int64_t end = from + group < columns ? from + group : columns;
     float largest = 0;
     for (int64_t i = from; i < end; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    const float step = largest / 127.0f, inverse = 1.0f / step;
+    const float step = largest / (bits == 8 ? 127.0f : 32384.0f), inverse = 1.0f / step;
     for (int64_t i = from; i < end; i++) x[i] = largest > 0 ? nearbyintf(x[i] * inverse) * step : 0;
   }
 }
 
 static void check_stack(int planes, const int* widths, int group, int type, int64_t rows, int64_t groups, int vectors,
-                        int int8) {
+                        int x_bits) {
   const int64_t columns = groups * group;
   gearbx_stack m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .scale_type = type,
-                    .int8 = int8};
+                    .x_bits = x_bits};
   double* scales = malloc((size_t)(rows * groups) * 8);
   double* weights = calloc((size_t)(rows * columns), 8);
   double* sizes = calloc((size_t)(rows * columns), 8);
@@ -120,10 +120,10 @@ static void check_stack(int planes, const int* widths, int group, int type, int6
   float* x = random_x(vectors * columns);
   float* y = malloc((size_t)(vectors * rows) * 4);
   gearbx_stack_matvec(&m, x, vectors, y);
-  for (int v = 0; int8 && v < vectors; v++) round_activations(x + v * columns, columns, group);
+  for (int v = 0; x_bits && v < vectors; v++) round_activations(x + v * columns, columns, group, x_bits);
   char what[80];
-  snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d, int8 %d,", planes, widths[0], group, type,
-           int8);
+  snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d, x_bits %d,", planes, widths[0], group, type,
+           x_bits);
   compare(what, rows, columns, vectors, x, weights, sizes, y);
   for (int p = 0; p < planes; p++) {
     free((void*)m.weights[p]);
@@ -138,7 +138,7 @@ static void check_stack(int planes, const int* widths, int group, int type, int6
 }
 
 /* Symmetric codes with a scale for each row or group, in rows that are padded, and end anywhere. */
-static void check_symmetric(int bits, int by_row, int type, int64_t rows, int64_t inputs, int vectors, int int8) {
+static void check_symmetric(int bits, int by_row, int type, int64_t rows, int64_t inputs, int vectors, int x_bits) {
   const int group = by_row ? 64 : 32;
   const int64_t groups = (inputs + group - 1) / group, row_bytes = ((inputs * bits + 7) / 8 + 15) / 16 * 16;
   const int64_t count = by_row ? rows : rows * groups;
@@ -159,13 +159,13 @@ static void check_symmetric(int bits, int by_row, int type, int64_t rows, int64_
     }
   gearbx_stack m = {.rows = rows, .columns = groups * group, .group = group, .planes = 1, .widths = {bits},
                     .weights = {packed}, .scales = held, .scale_type = type, .inputs = inputs, .row_bytes = row_bytes,
-                    .kind = by_row ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS, .int8 = int8};
+                    .kind = by_row ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS, .x_bits = x_bits};
   float* x = random_x(vectors * inputs);
   float* y = malloc((size_t)(vectors * rows) * 4);
   gearbx_stack_matvec(&m, x, vectors, y);
-  for (int v = 0; int8 && v < vectors; v++) round_activations(x + v * inputs, inputs, group);
+  for (int v = 0; x_bits && v < vectors; v++) round_activations(x + v * inputs, inputs, group, x_bits);
   char what[64];
-  snprintf(what, sizeof what, "symmetric, %d bits, by row %d, int8 %d,", bits, by_row, int8);
+  snprintf(what, sizeof what, "symmetric, %d bits, by row %d, x_bits %d,", bits, by_row, x_bits);
   compare(what, rows, inputs, vectors, x, weights, sizes, y);
   free(packed);
   free(held);
@@ -269,18 +269,18 @@ int main(void) {
       for (int type = 0; type < 3; type++)
         for (int h = 0; h < 3; h++)
           for (int v = 0; v < 4; v++)
-            for (int int8 = 0; int8 < 2; int8++)
-              check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v], int8);
+            for (int x_bits = 0; x_bits <= 16; x_bits += 8)
+              check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v], x_bits);
   const int four = 4;
   /* Several pieces, and more groups than are widened at once. */
   check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 0);
-  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 1);
+  check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 8);
   for (int bits = 2; bits <= 8; bits += 2)
-    for (int int8 = 0; int8 < 2; int8++)
+    for (int x_bits = 0; x_bits <= 16; x_bits += 8)
       for (int64_t inputs = 1; inputs < 200; inputs += 11)
         for (int v = 0; v < 4; v++) {
-          check_symmetric(bits, 1, v % 3, 3, inputs, counts[v], int8);
-          check_symmetric(bits, 0, v % 3, 3, inputs, counts[v], int8);
+          check_symmetric(bits, 1, v % 3, 3, inputs, counts[v], x_bits);
+          check_symmetric(bits, 0, v % 3, 3, inputs, counts[v], x_bits);
         }
   for (int type = 0; type < 3; type++) {
     static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};

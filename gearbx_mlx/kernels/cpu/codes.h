@@ -23,41 +23,39 @@ inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cas
 inline __m128i load8_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 
 // Widths that divide no byte: the two bytes around each code go to 16 bits of their own, a multiplication puts the code
-// at their top, one shift brings it down. Eight codes are `W` bytes, loaded as eight; where that would read beyond the
-// block, the load begins earlier and `skipped` bytes are passed over.
+// at their top, one shift brings it down. Half of a block is 2 * W bytes, which lie in 16, or in 8, that are loaded at
+// once; for the second half the load ends where the block does. A byte after the last code is whatever it is.
 template <int W>
 struct Windows {
+  static constexpr int LOADED = 2 * W < 8 ? 8 : 16, SECOND = 4 * W - LOADED;
   alignas(32) uint8_t bytes[2][32];
   alignas(32) uint16_t factors[16];
 
-  static constexpr int begin(int eighth) { return eighth * W + 8 <= 4 * W ? eighth * W : 4 * W - 8; }
-
   constexpr Windows() : bytes(), factors() {
-    for (int i = 0; i < 2; i++)
-      for (int half = 0; half < 2; half++)
-        for (int j = 0; j < 8; j++) {
-          const int eighth = i + 2 * half, skipped = eighth * W - begin(eighth);
-          bytes[i][16 * half + 2 * j] = static_cast<uint8_t>(skipped + j * W / 8);
-          bytes[i][16 * half + 2 * j + 1] = static_cast<uint8_t>(skipped + j * W / 8 + 1);
-          factors[8 * half + j] = static_cast<uint16_t>(1u << (16 - W - j * W % 8));
-        }
+    for (int half = 0; half < 2; half++)
+      for (int code = 0; code < 16; code++) {
+        const int bit = (16 * half + code) * W, first = bit / 8 - half * SECOND, at = 16 * half + 2 * (code % 8);
+        bytes[code / 8][at] = static_cast<uint8_t>(first);
+        bytes[code / 8][at + 1] = static_cast<uint8_t>(first + 1 < 16 ? first + 1 : 0x80);
+        factors[8 * half + code % 8] = static_cast<uint16_t>(1u << (16 - W - bit % 8));
+      }
   }
 };
 
 template <int W>
-inline __m256i sixteen_codes(const uint8_t* p, int i) {
-  static constexpr Windows<W> windows;
-  const __m256i packed =
-      _mm256_set_m128i(load8_bytes(p + Windows<W>::begin(i + 2)), load8_bytes(p + Windows<W>::begin(i)));
-  const __m256i around =
-      _mm256_shuffle_epi8(packed, _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.bytes[i])));
-  const __m256i factors = _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.factors));
-  return _mm256_srli_epi16(_mm256_mullo_epi16(around, factors), 16 - W);
-}
-
-template <int W>
 inline Bytes32 unpack(const uint8_t* p) {
-  return _mm256_packus_epi16(sixteen_codes<W>(p, 0), sixteen_codes<W>(p, 1));
+  static constexpr Windows<W> windows;
+  constexpr bool wide = Windows<W>::LOADED == 16;
+  const uint8_t* second = p + Windows<W>::SECOND;
+  const __m256i packed =
+      wide ? _mm256_set_m128i(load16(second), load16(p)) : _mm256_set_m128i(load8_bytes(second), load8_bytes(p));
+  const __m256i factors = _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.factors));
+  __m256i codes[2];  // of the first and third quarter, of the second and fourth
+  for (int i = 0; i < 2; i++) {
+    const __m256i places = _mm256_load_si256(reinterpret_cast<const __m256i*>(windows.bytes[i]));
+    codes[i] = _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(packed, places), factors), 16 - W);
+  }
+  return _mm256_packus_epi16(codes[0], codes[1]);
 }
 
 template <>

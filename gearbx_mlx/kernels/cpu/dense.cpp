@@ -19,6 +19,7 @@ struct Job {
   Pieces pieces;
 };
 
+constexpr int AHEAD = 1024;  // weights that are asked for before they are needed
 constexpr int SEGMENT = 256;  // columns that are widened at a time, a multiple of 32
 
 // Vectors that are a power of two apart would fall into the same lines of the cache.
@@ -50,8 +51,10 @@ void one_vector(const Job& job, int64_t row) {
   const int64_t columns = job.matrix->columns, whole = columns / 32 * 32;
   const T* w = static_cast<const T*>(job.matrix->weights) + row * columns;
   F8 sums[4] = {zero8(), zero8(), zero8(), zero8()};
-  for (int64_t i = 0; i < whole; i += 32)
+  for (int64_t i = 0; i < whole; i += 32) {
+    __builtin_prefetch(w + i + AHEAD);
     for (int k = 0; k < 4; k++) sums[k] = multiply_add8(load8(w + i + 8 * k), load8(job.x + i + 8 * k), sums[k]);
+  }
   job.y[row] = add_tail(w, job.x, whole, columns, sums);
 }
 

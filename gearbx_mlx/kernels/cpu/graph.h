@@ -88,17 +88,17 @@ inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(
 struct StackForm {
   std::vector<int> widths;
   int group;
-  bool int8;
+  int x_bits;
 
   bool operator==(const StackForm& other) const {
-    return widths == other.widths && group == other.group && int8 == other.int8;
+    return widths == other.widths && group == other.group && x_bits == other.x_bits;
   }
 
   gearbx_stack matrix(const std::vector<mx::array>& inputs) const {
     gearbx_stack m = {};
     m.planes = static_cast<int>(widths.size());
     m.group = group;
-    m.int8 = int8;
+    m.x_bits = x_bits;
     const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
     m.rows = scales.shape(-2);
     m.columns = static_cast<int64_t>(scales.shape(-1)) * group;
@@ -118,6 +118,7 @@ struct StackForm {
     const size_t planes = widths.size();
     require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
             "1 to 8 planes, each with weights and biases");
+    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "activations of 8 or 16 bits, or as they are (0)");
     require(group == 32 || group == 64 || group == 128, "groups of 32, 64 or 128");
     require(scales.ndim() == dimensions, dimensions == 2 ? "scales are a matrix" : "scales are a matrix per expert");
     const int64_t columns = static_cast<int64_t>(scales.shape(-1)) * group;

@@ -31,7 +31,7 @@ typedef struct {
   int scale_type;                          // of scales and biases
   int kind;
   int64_t inputs, row_bytes;  // of symmetric codes: inputs that there are, of the columns; bytes from row to row
-  int int8;  // activations are rounded to 8 bits, with a step per vector and group, and multiplied as integers
+  int x_bits;  // 0: activations as they are; 8, 16: rounded, with a step per vector and group, and integer products
 } gearbx_stack;
 
 typedef struct {

@@ -100,7 +100,7 @@ inline void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group
     const float middle = static_cast<float>(1 << (m.widths[0] - 1));
     if (m.kind == GEARBX_SYMMETRIC_GROUPS) {
       widen(m.scale_type, m.scales, from, count, 1.0f, false, scales);
-      widen(m.scale_type, m.scales, from, count, -middle, false, offsets);
+      for (int g = 0; g < count; g += 8) store8(offsets + g, multiply8(load8(scales + g), all8(-middle)));
       return;
     }
     float scale[8];

@@ -27,7 +27,7 @@ class StackMatvec : public Operation {
 // Symmetric codes. Inputs: x, weight, scales.
 class SymmetricMatvec : public Operation {
  public:
-  SymmetricMatvec(mx::Stream s, int bits, bool int8) : Operation(s), bits_(bits), int8_(int8) {}
+  SymmetricMatvec(mx::Stream s, int bits, int x_bits) : Operation(s), bits_(bits), x_bits_(x_bits) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const mx::array &weight = inputs[1], &scales = inputs[2];
@@ -43,7 +43,7 @@ class SymmetricMatvec : public Operation {
     m.weights[0] = weight.data<void>();
     m.scales = scales.data<void>();
     m.scale_type = type_of(scales);
-    m.int8 = int8_;
+    m.x_bits = x_bits_;
     dispatch(inputs, outputs[0], [m, n = vectors_of(inputs[0])](const float* x, float* y) {
       gearbx_stack_product(&m, x, n, y);
     });
@@ -52,12 +52,12 @@ class SymmetricMatvec : public Operation {
   const char* name() const override { return "GearbxSymmetricMatvec"; }
   bool is_equivalent(const mx::Primitive& other) const override {
     const auto& o = static_cast<const SymmetricMatvec&>(other);
-    return bits_ == o.bits_ && int8_ == o.int8_;
+    return bits_ == o.bits_ && x_bits_ == o.x_bits_;
   }
 
  private:
   int bits_;
-  bool int8_;
+  int x_bits_;
 };
 
 // Inputs: x, weights.
@@ -76,16 +76,17 @@ class DenseMatvec : public Operation {
 };
 
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, bool int8) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form = {widths, group, int8};
+  const StackForm form = {widths, group, x_bits};
   auto inputs = form.inputs(x, weights, scales, biases, 2, s);
   return output(x.shape(), scales.shape(0), std::make_shared<StackMatvec>(s, form), std::move(inputs));
 }
 
 // Rows of bytes, and a scale for each row or for each group of 32 inputs.
-mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx::array& scales, int bits, bool int8) {
+mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx::array& scales, int bits, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
+  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "activations of 8 or 16 bits, or as they are (0)");
   require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes of 2, 4, 6 or 8 bits");
   require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
           "rows of bytes, with a sign where a code is one");
@@ -95,7 +96,7 @@ mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx
   type_of(scales);
   const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (x.shape(-1) + 31) / 32;
   require((by_row || by_group) && scales.shape(0) == weight.shape(0), "a scale for each row, or for each 32 of its inputs");
-  return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, int8),
+  return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, x_bits),
                 {in_rows_and_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
 
@@ -143,8 +144,8 @@ uint32_t read_sum(const mx::array& words) {
 NB_MODULE(_gearbx_cpu, m) {
   using namespace gearbx;
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
-        "int8"_a = false);
-  m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "int8"_a = false);
+        "x_bits"_a = 0);
+  m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "x_bits"_a = 0);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);

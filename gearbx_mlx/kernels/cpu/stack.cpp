@@ -114,7 +114,7 @@ struct WeightOnly {
 
 extern "C" void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y) {
   using namespace gearbx;
-  if (matrix->int8) return integer_matvec(*matrix, x, vectors, y);
+  if (matrix->x_bits) return integer_matvec(*matrix, x, vectors, y);
   static thread_local Prepared prepared;
   prepare(*matrix, x, vectors, prepared);
   const Job job = {matrix, &prepared, vectors, y, Pieces(matrix->rows, row_bytes(*matrix), vectors)};

@@ -1,0 +1,207 @@
+"""The gears of a checkpoint that `convert` wrote: read from its files when they are engaged, and not before."""
+
+import copy
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from ..errors import GearbxError
+from ..formats import get_format
+from ..formats.native import bare
+from ..formats.tied import linear_of
+from .activations import DTYPES
+from .discovery import Layer, is_quantized, stored_bits
+from .ladder import DENSE, Gear
+from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
+from .residency import EMPTY, Key, arrays_in_use, idle_parameters, put
+from .tensor_file import hash_of, read_entries
+
+ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
+HEAD = "projection."  # of a tied embedding: formats/tied.py
+KINDS = {"linear": nn.Linear, "switch": SwitchLinear, "embedding": nn.Embedding}
+
+
+def saved_gears(model: nn.Module) -> "SavedGears | None":
+    """What the checkpoint of a model holds beside it, if it is a geared one."""
+    return getattr(model, ATTACHED, None)
+
+
+def without_gears(model: nn.Module) -> bool:
+    """Whether a model is quantized and its checkpoint holds no gears: nothing can be made of it."""
+    return is_quantized(model) and saved_gears(model) is None
+
+
+def open_gears(directory: Path) -> "SavedGears | None":
+    """The gears of a directory, checked and unread; None where it has none.
+
+    Raises:
+        GearbxError: files that are missing, damaged, of a newer version, or not of this base.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return None
+    file = directory / GEARS_FILE
+    try:
+        held = set(read_entries(file)[0])
+    except FileNotFoundError as error:
+        raise GearbxError(f"{file}: missing beside {MANIFEST}; {RESTORE}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GearbxError(f"{file}: damaged or truncated ({error}); {RESTORE}") from error
+    for name, expected in manifest.base.items():
+        try:
+            entries = read_entries(directory / name)[0]
+            found = hash_of(directory / name)
+        except FileNotFoundError as error:
+            raise GearbxError(f"{directory / name}: missing, and the gears beside it need it; {RESTORE}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GearbxError(f"{directory / name}: damaged or truncated ({error}); {RESTORE}") from error
+        if found != expected:
+            raise GearbxError(
+                f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
+            )
+        held |= set(entries)
+    needed = {n for layer in manifest.layers.values() for names in layer.gears.values() for n in names.values()}
+    if not needed <= held:
+        raise GearbxError(f"{file}: has no {min(needed - held)}, which {MANIFEST} names; {RESTORE}")
+    return SavedGears(directory, manifest)
+
+
+class SavedGears:
+    """Modules of any gear over arrays that are still in the files.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: of it.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        self.directory, self.manifest = directory, manifest
+        self.format = get_format(manifest.format)
+        self._files = (directory / GEARS_FILE, *(directory / name for name in manifest.base))
+        self._unread: dict[str, mx.array] = {}
+        # Gears that share an array share it here too, for as long as one of them has it.
+        self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
+
+    def attach(self, model: nn.Module) -> None:
+        """Tell a `Gearbox` of this model where its gears are; a base that mlx-lm cannot run gets the lowest gear."""
+        setattr(model, ATTACHED, self)
+        if not self.manifest.stock:
+            lowest = {
+                layer.path: self.module(layer, self.bits_of(layer, self.manifest.ladder[0]), self.storage(layer.path))
+                for layer in self.layers(model)
+            }
+            model.update_modules(tree_unflatten(list(lowest.items())))
+
+    def storage(self, path: str = "") -> mx.Dtype:
+        """The type that the original of a layer is in, or ("") most of the original."""
+        return DTYPES[self.manifest.layers[path].dtype if path else self.manifest.dtype]
+
+    def layers(self, model: nn.Module) -> list[Layer]:
+        """The managed layers of a model as dense ones: shape, type and bias of the original, and no weight."""
+        modules = dict(model.named_modules())
+        return [
+            Layer(path, self._blank(path, saved, modules[path]), saved.lowest_bits)
+            for path, saved in self.manifest.layers.items()
+        ]
+
+    def module(self, layer: Layer, bits: int, held_in: mx.Dtype) -> nn.Module:
+        """The module of a layer in a gear, unread; of a tied embedding that of its head, or itself at 16 bits.
+
+        Args:
+            layer: with the dense module, native or not, that `layers` gave.
+            held_in: the type of scales, and of the weight at 16 bits.
+        """
+        names = self.manifest.layers[layer.path].gears[bits]
+        if bits == DENSE:
+            if isinstance(layer.module, nn.Embedding):
+                return layer.module
+            dense = copy.copy(layer.module)
+            dense.weight = self._array(names["weight"], held_in)
+            return dense
+        arrays = {name: self.parameter(layer.path, bits, name, held_in) for name in names}
+        ladder = stored_bits(layer, self.manifest.ladder)
+        return self.format.module(linear_of(layer.module), bits, arrays, ladder, self.manifest.group_size)
+
+    def parameter(self, path: str, bits: int, name: str, held_in: mx.Dtype) -> mx.array:
+        """A parameter of such a module by its flat name, unread unless another module has it."""
+        name = name.removeprefix(HEAD)
+        widened = bits == DENSE or name.split(".")[0] in self.format.scales
+        return self._array(self.manifest.layers[path].gears[bits][name], held_in if widened else None)
+
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear: the lowest that it is stored with and that are no fewer."""
+        return min(bits for bits in self.manifest.layers[layer.path].gears if bits >= gear.bits)
+
+    def read(self, arrays: Any) -> None:
+        """Have arrays in memory. Raises GearbxError where the files cannot be read."""
+        try:
+            mx.eval(arrays)
+        except RuntimeError as error:
+            raise GearbxError(f"{self.directory}: a gear cannot be read ({error}); {RESTORE}") from error
+
+    def _blank(self, path: str, saved: SavedLayer, now: nn.Module) -> nn.Module:
+        dense = bare(KINDS[saved.kind])
+        if saved.kind == "embedding":  # whose rows are looked up in every gear
+            dense.weight = self._array(saved.gears[DENSE]["weight"])
+        else:
+            dense.weight = mx.zeros(saved.shape, self.storage(path))  # never evaluated
+        if "bias" in now:
+            dense.bias = now.bias
+        dense.train(now.training)
+        return dense
+
+    def _array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
+        found = self._live.get((name, dtype))
+        if found is None:
+            if name not in self._unread:
+                self._unread = self._open()
+            found = self._unread.pop(name)
+            found = found if dtype is None else found.astype(dtype)
+            self._live[name, dtype] = found
+        return found
+
+    def _open(self) -> dict[str, mx.array]:
+        unread: dict[str, mx.array] = {}
+        for file in self._files:
+            try:
+                arrays = mx.load(str(file))
+            except RuntimeError as error:
+                raise GearbxError(f"{file}: cannot be read ({error}); {RESTORE}") from error
+            assert isinstance(arrays, dict)
+            unread |= arrays
+        return unread
+
+
+class SavedDisk:
+    """Residency `disk` of a geared checkpoint: idle gears are dropped, and read again from its files when entered."""
+
+    name = "disk"
+
+    def __init__(self, saved: SavedGears, held_in: Mapping[str, mx.Dtype]):
+        self._saved, self._held_in = saved, held_in
+        self._dropped: dict[Key, list[str]] = {}
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        in_use = arrays_in_use(model)
+        for key, module in idle.items():
+            names = list(idle_parameters(module, in_use))
+            if names:
+                self._dropped.setdefault(key, []).extend(names)
+                put(module, dict.fromkeys(names, EMPTY))
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        back = {
+            key: {name: self._saved.parameter(*key, name, self._held_in[key[0]]) for name in self._dropped[key]}
+            for key in needed
+            if key in self._dropped
+        }
+        self._saved.read(back)
+        for key, arrays in back.items():
+            put(needed[key], arrays)
+            del self._dropped[key]

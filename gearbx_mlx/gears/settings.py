@@ -1,0 +1,40 @@
+"""What a Gearbox is told: whether it can be, and what it comes to on this machine."""
+
+import warnings
+from typing import Any
+
+from ..errors import GearbxError, GearbxWarning
+from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
+from .manifest import Manifest
+
+
+def check_settings(manifest: Manifest, **given: Any) -> None:
+    """Raises GearbxError for a setting of a Gearbox that is not the checkpoint's."""
+    for name, value in given.items():
+        held, value = getattr(manifest, name), getattr(value, "name", value)
+        if value not in (None, held):
+            told = name.replace("_", " ")
+            raise GearbxError(f"the checkpoint's gears are of {told} {held}, not {value}; convert the original anew")
+
+
+def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
+    """What the names of kernels and activations come to for a ladder that has quantized gears or not.
+
+    With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
+    Warns where native kernels were asked for and there are none.
+
+    Raises:
+        GearbxError: a name that does not exist.
+    """
+    if kernels not in KERNELS:
+        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    if kernels == "auto" and not quantized:
+        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
+    if activations not in ACTIVATIONS:
+        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
+    choice = choose(kernels, activations)
+    if kernels == "native" and not choice.native:
+        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    elif activations == "int8" and not choice.x_bits:
+        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
+    return choice

@@ -1,0 +1,122 @@
+"""Flags of the gears, and the gearbox that is built from them or from a geared checkpoint."""
+
+import argparse
+
+import mlx.nn as nn
+
+from .errors import GearbxError
+from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
+from .formats import DEFAULT_FORMAT, FORMATS
+from .gears.discovery import MANAGE, Predicate
+from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.ladder import Ladder
+from .gears.observer import Observer
+from .gears.residency import NAMES as RESIDENCIES
+from .gears.saved import without_gears
+from .kernels.dispatch import ACTIVATIONS, KERNELS
+from .loading import DEMO_MODEL, find, gears_of
+from .terminal import note, show_compiling
+
+
+def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gears")
+    group.add_argument(
+        "--gears",
+        help="Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}",
+    )
+
+
+def add_gear_flags(parser: argparse.ArgumentParser) -> None:
+    add_ladder_flags(parser)
+    group = parser.add_argument_group("gearbox")
+    add_format_flags(group)
+    group.add_argument(
+        "--residency",
+        choices=RESIDENCIES,
+        default="resident",
+        help="Of gears not engaged: kept, moved out of MLX's memory, or dense originals read again from disk.",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
+        "that has them, but for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
+        "Default: auto",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default=DEFAULT_ACTIVATIONS,
+        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
+        f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
+    )
+    add_floor_flags(parser)
+
+
+def add_format_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--format", choices=list(FORMATS), help=f"Default: {DEFAULT_FORMAT}")
+    group.add_argument("--manage", choices=list(MANAGE), help="Linear layers that change gear. Default: all")
+    group.add_argument(
+        "--q-group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        help=f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}",
+    )
+
+
+DEFAULTS = {"format": DEFAULT_FORMAT, "manage": "all", "q_group_size": DEFAULT_GROUP_SIZE}
+
+
+def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER) -> None:
+    """Fill in --gears, --format, --manage and --q-group-size: from a geared checkpoint, else by default.
+
+    Raises:
+        GearbxError: gears that make no ladder, a flag that says otherwise than the checkpoint, or floors that there
+            are not.
+    """
+    if args.gears is not None:
+        Ladder.parse(args.gears)
+    saved = gears_of(args.model)
+    if saved is not None:
+        try:
+            args.gears = str(saved.chosen(args.gears))
+        except GearbxError as error:
+            raise GearbxError(f"{args.model}: {error}") from error
+    args.gears = args.gears or default
+    for name, fallback in DEFAULTS.items():
+        given = getattr(args, name, None)
+        held = fallback if saved is None else vars(saved)[name.removeprefix("q_")]
+        if saved is not None and given not in (None, held):
+            flag = f"--{name.replace('_', '-')}"
+            raise GearbxError(f"{flag} is {given}, and the gears of {args.model} have {held}; leave out {flag}")
+        setattr(args, name, held if given is None else given)
+    if wanted_floors(args) and saved is not None:
+        raise GearbxError(f"the gears of {args.model} have their bits; leave out the floors, or convert the original")
+
+
+def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
+    """A Gearbox, or an Observer where nothing can or may shift."""
+    if args.telemetry_only or without_gears(model):
+        return Observer(model, ladder, dtype=args.dtype)
+    show_compiling()
+    manage: str | Predicate = args.manage
+    floors = wanted_floors(args)
+    if floors:
+        selection = select_bits(model, args.format, manage, floors)
+        manage = selection.predicate
+        for line in selection_lines(selection):
+            note(line)
+    return Gearbox(
+        model,
+        ladder,
+        format=args.format,
+        manage=manage,
+        group_size=args.q_group_size,
+        residency=args.residency,
+        checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        activations=args.activations,
+    )

@@ -1,0 +1,237 @@
+"""Put the tables of docs/evidence.md and docs/pair.md there, from the reports that their commands have written.
+
+    python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
+
+RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME
+is one of the functions in TABLES, and what follows it are its arguments. Where there is no report, a table stays as it
+is. The pictures go beside the first page.
+"""
+
+import argparse
+import errno
+import json
+import re
+import shutil
+from pathlib import Path
+
+MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
+WANTED = {0.25: "-12 %", 0.5: "-35 %"}
+BLOCK = re.compile(r"(<!-- (\w+)([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def percent(part, digits=0):
+    return f"{100 * part:.{digits}f} %"
+
+
+def change(control):
+    if not control:
+        return ""
+    return f"{100 * control['kl_mean_change']:+.0f} ± {100 * control['kl_mean_change_error']:.0f} %"
+
+
+def megabytes(count):
+    return f"{count / 1e6:.2f}"
+
+
+def reports(results, pattern):
+    """Those whose names fit, in alphabetical order."""
+    files = sorted(results.glob(pattern))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def table(head, rows):
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def policies(results, model):
+    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            percent(row["share_top"], 1),
+            megabytes(row["weight_bytes_per_token"]),
+            f"{row['kl_mean']:.2g}" if row["kl_mean"] > 1e-9 else 0,
+            percent(row["top1_agreement"], 1),
+            change(row["against_random_same_share"]),
+            row["better_static"] or "",
+        ]
+        for row in report["policies"]
+    ]
+    floor = report["noise_floor"]
+    rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
+    return table(["policy", "share", "MB/token", "mean KL", "agreement", "vs chance", "better static"], rows)
+
+
+def buckets(results, model, *names):
+    """Mean KL by how sure the reference is."""
+    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
+    by_name = {row["name"]: row["buckets"] for row in report["policies"]}
+    first = by_name[names[0]]
+    rows = [
+        [part["top_probability"], part["tokens"], *(f"{by_name[name][i]['kl_mean']:.2g}" for name in names)]
+        for i, part in enumerate(first)
+    ]
+    return table(["top probability", "tokens", *names], rows)
+
+
+def kickdown(results):
+    rows = []
+    for model, folder in MODELS.items():
+        report = json.loads((results / folder / "evaluation.json").read_text())
+        for row in report["policies"]:
+            if row["policy"] == "kickdown":
+                lagged = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
+                rows.append(
+                    [
+                        model,
+                        percent(row["share_top"]),
+                        change(row["against_random_same_share"]),
+                        WANTED[row["share_wanted"]],
+                        change(lagged["against_random_same_share"]),
+                        change(row["against_random_same_bytes"]),
+                    ]
+                )
+    head = ["model", "share", "kickdown vs chance", "wanted", "lagged (route) vs chance", "kickdown at its bytes"]
+    return table(head, rows)
+
+
+def lossless(results):
+    rows = []
+    for found in reports(results, "lossless_*.json"):
+        curve, compared = found["curve"], found["compared"]
+        fixed, theirs = found["fixed"], found.get("mlx_lm_speculative", {})
+        length = str(found["best_fixed"])
+        best = max(theirs, key=lambda n: theirs[n]["times_fewer_bytes"], default=None)
+        rows.append(
+            [
+                Path(found["model"]).name,
+                found["gears"][-1],
+                found["draft_bits"],
+                f"{curve['identical']} of {curve['texts']}",
+                f"{curve['tokens_per_check']:.1f}",
+                f"**{curve['times_fewer_bytes']:.2f}**",
+                f"{compared['times_fewer_bytes']:.2f} ({compared['texts']})",
+                f"{fixed[length]['times_fewer_bytes']:.2f} ({length})",
+                f"{theirs[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
+            ]
+        )
+    head = ["model", "top", "draft", "identical", "tokens per check", "times fewer bytes"]
+    return table([*head, "compared", "best fixed length", "mlx-lm speculative"], rows)
+
+
+def chi_square(results):
+    found = [test for test in json.loads((results / "chi.json").read_text())["chi_square"] if test]
+    rows = [
+        [number, f"{test['statistic']:.1f}", test["freedom"], f"{test['p']:.3f}"]
+        for number, test in enumerate(found, 1)
+    ]
+    return table(["prompt", "chi-square", "degrees of freedom", "p"], rows)
+
+
+def wall_clock(results):
+    rows = []
+    for found in reports(results, "time_*.json"):
+        for bound, run in found["bounds"].items():
+            rows.append(
+                [
+                    found["activations"],
+                    bound,
+                    f"{found['tokens_per_second_top']:.1f}",
+                    f"{run['tokens_per_second']:.1f}",
+                    f"{run['ratio']:.2f} ({run['spread'][0]:.2f}-{run['spread'][1]:.2f})",
+                    f"{run['identical']} of {found['prompts']}",
+                ]
+            )
+    return table(["activations", "bound", "top gear, tokens/s", "lossless, tokens/s", "ratio", "identical"], rows)
+
+
+def passes(results):
+    rows = []
+    for found in reports(results, "time_*.json"):
+        rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
+    return table(["activations", *(f"{name}, ms" for name in found["milliseconds"])], rows)
+
+
+def pair(results, *thresholds):
+    report = json.loads((results / "pair" / "evaluation.json").read_text())
+    rows = [
+        [
+            row["threshold"],
+            percent(row["share_top"], 1),
+            percent(row["parameter_ratio"], 1),
+            f"{row['perplexity']:.3f}",
+            f"{row['against_random_same_share']['perplexity']:.3f}",
+            percent(row["top1_agreement"], 1),
+            percent(row["against_random_same_share"]["top1_agreement"], 1),
+            change(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
+        ]
+        for row in report["policies"]
+        if str(row["threshold"]).removesuffix(".0") in thresholds
+    ]
+    head = ["threshold", "large", "parameters", "perplexity", "by chance", "agreement", "by chance", "KL vs chance"]
+    return table(head, rows)
+
+
+def writing(results, folder):
+    report = json.loads((results / folder / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            row["problems"],
+            percent(row["accuracy"]),
+            percent(row["same_answer_as_reference"]),
+            megabytes(row["weight_bytes_per_token"]),
+        ]
+        for row in report["policies"]
+    ]
+    return table(["policy", "problems", "right", "same answer as the top", "MB/token"], rows)
+
+
+def pair_writing(results, folder):
+    report = json.loads((results / folder / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            percent(row["accuracy"]),
+            percent(row["same_answer_as_reference"]),
+            percent(row["share_top"], 1),
+            percent(row["parameter_ratio"], 1),
+            f"{row['caught_up_per_token']:.2f}",
+        ]
+        for row in report["policies"]
+    ]
+    return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
+
+
+TABLES = {
+    function.__name__: function
+    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair, writing, pair_writing)
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("pages", type=Path, nargs="+")
+    args = parser.parse_args()
+
+    def filled(match):
+        begin, name, arguments, end = match.groups()
+        try:
+            return begin + TABLES[name](args.results, *arguments.split()) + end
+        except FileNotFoundError as error:
+            print(f"{name}{arguments} stays as it is: {error.filename} is not there")
+            return match.group()
+
+    for page in args.pages:
+        page.write_text(BLOCK.sub(filled, page.read_text(encoding="utf-8")), encoding="utf-8")
+    for model, folder in MODELS.items():
+        picture = args.results / folder / "evaluation.png"
+        if picture.exists():
+            shutil.copy(picture, args.pages[0].parent / "images" / f"kl_{model}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Geared checkpoints: what is written, that mlx-lm reads it, and that gears from disk are those made in memory."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from conftest import PROMPT, save_model, tiny_model, weights_of
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.loading import DEMO_MODEL
+
+FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
+FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
+MODELS = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {},  # whose routers mlx-lm keeps at 8 bits
+    "gpt_neox": {},  # with biases
+}
+
+
+@pytest.fixture
+def convert(command, tmp_path):
+    """A tiny model, converted: (architecture, flags) -> the original's directory and the checkpoint's."""
+
+    def run(architecture="llama", *flags, dtype=mx.bfloat16):
+        source, out = tmp_path / "original", tmp_path / "geared"
+        name = "llama" if architecture == "tied" else architecture
+        save_model(tiny_model(name, dtype=dtype, **MODELS[architecture]), source)
+        done = command("convert", "--model", source, "--mlx-path", out, *flags)
+        assert done.status == 0, done.err
+        return source, out
+
+    return run
+
+
+def same_model(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = weights_of(a), weights_of(b)
+    same_classes = [type(m) for m in a.modules()] == [type(m) for m in b.modules()]
+    return (
+        same_classes
+        and ours.keys() == theirs.keys()
+        and all(ours[n].dtype == theirs[n].dtype and mx.array_equal(ours[n], theirs[n]).item() for n in ours)
+    )
+
+
+class TestGearsFromDisk:
+    @pytest.mark.parametrize("kernels", ["mlx", "native"])
+    @pytest.mark.parametrize("architecture", MODELS)
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_are_bit_for_bit_those_made_in_memory(self, convert, format, architecture, kernels):
+        source, out = convert(architecture, "--format", format, "--gears", FORMATS[format])
+        model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
+        saved = Gearbox(model, kernels=kernels)
+        made = Gearbox(original, FORMATS[format], format=format, kernels=kernels)
+        assert saved.gear == saved.ladder[0]
+        assert str(saved.ladder) == FORMATS[format]
+        for gear in (*saved.ladder, saved.ladder[0]):
+            saved.shift(gear)
+            made.shift(gear)
+            assert same_model(model, original)
+            assert mx.array_equal(model(PROMPT), original(PROMPT)).item()
+            assert saved.weight_bytes_per_token(gear) == made.weight_bytes_per_token(gear)
+            assert saved.bits_per_weight(gear) == made.bits_per_weight(gear)
+        assert saved.fingerprint == made.fingerprint
+        assert saved.unmanaged == made.unmanaged
+
+    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    def test_come_back_after_they_were_given_up(self, convert, residency):
+        source, out = convert("tied")
+        model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
+        saved, made = Gearbox(model, residency=residency), Gearbox(original, "4,8,16")
+        for gear in ("high", "low", "mid", "high", "mid", "low"):
+            saved.shift(gear)
+            made.shift(gear)
+            assert same_model(model, original)
+
+    def test_some_of_them_may_be_chosen(self, convert):
+        source, out = convert("llama", "--gears", "4,5,6,8,16")
+        model = gearbx_mlx.load(out)[0]
+        gearbox = Gearbox(model, "4,6")
+        assert [gear.name for gear in gearbox.ladder] == ["low", "high"]
+        gearbox.shift(6)
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,5,6,8,16")
+        made.shift(6)
+        assert same_model(model, made.model)
+        with pytest.raises(GearbxError, match="no gear of 3 bits; choose from 4, 5, 6, 8, 16"):
+            Gearbox(gearbx_mlx.load(out)[0], "3,16")
+
+    def test_without_a_dense_gear(self, convert):
+        source, out = convert("tied", "--gears", "4,8", "--manage", "mlp")
+        model = gearbx_mlx.load(out)[0]
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8", manage="mlp")
+        saved = Gearbox(model)
+        saved.shift("high")
+        assert same_model(model, made.model)
+        with pytest.raises(GearbxError, match="are of manage mlp, not all"):
+            Gearbox(gearbx_mlx.load(out)[0], manage="all")
+
+    def test_in_another_type_they_are_those_of_the_model_in_that_type(self, convert):
+        _, out = convert("llama", "--dtype", "float16", dtype=mx.float32)
+        model, made = gearbx_mlx.load(out)[0], tiny_model(dtype=mx.float16)
+        saved, made = Gearbox(model), Gearbox(made)
+        for gear in ("low", "high"):
+            saved.shift(gear)
+            made.shift(gear)
+            assert same_model(model, made.model)
+
+    def test_low_gear_memory_is_the_low_gears(self, command, tmp_path):
+        out = tmp_path / "geared"
+        command("convert", "--mlx-path", out)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        model, _ = gearbx_mlx.load(out)
+        gearbox = Gearbox(model, residency="disk", kernels="native")
+        mx.eval(model.parameters())
+        low = mx.get_active_memory() - before
+        held = sum(array.nbytes for array in {id(a): a for a in weights_of(model).values()}.values())
+        assert low <= 1.05 * held  # and nothing of the others
+        gearbox.shift("high")
+        assert mx.get_active_memory() - before > 1.5 * low
+        gearbox.shift("low")
+        assert mx.get_active_memory() - before <= 1.05 * held
+
+
+class TestTheBase:
+    @pytest.mark.parametrize("architecture", MODELS)
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    def test_is_a_4_bit_model_for_mlx_lm(self, convert, architecture, format):
+        source, out = convert(architecture, "--format", format)
+        model, tokenizer = mlx_lm.load(str(out))
+        text = mlx_lm.generate(model, tokenizer, "a b c", max_tokens=8)
+        kinds = {type(module) for module in model.modules()}
+        assert nn.QuantizedLinear in kinds
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format)
+        made.shift("low")
+        ours, theirs = weights_of(model), weights_of(made.model)
+        for layer in made.layers:
+            name = layer.path if f"{layer.path}.scales" in theirs else f"{layer.path}.projection"
+            for part in ("weight", "scales", "biases"):
+                same = ours[f"{layer.path}.{part}"] == theirs[f"{name}.{part}"].astype(
+                    ours[f"{layer.path}.{part}"].dtype
+                )
+                assert same.all().item()
+        assert isinstance(text, str)
+
+    def test_names_every_layer_in_its_configuration(self, convert):
+        _, out = convert("qwen3_moe")
+        quantization = json.loads((out / "config.json").read_text())["quantization"]
+        assert quantization["bits"] == 4
+        assert quantization["model.layers.0.mlp.gate"] == {"group_size": 64, "bits": 8, "mode": "affine"}
+        assert quantization["model.layers.1.self_attn.q_proj"] == {"group_size": 64, "bits": 4, "mode": "affine"}
+        assert quantization["model.embed_tokens"] is False
+        model = tiny_model("qwen3_moe")
+        assert {path for path, m in model.named_modules() if hasattr(m, "to_quantized")} <= quantization.keys()
+
+    def test_is_the_original_where_the_format_is_not_mlx_lms(self, convert):
+        source, out = convert("llama", "--format", "rowwise", "--gears", "4,16")
+        assert same_model(mlx_lm.load(str(out))[0], mlx_lm.load(str(source))[0])
+
+    def test_runs_in_the_lowest_gear_where_mlx_lm_cannot_run_it(self, convert):
+        source, out = convert("llama", "--format", "rowwise", "--gears", "4,8")
+        model = gearbx_mlx.load(out)[0]
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8", format="rowwise")
+        made.shift("low")
+        expected = made.model(PROMPT).astype(mx.float32)
+        assert mx.allclose(model(PROMPT).astype(mx.float32), expected, atol=0.05).item()
+        saved = Gearbox(model)
+        assert same_model(model, made.model)
+        saved.shift(8)
+        made.shift(8)
+        assert same_model(model, made.model)
+
+    def test_the_demo_model_tells_tales_in_it(self, command, tmp_path):
+        out = tmp_path / "geared"
+        assert command("convert", "--mlx-path", out).status == 0
+        model, tokenizer = mlx_lm.load(str(out))
+        original, _ = mlx_lm.load(str(DEMO_MODEL))
+        text = mx.array([tokenizer.encode("Once upon a time there was a king who had three daughters.")])
+        low, high = (nn.losses.cross_entropy(m(text)[:, :-1], text[:, 1:], reduction="mean") for m in (model, original))
+        assert low.item() < high.item() + 0.5
+        kept = {file.name for file in out.iterdir()}
+        assert kept == {file.name for file in DEMO_MODEL.iterdir() if file.is_file() and file.suffix == ".json"} | {
+            "model.safetensors",
+            "gears.safetensors",
+            "gears.json",
+        }

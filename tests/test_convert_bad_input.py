@@ -1,0 +1,225 @@
+"""Geared checkpoints that are damaged or do not fit, and conversions that are stopped."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from conftest import save_model, tiny_model
+
+import gearbx_mlx
+from gearbx_mlx import GearbxError
+from gearbx_mlx.gears import tensor_file
+from gearbx_mlx.loading import DEMO_MODEL
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A geared checkpoint of the demo model."""
+    out = tmp_path_factory.mktemp("whole") / "geared"
+    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", "--mlx-path", out], check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture
+def geared(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "geared")
+
+
+def contents(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
+def change_manifest(directory, **change):
+    file = directory / "gears.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+class TestLoading:
+    def refused(self, directory, words):
+        with pytest.raises(GearbxError, match=words) as error:
+            gearbx_mlx.load(directory)
+        assert str(error.value).count("\n") == 0
+        assert str(directory) in str(error.value)
+
+    def test_a_base_that_changed(self, geared):
+        model = mx.load(str(geared / "model.safetensors"))
+        name = "model.layers.3.mlp.up_proj.scales"
+        mx.save_safetensors(str(geared / "model.safetensors"), model | {name: model[name] * 1.01})
+        self.refused(geared, "model.safetensors: changed since the gears beside it were made")
+
+    def test_a_base_that_is_gone(self, geared):
+        (geared / "model.safetensors").rename(geared / "model-00001-of-00001.safetensors")
+        self.refused(geared, "model.safetensors: missing")
+
+    @pytest.mark.parametrize("part", [0.5, 0.001, 0])
+    def test_truncated_gears(self, geared, part):
+        file = geared / "gears.safetensors"
+        os.truncate(file, int(file.stat().st_size * part))
+        self.refused(geared, "gears.safetensors: damaged or truncated")
+
+    def test_gears_that_are_gone(self, geared):
+        (geared / "gears.safetensors").unlink()
+        self.refused(geared, "gears.safetensors: missing beside gears.json; download it again, or make it anew")
+
+    def test_gears_without_their_manifest(self, geared):
+        (geared / "gears.json").unlink()
+        self.refused(geared, "gears.json: missing beside gears.safetensors")
+
+    def test_a_newer_version(self, geared):
+        change_manifest(geared, version=2)
+        self.refused(geared, "gears.json: of version 2, and this gearbx-mlx reads up to 1; upgrade gearbx-mlx")
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
+    def test_a_damaged_manifest(self, geared, text):
+        (geared / "gears.json").write_text(text)
+        self.refused(geared, "gears.json: damaged")
+
+    def test_a_manifest_of_other_gears(self, geared):
+        content = json.loads((geared / "gears.json").read_text())
+        next(iter(content["layers"].values()))["gears"]["8"]["scales"] = "elsewhere"
+        change_manifest(geared, **content)
+        self.refused(geared, "has no elsewhere, which gears.json names")
+
+    def test_gears_that_vanish_later(self, geared):
+        model, _ = gearbx_mlx.load(geared)
+        gearbox = gearbx_mlx.Gearbox(model, residency="disk")
+        gearbox.shift("mid")
+        gearbox.shift("low")
+        (geared / "gears.safetensors").unlink()
+        with pytest.raises(GearbxError, match="cannot be read"):
+            gearbox.shift("mid")
+        assert gearbox.gear.name == "low"
+        assert model(mx.array([[1, 2]])).shape == (1, 2, 4096)
+
+    def test_an_adapter(self, geared):
+        with pytest.raises(GearbxError, match="take no adapter"):
+            gearbx_mlx.load(geared, adapter_path="somewhere")
+
+
+class TestConverting:
+    def test_a_kill_at_any_moment_and_the_same_command(self, whole, tmp_path, command):
+        before, out = contents(DEMO_MODEL), tmp_path / "geared"
+        arguments = [sys.executable, "-m", "gearbx_mlx.convert", "--mlx-path", out]
+        work = tmp_path / "geared.incomplete"
+        kills = 0
+        for pause in (0, 0.02, 0.1):  # after the first layer, and later
+            process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            had = size_of(work / "gears.safetensors")
+            while process.poll() is None and size_of(work / "gears.safetensors") <= had:
+                time.sleep(0.001)
+            time.sleep(pause)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            if out.exists():
+                break
+            kills += 1
+            with pytest.raises(GearbxError):
+                gearbx_mlx.load(out)
+        assert kills
+        if not out.exists():
+            assert command("convert", "--mlx-path", out).status == 0
+        assert not work.exists()
+        assert contents(out) == contents(whole)
+        assert contents(DEMO_MODEL) == before
+
+    @pytest.mark.parametrize("after", [0, 1, 30])
+    def test_a_disk_that_fills_up(self, whole, tmp_path, command, monkeypatch, after):
+        flushes, flush = iter(range(after)), tensor_file.TensorFile.flush
+
+        def full(self):
+            if next(flushes, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            flush(self)
+
+        out = tmp_path / "geared"
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file.TensorFile, "flush", full)
+            done = command("convert", "--mlx-path", out)
+        self.stopped(done, out, "No space left on device")
+        assert command("convert", "--mlx-path", out).status == 0
+        assert contents(out) == contents(whole)
+
+    def test_a_disk_that_fills_up_at_the_end(self, whole, tmp_path, command, monkeypatch):
+        out = tmp_path / "geared"
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                shutil, "copyfile", lambda a, b: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+            )
+            done = command("convert", "--mlx-path", out)
+        self.stopped(done, out, "No space left")
+        assert command("convert", "--mlx-path", out).status == 0
+        assert contents(out) == contents(whole)
+
+    @pytest.mark.parametrize("limit", [1_000, 500_000, 5_000_000])
+    def test_files_that_may_not_grow(self, whole, tmp_path, command, limit):
+        out = tmp_path / "geared"
+        shell = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        shell += "from gearbx_mlx import convert; convert.main()"
+        arguments = [sys.executable, "-c", shell, "--mlx-path", out]
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        self.stopped(SimpleNamespace(status=done.returncode, err=done.stderr), out, "File too large")
+        assert command("convert", "--mlx-path", out).status == 0
+        assert contents(out) == contents(whole)
+
+    def stopped(self, done, out, reason):
+        assert done.status == 2
+        assert done.err.strip().count("\n") == 0
+        assert f"geared.incomplete: cannot be written ({reason}); mend that, and the same command goes on" in done.err
+        assert not out.exists()
+
+    def test_a_beginning_of_another_conversion(self, tmp_path, command, monkeypatch):
+        out = tmp_path / "geared"
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file.TensorFile, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert command("convert", "--mlx-path", out).status == 130
+        done = command("convert", "--mlx-path", out, "--gears", "4,8")
+        assert done.status == 2
+        assert "holds the beginning of a conversion of gears [4, 8, 16] and not [4, 8]; remove it" in done.err
+        save_model(tiny_model(), tmp_path / "other")
+        done = command("convert", "--mlx-path", out, "--model", tmp_path / "other")
+        assert "holds the beginning of a conversion of another model; remove it" in done.err
+
+    def test_what_makes_no_sense(self, whole, tmp_path, command):
+        (tmp_path / "there").mkdir()
+        quantized = tmp_path / "quantized"
+        shutil.copytree(whole, quantized)
+        for name in ("gears.json", "gears.safetensors"):
+            (quantized / name).unlink()
+        for flags, words in (
+            (["--mlx-path", tmp_path / "there"], "is there already; remove it or give another path"),
+            (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
+            (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
+            (["--mlx-path", tmp_path / "a", "--gears", "8,4"], "gears must ascend"),
+            (["--mlx-path", tmp_path / "a", "--format", "rowwise", "--gears", "3,16"], "no gear of 3 bits"),
+            (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
+            (["--mlx-path", tmp_path / "a", "--model", quantized], "is quantized already; convert the original"),
+            (["--mlx-path", tmp_path / "a", "--model", tmp_path / "b"], "no such model directory"),
+        ):
+            done = command("convert", *flags)
+            assert done.status == 2
+            assert words in done.err
+            assert done.err.strip().count("\n") == 0
+            assert not (tmp_path / "a.incomplete").exists()
+
+    def test_weights_that_are_not_finite(self, tmp_path, command):
+        model = tiny_model()
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+        save_model(model, tmp_path / "original")
+        done = command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared")
+        assert done.status == 2
+        assert "model.layers.1.mlp.up_proj: weights are not finite" in done.err
+
+
+def size_of(path):
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
