@@ -1,7 +1,8 @@
 """A shared library of codebooks, XFP's V2a: a group of 128 weights names one of 32, a scale and a mid-point (XFP 3.4).
 
 The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and
-deviation 1, by Lloyd's iteration over vectors. A weight is midpoint + scale * entry, or, where it is an outlier,
+deviation 1, by Lloyd's iteration over vectors (XFP), and then fitted to the groups that name its entries, which lowers
+the error at 4 bits by a tenth. A weight is midpoint + scale * entry, or, where it is an outlier,
 itself. A group costs a byte and two fp16, 0.31 bits per weight.
 
 Codes are packed as MLX packs them, 32 codes in `bits` words, of which a group has four. That is Table 3.3 for 2 and 4
@@ -27,6 +28,7 @@ BITS = (2, 3, 4)
 LIBRARY, GROUP = 32, 128
 GROUP_SIZE = 1 + 2 + 2  # bytes beside the codes: which entry, scale, mid-point
 REFITS = 2
+REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds over so many weights of a matrix
 BINS, REACH = 256, 4.0  # where the weights of a group lie, in deviations, for choosing an entry
 SMALLEST = 2.0**-24  # the scale of a group of equal weights; fp16 has no smaller number
 
@@ -59,7 +61,14 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS)
         mean, deviation = moments(rows, left_out)
         shapes.append((lloyd(SortedRows.of(rows, left_out), bits, rounds) - mean) / deviation)
         mx.eval(shapes[-1])
-    return condense(mx.concatenate(shapes)).astype(mx.float16)
+    library = condense(mx.concatenate(shapes)).astype(mx.float16)
+    height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
+    some = mx.arange(height) * len(matrix) // height
+    groups, left_out = grouped(matrix[some], outlying[some])
+    for _ in range(REFINEMENTS):
+        library = refine(groups, left_out, library)
+        mx.eval(library)
+    return library
 
 
 def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
@@ -102,6 +111,33 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     return codes, entries.astype(mx.uint8), scale[:, 0], middle[:, 0]
 
 
+def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
+    """A round of Lloyd's iteration over groups (G, 128): each entry goes to the mean of what it stands for.
+
+    Weights count with the squares of their groups' scales, as their errors do. Sums are matrix products, which add in
+    the same order in every run; scattered ones on a GPU do not.
+    """
+    codes, entries, scales, midpoints = fit(groups, outlying, library)
+    scale, middle = (a.astype(mx.float32)[:, None] for a in (scales, midpoints))
+    member = (entries[:, None] == mx.arange(len(library))).astype(mx.float32)
+
+    def by_entry(values: mx.array) -> mx.array:
+        values = mx.where(outlying, 0, values)
+        of_codes = [mx.where(codes == k, values, 0).sum(axis=-1) for k in range(library.shape[-1])]
+        return member.T @ mx.stack(of_codes, axis=-1)
+
+    weights, sums = by_entry(mx.square(scale)), by_entry(scale * (groups - middle))
+    moved = mx.where(weights > 0, sums / mx.maximum(weights, 1e-30), library.astype(mx.float32))
+    return mx.sort(moved, axis=-1).astype(mx.float16)
+
+
+def grouped(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
+    """Rows (R, I) in groups of 128, float32; what fills up a last group counts as outlying."""
+    missing = [(0, 0), (0, -rows.shape[-1] % GROUP)]
+    filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
+    return filled[0].reshape(-1, GROUP), filled[1].reshape(-1, GROUP)
+
+
 def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
     """A matrix (O, I), or experts (E, O, I), as a layer with a library holds it. G = I / 128 rounded up.
 
@@ -117,12 +153,9 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
     shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / GROUP))
     libraries, parts = [], []
     for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
-        missing = [(0, 0), (0, -weight.shape[-1] % GROUP)]
         libraries.append(learn(matrix, outlying, bits, rounds))
         for block in row_blocks(*matrix.shape):
-            groups = mx.pad(matrix[block].astype(mx.float32), missing).reshape(-1, GROUP)
-            left_out = mx.pad(outlying[block], missing, constant_values=True).reshape(-1, GROUP)
-            codes, *rest = fit(groups, left_out, libraries[-1])
+            codes, *rest = fit(*grouped(matrix[block], outlying[block]), libraries[-1])
             parts.append((pack(codes, bits), *rest))
             mx.eval(parts[-1])
     words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
