@@ -125,6 +125,7 @@ def inputs_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     from importlib.metadata import version
 
     from .evaluation.session import fingerprint
+    from .floors import wanted_floors
     from .loading import DEMO_MODEL, find
 
     directory = find(args.model or DEMO_MODEL)
@@ -134,6 +135,7 @@ def inputs_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
         "model contents": fingerprint(*files),
         "data contents": fingerprint(Path(args.data)),
         **{name: getattr(args, name) for name in (*common, *names)},
+        **({"floors": vars(floors)} if (floors := wanted_floors(args)) else {}),
         "gearbx_mlx": version("gearbx-mlx"),
         "mlx": version("mlx"),
     }

@@ -5,8 +5,9 @@ import argparse
 import mlx.nn as nn
 
 from .errors import GearbxError
+from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
 from .formats import DEFAULT_FORMAT, FORMATS
-from .gears.discovery import MANAGE
+from .gears.discovery import MANAGE, Predicate
 from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
@@ -14,7 +15,7 @@ from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
 from .kernels.dispatch import ACTIVATIONS, KERNELS
 from .loading import DEMO_MODEL, find, gears_of
-from .terminal import show_compiling
+from .terminal import note, show_compiling
 
 
 def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
         f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
     )
+    add_floor_flags(parser)
 
 
 def add_format_flags(group: argparse._ArgumentGroup) -> None:
@@ -71,7 +73,8 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
     """Fill in --gears, --format, --manage and --q-group-size: from a geared checkpoint, else by default.
 
     Raises:
-        GearbxError: gears that make no ladder, or a flag that says otherwise than the checkpoint.
+        GearbxError: gears that make no ladder, a flag that says otherwise than the checkpoint, or floors that there
+            are not.
     """
     if args.gears is not None:
         Ladder.parse(args.gears)
@@ -89,6 +92,8 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
             flag = f"--{name.replace('_', '-')}"
             raise GearbxError(f"{flag} is {given}, and the gears of {args.model} have {held}; leave out {flag}")
         setattr(args, name, held if given is None else given)
+    if wanted_floors(args) and saved is not None:
+        raise GearbxError(f"the gears of {args.model} have their bits; leave out the floors, or convert the original")
 
 
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
@@ -96,11 +101,18 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
     if args.telemetry_only or without_gears(model):
         return Observer(model, ladder, dtype=args.dtype)
     show_compiling()
+    manage: str | Predicate = args.manage
+    floors = wanted_floors(args)
+    if floors:
+        selection = select_bits(model, args.format, manage, floors)
+        manage = selection.predicate
+        for line in selection_lines(selection):
+            note(line)
     return Gearbox(
         model,
         ladder,
         format=args.format,
-        manage=args.manage,
+        manage=manage,
         group_size=args.q_group_size,
         residency=args.residency,
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,

@@ -1,9 +1,10 @@
-// Packed codes, 16 at a time: the unit of work of one lane.
+// Packed codes, CODES at a time: the unit of work of one lane.
 //
-// Every format packs codes as a little-endian stream of bits, and begins a row at a whole word of 16 bits. 16 codes of
-// WIDTH bits are WIDTH such words exactly, whatever the width, so that lanes share no word.
+// Most formats pack codes as a little-endian stream of bits, and begin a row at a whole word of 16 bits. CODES is 16 then:
+// 16 codes of WIDTH bits are WIDTH such words exactly, whatever the width, so that lanes share no word. Codes that name an
+// entry of their row's codebook lie as PLACE says, as many as two words hold.
 
-enum { CODES = 16, LANES = 32 };
+enum { LANES = 32 };
 
 // What lies in memory from some place on, with zeros beyond `left` elements.
 template <typename T, typename P>
@@ -15,7 +16,7 @@ struct Cut {
     }
 };
 
-// The rest of a row: it has `left` elements, of which 16 codes may want more if the kernel is for RAGGED rows.
+// The rest of a row: it has `left` elements, of which CODES may want more if the kernel is for RAGGED rows.
 #if RAGGED
 template <typename T, typename P>
 inline Cut<T, P> rest_of_row(P from, int left) {
@@ -36,18 +37,33 @@ inline void load_codes(Words packed, thread ushort* words) {
     }
 }
 
-// Code i, shifted down to its value. It may lie across two words.
-template <int WIDTH>
-inline float code_at(const thread ushort* words, int i) {
-    const int bit = i * WIDTH;
+// The code that begins at a bit, shifted down to its value. It may lie across two words.
+template <int WIDTH, typename Words>
+inline uint code_from(Words words, int bit) {
     const int word = bit / 16;
     const int shift = bit % 16;
     uint pair = words[word];
     if (shift + WIDTH > 16) {
         pair |= uint(words[word + 1]) << 16;
     }
-    return float((pair >> shift) & ((1u << WIDTH) - 1));
+    return (pair >> shift) & ((1u << WIDTH) - 1);
 }
+
+// Code i of a stream.
+template <int WIDTH>
+inline float code_at(const thread ushort* words, int i) {
+    const int bit = i * WIDTH;
+    return float(code_from<WIDTH>(words, bit));
+}
+
+#if TABLES
+// What CODES codes stand for.
+inline void look_up(const thread ushort* words, const threadgroup float* entries, thread float* values) {
+    for (int i = 0; i < CODES; i++) {
+        values[i] = entries[code_from<BITS>(words, PLACE(i))];
+    }
+}
+#endif
 
 // The sum over 16 codes of code * x. `X` is a pointer into any address space, or a Cut of one.
 // Codes that do not lie across words are masked where they are, without a shift: each comes out 2^place times too
@@ -82,7 +98,7 @@ inline void add_codes(const thread ushort* words, thread float* codes) {
 }
 
 template <typename A, typename B>
-inline float dot_16(A a, B b) {
+inline float dot_all(A a, B b) {
     float total = 0.0f;
     for (int i = 0; i < CODES; i++) {
         total += float(a[i]) * float(b[i]);
@@ -91,7 +107,7 @@ inline float dot_16(A a, B b) {
 }
 
 template <typename X>
-inline float sum_16(X x) {
+inline float sum_all(X x) {
     float total = 0.0f;
     for (int i = 0; i < CODES; i++) {
         total += float(x[i]);

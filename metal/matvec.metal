@@ -1,17 +1,22 @@
 // out = x W^T + bias for packed W, of which each byte is read once. Body of the kernel of every format.
 //
-// One SIMD group computes ROWS rows for all vectors. Its lanes go along the columns, 16 at a time: packed words, codes,
+// One SIMD group computes ROWS rows for all vectors. Its lanes go along the columns, CODES at a time: packed words, codes,
 // products with the activations, scale. A weight is
 //     ROW_SCALE(row) * (GROUP_SCALE * sum over planes of 2^-SHIFT code + GROUP_OFFSET);
-// what does not depend on the code is multiplied once by the sum of the 16 activations.
+// what does not depend on the code is multiplied once by the sum of the activations. Where there are TABLES, the entry that
+// a code names takes the place of the code, and some weights of a row, its outliers, are not what their codes say: those
+// lie beside the codes, row after row, and a row's lanes go through them at its end.
 //
 // Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; rows, columns and row_words,
-//     numbers; out (VECTORS, rows) T.
-// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of 16), one of
-//     X_REGISTERS, X_THREADGROUP, X_DEVICE.
+//     numbers; out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and
+//     outlier_offsets (rows + 1), where each row's begin.
+// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES), CODES,
+//     TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE.
 // Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
-//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row).
+//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES, by kernels/metal_codebooks.py: BITS and PLACE(i) of a
+//     code; ENTRIES of a table; ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins;
+//     STEP_WORDS, that hold CODES; OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
 // Template: T, the type of x and out; STAGED, VECTORS * columns if X_THREADGROUP.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
@@ -24,6 +29,17 @@ threadgroup T staged[STAGED];
 for (int i = thread_index_in_threadgroup; i < VECTORS * columns; i += SIMD_GROUPS * LANES) {
     staged[i] = x[i];
 }
+#endif
+#if TABLES
+threadgroup float table[TABLES * ENTRIES];
+for (int i = thread_index_in_threadgroup; i < TABLES * ENTRIES; i += SIMD_GROUPS * LANES) {
+    const int entry = FIRST_TABLE * ENTRIES + i;
+    if (entry < ALL_TABLES * ENTRIES) {
+        table[i] = float(codebook[entry]);
+    }
+}
+#endif
+#if X_THREADGROUP || TABLES
 threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 
@@ -51,7 +67,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 #endif
     float x_sums[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
-        x_sums[v] = sum_16(X_AT(v));
+        x_sums[v] = sum_all(X_AT(v));
     }
     for (int r = 0; r < ROWS; r++) {
         const int row = first_row + r;
@@ -61,8 +77,9 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     const device ushort* row_of_words = (const device ushort*)w + size_t(row) * ROW_WORDS(WIDTH);             \
     ushort words[WIDTH];                                                                                      \
     load_codes<WIDTH>(rest_of_row<ushort>(row_of_words + at, ROW_WORDS(WIDTH) - at), words);
+            const size_t group = size_t(row) * groups + k / GROUP_SIZE;
             float dots[VECTORS];
-#if VECTORS == 1
+#if VECTORS == 1 && !TABLES
             dots[0] = 0.0f;
 #define DO(w, WIDTH, SHIFT)                                                        \
     {                                                                              \
@@ -71,22 +88,29 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     }
             PLANES(DO)
 #else
-            // More than one vector: codes are taken out of their words once, and used for all of them.
+            // More than one vector, or a table: codes are taken out of their words once, and used for all of them.
             float codes[CODES];
             for (int i = 0; i < CODES; i++) {
                 codes[i] = 0.0f;
             }
+#if TABLES
+#define DO(w, WIDTH, SHIFT)                        \
+    {                                              \
+        LOAD(w, WIDTH)                             \
+        look_up(words, TABLE(row, group), codes);  \
+    }
+#else
 #define DO(w, WIDTH, SHIFT)                     \
     {                                           \
         LOAD(w, WIDTH)                          \
         add_codes<WIDTH, SHIFT>(words, codes);  \
     }
+#endif
             PLANES(DO)
             for (int v = 0; v < VECTORS; v++) {
-                dots[v] = dot_16(codes, X_AT(v));
+                dots[v] = dot_all(codes, X_AT(v));
             }
 #endif
-            const size_t group = size_t(row) * groups + k / GROUP_SIZE;
             const float scale = GROUP_SCALE;
             const float offset = GROUP_OFFSET;
             for (int v = 0; v < VECTORS; v++) {
@@ -95,6 +119,33 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
         }
     }
 }
+
+#if TABLES
+// What the code of an outlier stands for is taken back, and the outlier added.
+for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r;
+    if (row < rows) {
+        const int begin = outlier_offsets[row];
+        const int end = outlier_offsets[row + 1];
+        const device ushort* row_of_words = (const device ushort*)w0 + size_t(row) * ROW_WORDS(STEP_WORDS);
+        float below = 0.0f;
+        for (int i = begin + lane; i < end; i += LANES) {
+            const int column = outlier_columns[i];
+            if (OWN_CODE || i == begin + lane) {
+                const int coded = OWN_CODE ? column : outlier_columns[begin];
+                const device ushort* words = row_of_words + coded / CODES * STEP_WORDS;
+                const size_t group = size_t(row) * groups + coded / GROUP_SIZE;
+                const float scale = GROUP_SCALE;
+                below = scale * TABLE(row, group)[code_from<BITS>(words, PLACE(coded % CODES))] + GROUP_OFFSET;
+            }
+            const float off = float(outliers[i]) - below;
+            for (int v = 0; v < VECTORS; v++) {
+                sums[r][v] += off * float(x[v * columns + column]);
+            }
+        }
+    }
+}
+#endif
 
 for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;

@@ -24,9 +24,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.formats import groupwise, rowwise
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats.codebook_packing import LAYOUT
 from gearbx_mlx.formats.planes import Planes, split
 from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup
+from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from gearbx_mlx.telemetry.files import check_writable, write_text
 from gearbx_mlx.telemetry.summary import as_json
@@ -35,6 +37,7 @@ from gearbx_mlx.telemetry.summary import as_json
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = (2, 3, 4, 5, 6, 8)
+CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
 STACKS = ((4, 4), (4, 1, 1, 2))
 CHECKED = ((37, 640), (13, 533))  # rows and columns; the second one is no multiple of a group
 HEAD = ("format", "bits", "rows x columns", "vectors", "kernel", "us", "GB/s", "of memory limit", "times MLX")
@@ -122,6 +125,25 @@ def groupwise_kernel() -> Kernel:
     return Kernel("groupwise", str(groupwise.BITS), pack, dense, product)
 
 
+def codebook_kernel(format: str, bits: int) -> Kernel:
+    """One codebook for each row, or a library of them; with outliers."""
+    module, launch = CODEBOOKS[format]
+    names: list[str] = []
+
+    def pack(weight: mx.array) -> Arrays:
+        arrays = module.encode(weight, bits)
+        names[:] = arrays
+        return list(arrays.values())
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return module.decode(dict(zip(names, a)), bits, columns)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return launch(x, dict(zip(names, a)), bits, variant=variant).run()
+
+    return Kernel(format, str(bits), pack, dense, product)
+
+
 def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
     """Every kernel, and MLX's own of the same bits."""
     rowwise_bits = tuple(rowwise.Q_MAX)
@@ -130,6 +152,8 @@ def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
         *((planes_kernel(widths, group_size), mlx_kernel(sum(widths), group_size)) for widths in STACKS),
         *((rowwise_kernel(bits), mlx_kernel(bits, group_size)) for bits in rowwise_bits),
         (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
+        *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
+        *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
     ]
 
 

@@ -4,7 +4,10 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
+import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,13 +28,29 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 
 def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
-    """Compile `check` and all sources of the kernels that know nothing of MLX into `program`."""
+    """Compile `check`, and link it with all sources of the kernels that know nothing of MLX, into `program`."""
     common = ["-g", "-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{cpu.SOURCES}", *flags]
-    sources = [str(file) for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
-    main = [*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]
-    link = [*compiler, "-std=c++20", *common, "-pthread", *sources, f"{program}.o", "-o", str(program)]
-    for step in (main, link):
-        built = subprocess.run(step, capture_output=True, text=True)
+    compile_all([[*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]])
+    objects = [f"{program}.o", *kernels(program.parents[1], [*compiler, "-std=c++20", *common])]
+    compile_all([[*compiler, *common, "-pthread", *objects, "-o", str(program)]])
+
+
+def kernels(directory: Path, command: Sequence[str]) -> list[str]:
+    """The kernels' object files, compiled once in a session for each command, since that takes most of the time."""
+    held = directory / f"kernels-{zlib.crc32(' '.join(command).encode()):08x}"
+    sources = [file for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
+    if not held.exists():
+        made = Path(tempfile.mkdtemp(dir=directory))
+        compile_all([[*command, "-c", str(file), "-o", str(made / f"{file.stem}.o")] for file in sources])
+        made.rename(held)
+    return [str(held / f"{file.stem}.o") for file in sources]
+
+
+def compile_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run compilers, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
+    for built in done:
         if "cannot find" in built.stderr and "san" in built.stderr:
             pytest.skip("this compiler lacks a sanitizer")
         assert built.returncode == 0, built.stderr

@@ -15,6 +15,7 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
 
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
+FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
 MODELS = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},

@@ -151,7 +151,7 @@ class TestShift:
             "format",
             type(
                 "Spy",
-                (),
+                (type(gearbox.format),),
                 {
                     "modules": staticmethod(
                         lambda dense, wanted, *rest: made.append(wanted) or make(dense, wanted, *rest)
@@ -183,7 +183,9 @@ class TestShift:
                 raise MemoryError("injected")
             return make(*arguments)
 
-        monkeypatch.setattr(gearbox, "format", type("Failing", (), {"modules": staticmethod(failing)}))
+        monkeypatch.setattr(
+            gearbox, "format", type("Failing", (type(gearbox.format),), {"modules": staticmethod(failing)})
+        )
         with pytest.raises(MemoryError, match="injected"):
             gearbox.shift("mid")
         assert gearbox.gear.name == start

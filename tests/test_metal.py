@@ -10,9 +10,10 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.formats import groupwise, rowwise
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import available, choose_variant
+from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from gearbx_mlx.kernels.reference import planes_matmul
 
@@ -43,6 +44,14 @@ def rowwise_arguments(rows=8, width=21, bits=6):
 def groupwise_arguments(rows=8, width=70):
     codes, scales = groupwise.quantize(mx.random.normal((rows, width)))
     return {"x": mx.random.normal((1, width)), "weight": rowwise.pack(codes, 4), "scales": scales, "width": width}
+
+
+CODEBOOKS = {"codebook": (codebook, codebook_launch), "library": (codebook_library, library_launch)}
+
+
+def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
+    arrays = CODEBOOKS[kind][0].encode(mx.random.normal((rows, width)), bits, rounds=2)
+    return {"x": mx.random.normal((1, width)), "arrays": arrays, "bits": bits}
 
 
 @without_metal
@@ -80,6 +89,11 @@ def test_other_formats_on_metal_itself(width, variant):
     codes = rowwise.unpack(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
     weight = groupwise.dequantize(codes, given["scales"], width)
     assert mx.allclose(groupwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
+    for kind, (module, launch) in CODEBOOKS.items():
+        for bits in (2, 3, 4):
+            given = codebook_arguments(kind, 37, width, bits)
+            weight = module.decode(given["arrays"], bits, width)
+            assert mx.allclose(launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
 
 
 def test_selection():
@@ -154,6 +168,35 @@ def test_groupwise_arguments_that_do_not_fit_are_refused(changed, said):
         groupwise_launch(**groupwise_arguments() | changed)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changed", "said"),
+    [
+        ("codebook", {"x": mx.zeros((1, 80))}, "weight is"),
+        ("codebook", {"x": mx.zeros((9, 70))}, "not 1 to 8 vectors"),
+        ("codebook", {"bits": 7}, "7 bits are none of 2 to 6"),
+        ("codebook", {"bits": 3}, "weight is"),
+        ("codebook", {"codebook": mx.zeros((8, 8), mx.float16)}, "codebook is"),
+        ("codebook", {"codebook": mx.zeros((8, 16))}, "codebook is"),
+        ("codebook", {"outliers": mx.zeros((3, 1), mx.float16)}, "not a list"),
+        ("codebook", {"outlier_columns": mx.zeros((99,), mx.uint16)}, "outlier_columns is"),
+        ("codebook", {"outlier_offsets": mx.zeros((8,), mx.uint32)}, "outlier_offsets is"),
+        ("codebook", {"bias": mx.zeros((7,))}, "output bias"),
+        ("library", {"bits": 5}, "5 bits are none of 2, 3, 4"),
+        ("library", {"x": mx.zeros((1, 200))}, "weight is"),
+        ("library", {"library": mx.zeros((31, 16), mx.float16)}, "library is"),
+        ("library", {"entries": mx.zeros((8, 1), mx.int8)}, "entries is"),
+        ("library", {"scales": mx.zeros((8, 2), mx.float16)}, "scales is"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_codebook_arguments_that_do_not_fit_are_refused(kind, changed, said):
+    given = codebook_arguments(kind)
+    of_arrays = {name: changed[name] for name in changed if name in given["arrays"]}
+    others = {name: changed[name] for name in changed if name not in of_arrays}
+    with pytest.raises(GearbxError, match=said):
+        CODEBOOKS[kind][1](**given | {"arrays": given["arrays"] | of_arrays} | others)
+
+
 def test_no_rows_are_no_launch(monkeypatch):
     monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
     given = rowwise_arguments() | {"weight": mx.zeros((0, 16), mx.uint8), "scales": mx.zeros((0,))}
@@ -176,8 +219,14 @@ def test_names_are_unique():
         for variant in metal.VARIANTS
     ]
     launches += [groupwise_launch(**groupwise_arguments(width=width)) for width in (70, 80)]
+    launches += [
+        CODEBOOKS[kind][1](**codebook_arguments(kind, bits=bits, width=width))
+        for kind in CODEBOOKS
+        for bits in (2, 3, 4)
+        for width in (48, 53)
+    ]
     texts = {launch.spec.name: launch.spec.header for launch in launches}
-    assert len(texts) == len(set(texts.values())) == 27 + 24 + 2
+    assert len(texts) == len(set(texts.values())) == 27 + 24 + 2 + 11
 
 
 def test_shape_of_the_result_is_that_of_the_activations():

@@ -3,11 +3,15 @@
 from ..errors import GearbxError
 from .affine import Affine
 from .base import Format
+from .codebook import Codebook
+from .codebook_library import CodebookLibrary
 from .groupwise import Groupwise
 from .planes import NestedPlanes
 from .rowwise import Rowwise
 
-FORMATS: dict[str, Format] = {f.name: f for f in (NestedPlanes(), Affine(), Rowwise(), Groupwise())}
+FORMATS: dict[str, Format] = {
+    f.name: f for f in (NestedPlanes(), Affine(), Rowwise(), Groupwise(), Codebook(), CodebookLibrary())
+}
 DEFAULT_FORMAT = "planes"
 
 

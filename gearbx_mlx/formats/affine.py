@@ -13,6 +13,7 @@ class Affine:
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"
+    layer_bits: tuple[int, ...] = ()
     native = native_experts = True
     scales = frozenset({"scales", "biases"})
 

@@ -18,6 +18,11 @@ class Format(Protocol):
     native_experts: bool  # and those of mixtures of experts
     scales: frozenset[str]  # parameters of its modules that are held in the type that is asked for
 
+    @property
+    def layer_bits(self) -> Sequence[int]:
+        """Bits that a layer with a floor may have, beside those of the ladder, where gears are made one by one."""
+        ...
+
     def check(self, bits: int) -> None:
         """Raises GearbxError if the format has no gear of so many bits."""
         ...

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
 from .native import Native, NativeDense
-from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack, unpack
 
 BITS, Q_MAX, GROUP = 4, 7, 32
@@ -45,9 +45,9 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
 
 
 class _Groupwise(Reconstructed):
-    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-        codes = unpack(weight, BITS, scales.shape[-1] * GROUP)
-        return dequantize(codes, scales, self.input_dims, dtype)
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
+        codes = unpack(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
+        return dequantize(codes, arrays["scales"], self.input_dims, dtype)
 
 
 class GroupwiseLinear(_Groupwise, ReconstructedLinear):
@@ -74,6 +74,7 @@ class Groupwise:
     """
 
     name = "groupwise"
+    layer_bits: tuple[int, ...] = ()
     native, native_experts = True, False
     scales: frozenset[str] = frozenset()  # float32, whatever is asked for
 
@@ -99,7 +100,7 @@ class Groupwise:
         kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
-        return kind(dense, BITS, arrays["weight"], arrays["scales"], self.cache)
+        return kind(dense, BITS, arrays, self.cache)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -215,6 +215,7 @@ class NestedPlanes:
     """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
 
     name = "planes"
+    layer_bits: tuple[int, ...] = ()
     native = native_experts = True
     scales = frozenset({"scales", "biases", "plane_biases"})
 

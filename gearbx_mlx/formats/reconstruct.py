@@ -1,42 +1,51 @@
 """Modules of formats without a kernel of their own: the dense weight is reconstructed, MLX multiplies (GEARBX 7.1)."""
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 import mlx.nn as nn
 
+Arrays = Mapping[str, mx.array]
+
 
 class Reconstructed(nn.Module):
-    """A frozen layer over packed rows: `weight` (..., O, bytes) and `scales`, and the bias of the dense layer, shared.
+    """A frozen layer over packed rows: `weight` (..., O, words), what goes with it, and the dense layer's bias, shared.
 
     Args:
         dense: the Linear or SwitchLinear whose gear this is; only its shape and its bias are used.
         bits: of a code.
-        weight: packed codes.
-        scales: floating.
+        arrays: name to array: `weight`, the packed codes, and others such as `scales`; of experts, (E, ...) each.
         cache: keep the reconstruction after its first use. It is as large as the dense weight, so that this buys time
             with the memory that the gear was to save; `forget` gives it back. Not for use inside `mx.compile`.
     """
 
-    def __init__(self, dense: nn.Module, bits: int, weight: mx.array, scales: mx.array, cache: bool = False):
+    def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, cache: bool = False):
         super().__init__()
         self.bits = bits
         self.input_dims = dense.weight.shape[-1]
         self.cache = cache
         # MLX takes names that begin with _ for no parameter: a reconstruction is neither saved, counted nor parked.
         self._kept: mx.array | None = None
-        self.weight, self.scales = weight, scales
+        self._names = tuple(arrays)
+        for name, array in arrays.items():
+            self[name] = array
         if "bias" in dense:
             self.bias = dense.bias
         self.freeze()
 
-    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
         """The dense weight (..., O, I) of packed rows, in the type to compute in."""
         raise NotImplementedError
+
+    def packed(self) -> dict[str, mx.array]:
+        """The arrays that stand for the weight."""
+        return {name: self[name] for name in self._names}
 
     def dense_weight(self, dtype: mx.Dtype) -> mx.array:
         """The whole weight (..., O, I): from the cache, if it has it in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept
-        weight = self.reconstruct(self["weight"], self["scales"], dtype)
+        weight = self.reconstruct(self.packed(), dtype)
         self._kept = weight if self.cache else None
         return weight
 
@@ -73,7 +82,7 @@ class ReconstructedSwitchLinear(Reconstructed):
             weight, chosen = self.dense_weight(x.dtype), indices
         else:  # a token uses few experts of many: only those are reconstructed
             picked = indices.flatten()
-            weight = self.reconstruct(self["weight"][picked], self["scales"][picked], x.dtype)
+            weight = self.reconstruct({name: array[picked] for name, array in self.packed().items()}, x.dtype)
             chosen = mx.arange(indices.size, dtype=mx.uint32).reshape(indices.shape)
         y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y

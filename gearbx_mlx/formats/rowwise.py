@@ -14,7 +14,7 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
 from .native import Native, NativeDense
-from .reconstruct import Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}
@@ -94,8 +94,8 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
 
 
 class _Rowwise(Reconstructed):
-    def reconstruct(self, weight: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-        return dequantize(unpack(weight, self.bits, self.input_dims), scales, dtype)
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
+        return dequantize(unpack(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
 
 
 class RowwiseLinear(_Rowwise, ReconstructedLinear):
@@ -124,6 +124,7 @@ class Rowwise:
     """
 
     name = "rowwise"
+    layer_bits: tuple[int, ...] = ()
     native, native_experts = True, False
     scales = frozenset({"scales"})
 
@@ -150,7 +151,7 @@ class Rowwise:
         kind: type[_Rowwise] = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
         if isinstance(dense, NativeDense):
             kind = NativeRowwiseLinear
-        return kind(dense, bits, arrays["weight"], arrays["scales"], self.cache)
+        return kind(dense, bits, arrays, self.cache)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -152,7 +152,7 @@ class Converter:
         """Arrays for the base and for the other file, and what the journal is to know of the layer."""
         path, original = layer.path, layer.module.weight
         dense = linear_of(layer.module)
-        wanted = sorted({bits_of(layer, gear, self.ladder) for gear in self.ladder})
+        wanted = sorted({bits_of(layer, gear, self.ladder, self.format.layer_bits) for gear in self.ladder})
         ladder = stored_bits(layer, self.ladder)
         made: dict[int, nn.Module] = {}
         for bits in wanted:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -44,9 +44,10 @@ class Layer:
     lowest_bits: int = 0
 
 
-def bits_of(layer: Layer, gear: Gear, ladder: Ladder) -> int:
-    """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
-    return min((g.bits for g in ladder if g.bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
+def bits_of(layer: Layer, gear: Gear, ladder: Ladder, others: Iterable[int] = ()) -> int:
+    """The bits of a layer in a gear: the gear's, or the lowest of the ladder or of `others` that it may be used in."""
+    held = {*others, *(g.bits for g in ladder)}
+    return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
 
 
 def stored_bits(layer: Layer, ladder: Ladder) -> tuple[int, ...]:

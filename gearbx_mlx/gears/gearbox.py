@@ -32,6 +32,7 @@ DEFAULT_KERNELS = "mlx"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
+FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
 
@@ -61,7 +62,8 @@ class Gearbox:
     Args:
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
         ladder: a Ladder, or text such as "4,8,16", which is the default; of a geared checkpoint some of its gears.
-        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise", "groupwise", or a Format.
+        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise", "groupwise", "codebook",
+            "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
         residency: of gears that are not engaged: "resident", "host" or "disk".
@@ -180,8 +182,10 @@ class Gearbox:
             del self.active_memory[self._original.name]
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear: the gear's, or those of the lowest gear that the layer may be used in."""
-        return bits_of(layer, gear, self.ladder) if self.saved is None else self.saved.bits_of(layer, gear)
+        """The bits of a layer in a gear: the gear's, or the lowest that the layer may be used in and the format has."""
+        if self.saved is not None:
+            return self.saved.bits_of(layer, gear)
+        return bits_of(layer, gear, self.ladder, self.format.layer_bits)
 
     def _stored_bits(self, layer: Layer) -> tuple[int, ...]:
         """The quantized gears that a layer is stored for."""
@@ -232,12 +236,16 @@ class Gearbox:
 
     def layer_bytes(self, layer: Layer, gear: Gear) -> int:
         """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
-        bits, shape = self.bits_of(layer, gear), self._shapes[layer.path]
+        bits, shape, read = self.bits_of(layer, gear), self._shapes[layer.path], 0
         size = self.storage[layer.path].size
         if bits == DENSE:
             read = math.prod(shape) * size
         else:
-            read = self.format.bytes_read(shape, bits, self._stored_bits(layer), self.group_size, size)
+            made = self._made[layer.path].get(bits)
+            if made is not None:  # knows what a format can only expect: how many outliers there are
+                read = getattr(linear_of(made), "bytes_read", 0)
+            if not read:
+                read = self.format.bytes_read(shape, bits, self._stored_bits(layer), self.group_size, size)
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
@@ -254,10 +262,13 @@ class Gearbox:
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
         key = gear, positions
-        if key not in self._token_bytes:
-            managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-            self._token_bytes[key] = token_bytes(self.model, managed, self.storage, positions)
-        return self._token_bytes[key]
+        if key in self._token_bytes:
+            return self._token_bytes[key]
+        managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        read = token_bytes(self.model, managed, self.storage, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
@@ -345,8 +356,8 @@ class Gearbox:
         for path, module in modules.items():
             # All that was made together: an array that is still to be computed keeps the original weight in memory.
             mx.eval([made.parameters() for made in self._made[path].values()])
-            scales = linear_of(module).get("scales")
-            if scales is not None and not mx.isfinite(scales).all().item():
+            fitted = [linear_of(module).get(name) for name in FITTED]
+            if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
                 raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
 
     def _complete(self, gear: Gear) -> None:

@@ -15,12 +15,13 @@ and `auto` does too: that the kernels there are faster is predicted, and not mea
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from . import cpu, metal, reference
+from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 KERNELS = ("auto", "native", "mlx")
@@ -151,6 +152,28 @@ def dense_product(x: mx.array, weight: mx.array) -> mx.array:
     if module is None:
         return x @ weight.astype(x.dtype).T
     return module.dense_matvec(x, weight).astype(x.dtype)
+
+
+def codebook_product(
+    x: mx.array,
+    arrays: Mapping[str, mx.array],
+    bits: int,
+    dense: Callable[[], mx.array],
+    bias: mx.array | None = None,
+) -> mx.array:
+    """x (..., I) @ W^T + bias over a codebook for each row, or a library of them, of x's type.
+
+    Args:
+        arrays: by the names that formats give them; with `library` a library, else with `codebook`.
+        dense: makes W (O, I), of x's type, where no native kernel is used.
+    """
+    kind = "library" if "library" in arrays else "codebook"
+    if is_metal(x):
+        return (library_launch if kind == "library" else codebook_launch)(x, arrays, bits, bias).run()
+    module = cpu.native() if is_native(vectors_of(x)) else None
+    kernel = getattr(module, f"{kind}_matvec", None)
+    y = x @ dense().T if kernel is None else kernel(x, **arrays, bits=bits).astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
 
 
 def stack_experts(

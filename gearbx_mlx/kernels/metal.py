@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import GearbxError
 
-LANES, CODES = 32, 16  # of a SIMD group; that a lane takes at a time
+LANES, CODES = 32, 16  # of a SIMD group; that a lane takes at a time, of a stream of codes
 MAX_VECTORS = 8
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -116,17 +116,20 @@ class Layout:
     """How a matrix is packed, in the words of metal/matvec.metal.
 
     name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: name and value.
+    codes: that a lane takes at a time. tables: how many of them a threadgroup looks codes up in, if any.
     """
 
     name: str
     bits: int
     arrays: tuple[str, ...]
     macros: tuple[tuple[str, object], ...]
+    codes: int = CODES
+    tables: object = 0
 
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a kernel's text depends on; `ragged`: its last 16 columns are not all there."""
+    """All that a kernel's text depends on; `ragged`: the columns of a row's last step are not all there."""
 
     layout: Layout
     vectors: int
@@ -155,6 +158,8 @@ class Spec:
             "SIMD_GROUPS": self.variant.simd_groups,
             "HAS_BIAS": int(self.has_bias),
             "RAGGED": int(self.ragged),
+            "CODES": self.layout.codes,
+            "TABLES": self.layout.tables,
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
         lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
         return "".join(lines) + source_text("codes")
@@ -235,7 +240,7 @@ def prepare(
         raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
-    spec = Spec(layout, vectors, chosen, bias is not None, columns % CODES != 0)
+    spec = Spec(layout, vectors, chosen, bias is not None, columns % layout.codes != 0)
     read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
     threads = LANES * chosen.simd_groups
     options = {

@@ -18,9 +18,15 @@ GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
 ALIGNMENT = 16  # bytes; of a row
 
 
-def _macros(**macros: object) -> tuple[tuple[str, object], ...]:
+def named(**macros: object) -> tuple[tuple[str, object], ...]:
     """Names of metal/matvec.metal; what takes a parameter there has it in its name here."""
-    parameters = {"PLANES": "(DO)", "ROW_WORDS": "(WIDTH)", "ROW_SCALE": "(row)"}
+    parameters = {
+        "PLANES": "(DO)",
+        "ROW_WORDS": "(WIDTH)",
+        "ROW_SCALE": "(row)",
+        "PLACE": "(i)",
+        "TABLE": "(row, group)",
+    }
     return tuple((name + parameters.get(name, ""), value) for name, value in macros.items())
 
 
@@ -32,7 +38,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes)),
-        macros=_macros(
+        macros=named(
             PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
             ROW_WORDS="(row_words * WIDTH)",
             SIGN_BITS=0,
@@ -50,7 +56,7 @@ def rowwise_layout(bits: int) -> Layout:
         name=f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
-        macros=_macros(
+        macros=named(
             PLANES=f"DO(w0, {bits}, 0)",
             ROW_WORDS="row_words",
             SIGN_BITS="0x8080" if bits == 8 else 0,
@@ -68,7 +74,7 @@ def groupwise_layout() -> Layout:
         name="groupwise",
         bits=GROUPWISE_BITS,
         arrays=("w0", "scales"),
-        macros=_macros(
+        macros=named(
             PLANES=f"DO(w0, {GROUPWISE_BITS}, 0)",
             ROW_WORDS="row_words",
             SIGN_BITS=0,

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
-from gearbx_mlx.formats import groupwise, rowwise
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.metal import Launch, build
+from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 from .launch import Report, run_call
@@ -75,15 +77,37 @@ def _groupwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
     return {"w0": rowwise.pack(codes, case.bits), "scales": scales}
 
 
+CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
+
+
+def _codebook(case: Case, weight: mx.array) -> dict[str, mx.array]:
+    """By the names of the kernel's buffers. Some rows have many outliers, some none."""
+    often = mx.where(mx.arange(case.rows)[:, None] % 3 == 0, 0.2, 0.01)
+    outlying = mx.random.uniform(shape=weight.shape) < mx.where(mx.arange(case.rows)[:, None] % 3 == 1, 0.0, often)
+    arrays = CODEBOOKS[case.format][0].encode(weight, case.bits, 2, np.array(outlying))
+    return {{"weight": "w0", "library": "codebook"}.get(name, name): array for name, array in arrays.items()}
+
+
 PACKED: dict[str, Callable[[Case, mx.array], dict[str, mx.array]]] = {
     "planes": _planes,
     "rowwise": _rowwise,
     "groupwise": _groupwise,
+    "codebook": _codebook,
+    "codebook-library": _codebook,
 }
 
 
+def codebook_arrays(case: Case, p: Problem) -> dict[str, mx.array]:
+    """By the names of the format."""
+    library = case.format == "codebook-library"
+    formats = {"w0": "weight", "codebook": "library" if library else "codebook"}
+    return {formats.get(name, name): array for name, array in p.arrays.items()}
+
+
 def launch(case: Case, p: Problem) -> Launch:
-    scales, how = p.arrays["scales"], {"bias": p.bias, "variant": case.variant}
+    scales, how = p.arrays.get("scales"), {"bias": p.bias, "variant": case.variant}
+    if case.format in CODEBOOKS:
+        return CODEBOOKS[case.format][1](p.x, codebook_arrays(case, p), case.bits, **how)
     if case.format == "planes":
         return planes_launch(p.x, p.planes("w"), scales, p.planes("b"), case.bits, case.group_size, **how)
     if case.format == "rowwise":

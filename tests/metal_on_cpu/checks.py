@@ -3,11 +3,13 @@
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.formats import groupwise, packing, rowwise
+from gearbx_mlx.formats import codebook_library, groupwise, packing, rowwise
+from gearbx_mlx.kernels.metal import variant_named
+from gearbx_mlx.kernels.metal_codebooks import OF_GROUPS, ROW_CODES
 from gearbx_mlx.kernels.metal_formats import ROWWISE_OFFSET
 from gearbx_mlx.kernels.reference import plane_shifts
 
-from .cases import Case, Problem
+from .cases import CODEBOOKS, Case, Problem, codebook_arrays
 from .launch import Report
 
 UNIT = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}  # half the distance of neighbours, relative
@@ -24,6 +26,8 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
 
     Kernels add scale * (code + offset) and - scale * offset, which may cancel each other.
     """
+    if case.format in CODEBOOKS:
+        return codebook_weights(case, p)
     scales = exact(p.arrays["scales"])[..., None]
     if case.format == "planes":
         weight, size = np.zeros(1), np.zeros(1)
@@ -43,6 +47,28 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     return weight.reshape(case.rows, -1)[:, : case.columns], size.reshape(case.rows, -1)[:, : case.columns]
 
 
+def codebook_weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The same: a kernel adds what the code below an outlier stands for, takes it back, and adds the outlier."""
+    module, arrays = CODEBOOKS[case.format][0], codebook_arrays(case, p)
+    weight = exact(module.decode(arrays, case.bits, case.columns))
+    coded = exact(module.look_up(arrays, case.bits, case.columns))
+    outlying = outlier_mask(case, p)
+    size = np.abs(coded)
+    if case.format == "codebook-library":  # scale * entry + mid-point, which may cancel each other
+        middle = np.abs(exact(p.arrays["midpoints"])).repeat(codebook_library.GROUP, axis=1)[:, : case.columns]
+        size = size + 2 * middle
+    return weight, size + outlying * (size + np.abs(weight))
+
+
+def outlier_mask(case: Case, p: Problem) -> np.ndarray:
+    """(rows, columns) bool."""
+    offsets = np.array(p.arrays["outlier_offsets"]).astype(int)
+    columns = np.array(p.arrays["outlier_columns"])[: offsets[-1]]
+    mask = np.zeros((case.rows, case.columns), bool)
+    mask[np.arange(case.rows).repeat(np.diff(offsets)), columns] = True
+    return mask
+
+
 def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """The product in float64, and how far a float32 sum, rounded to the type of x, may be from it.
 
@@ -54,21 +80,24 @@ def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     terms = np.abs(exact(p.x)) @ size.T
     if p.bias is not None:
         y, terms = y + exact(p.bias), terms + np.abs(exact(p.bias))
-    roundings = case.columns / 512 + 16 + 5 + 8  # steps of a lane, values of a step, lanes, scales and planes
+    codes = ROW_CODES[case.bits] if case.format == "codebook" else CODES
+    # Steps of a lane, values of a step, lanes, scales and planes; outliers of a lane.
+    roundings = case.columns / (32 * codes) + 16 + 5 + 8
+    if case.format in CODEBOOKS:
+        roundings += case.columns / 32
     return y, roundings * 2.0**-24 * terms + UNIT[case.dtype] * np.abs(y) + SMALLEST[case.dtype]
 
 
 def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
     """How often each byte of a buffer has to be read: a packed one once, where it is not padding beyond the codes."""
+    if case.format in CODEBOOKS:
+        return codebook_reads(case, p)
     steps = -(-case.columns // CODES)  # of a row, of 16 columns each
 
     def once(name: str, bits: int) -> np.ndarray:
         counts = np.zeros((case.rows, p.arrays[name].nbytes // case.rows), int)
         counts[:, : steps * CODES * bits // 8] = 1
         return counts
-
-    def each(array: mx.array, times: np.ndarray | int) -> np.ndarray:
-        return np.repeat(np.broadcast_to(times, array.shape), array.dtype.size)
 
     widths = case.bits if case.format == "planes" else (case.bits,)
     reads = {f"w{i}": once(f"w{i}", width) for i, width in enumerate(widths)}
@@ -79,6 +108,57 @@ def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
         size = case.group_size if case.format == "planes" else groupwise.GROUP
         lanes = np.bincount(np.arange(steps) * CODES // size, minlength=groups)
         reads |= {name: each(array, lanes) for name, array in p.arrays.items() if name not in reads}
+    if p.bias is not None:
+        reads["bias"] = each(p.bias, case.vectors)
+    return reads
+
+
+def each(array: mx.array, times: np.ndarray | int) -> np.ndarray:
+    """As often for each byte as for the elements that they make up."""
+    return np.repeat(np.broadcast_to(times, array.shape), array.dtype.size)
+
+
+def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
+    """The same over codebooks: words once, and again for the code below an outlier, of which V2 has one in a row.
+
+    Of a row with outliers, each lane that has one reads that code, and where it is. Tables are read once by each
+    threadgroup that needs them, and what a group has by each lane with columns of it, and for each outlier.
+    """
+    row_wise, rows = case.format == "codebook", range(case.rows)
+    codes, words = (ROW_CODES[case.bits], 2) if row_wise else (CODES, case.bits)
+    offsets = np.array(p.arrays["outlier_offsets"]).astype(int)
+    columns = np.array(p.arrays["outlier_columns"]).astype(int)
+    steps = -(-case.columns // codes)
+    weight = np.zeros((case.rows, p.arrays["w0"].nbytes // case.rows // 2), int)
+    weight[:, : steps * words] = 1
+    column_reads = np.zeros(len(columns), int)
+    column_reads[: offsets[-1]] = 1
+    lanes = np.bincount(np.arange(steps) * CODES // codebook_library.GROUP)
+    groups = np.tile(lanes, (case.rows, 1))
+    for row in rows:
+        found = columns[offsets[row] : offsets[row + 1]]
+        if row_wise and len(found):  # the first code, by each lane that has an outlier
+            found = np.full(min(len(found), 32), found[0])
+            column_reads[offsets[row]] += len(found)
+        for column in found:
+            place = column % codes * case.bits
+            if row_wise and case.bits == 5:
+                place = column % codes // 3 * 16 + column % 3 * 5
+            at = column // codes * words + place // 16
+            weight[row, at : at + (2 if place % 16 + case.bits > 16 else 1)] += 1
+            if not row_wise:
+                groups[row, column // codebook_library.GROUP] += 1
+    begins = np.bincount(np.concatenate([rows, np.arange(case.rows) + 1]), minlength=case.rows + 1) * 32
+    variant = variant_named(case.variant, case.bits, case.vectors)
+    threadgroups = -(-case.rows // (variant.simd_groups * variant.rows))
+    reads = {
+        "w0": weight.repeat(2),
+        "codebook": each(p.arrays["codebook"], 1 if row_wise else threadgroups),
+        "outliers": each(p.arrays["outliers"], np.arange(len(columns)) < offsets[-1]),
+        "outlier_columns": each(p.arrays["outlier_columns"], column_reads),
+        "outlier_offsets": each(p.arrays["outlier_offsets"], begins),
+    }
+    reads |= {name: each(p.arrays[name], groups) for name in OF_GROUPS if name in p.arrays}
     if p.bias is not None:
         reads["bias"] = each(p.bias, case.vectors)
     return reads

@@ -81,7 +81,9 @@ def test_checks_every_kernel(short, capsys, launches):
     assert " products checked, 0 wrong" in capsys.readouterr().out
     names = {launch.spec.layout.name for launch in launches}
     wanted = {f"planes_{bits}_g64" for bits in ("2", "3", "4", "5", "6", "8", "4_4", "4_1_1_2")}
-    assert names == wanted | {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise"}
+    wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise"}
+    wanted |= {f"codebook_{bits}" for bits in range(2, 7)} | {f"library_{bits}" for bits in (2, 3, 4)}
+    assert names == wanted
     assert {launch.spec.variant.name for launch in launches if launch.spec.ragged} == set(metal.VARIANTS)
 
 

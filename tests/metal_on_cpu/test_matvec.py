@@ -17,6 +17,7 @@ pytestmark = pytest.mark.clang
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = [(bits,) for bits in (2, 3, 4, 5, 6, 8)]
 STACKS = [(4, 4), (3, 5), (2, 2, 4), (4, 1, 1, 2), (3, 1, 4), (2, 1), (1, 7)]
+TABLES = [*(("codebook", bits) for bits in range(2, 7)), *(("codebook-library", bits) for bits in (2, 3, 4))]
 WITHOUT_GROUPS = [("rowwise", 8), ("rowwise", 6), ("rowwise", 4), ("rowwise", 2), ("groupwise", 4)]  # any width
 
 
@@ -34,6 +35,12 @@ def cases():
         (rows, columns), count = next(ragged), next(vectors)
         bias = (rows + count) % 2 == 0
         yield Case(bits, rows, columns, vectors=count, dtype=dtype, variant=variant, bias=bias, format=format)
+    dtypes = itertools.cycle(DTYPES)
+    for i, ((format, bits), variant) in enumerate(itertools.product(TABLES, VARIANTS)):
+        (rows, columns), count, dtype = next(ragged), next(vectors), next(dtypes)
+        if i % len(VARIANTS) == len(VARIANTS) - 1:
+            next(dtypes)  # so that a variant does not always meet the same type
+        yield Case(bits, rows, columns, vectors=count, dtype=dtype, variant=variant, bias=i % 2 == 0, format=format)
     for count, variant in itertools.product(range(1, 9), VARIANTS):
         yield Case((4, 4), 11, 640, 64, count, mx.bfloat16, variant, bias=True)
         yield Case(6, 11, 533, vectors=count, dtype=mx.float16, variant=variant, bias=True, format="rowwise")
@@ -41,6 +48,7 @@ def cases():
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
+    """Of codebooks, the code below an outlier is read again: one in a row, of a library each."""
     p = problem(case)
     for order, schedule in ((0, 0), (1, 1), (2, 7)):
         report = run(case, p, order, schedule)
@@ -79,6 +87,16 @@ def test_any_width_at_all(format, bits, variant):
 def test_any_width_staged(format, bits):
     for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):
         case = Case(bits, 3, columns, vectors=vectors, variant="threadgroup", format=format)
+        p = problem(case, seed=columns)
+        assert fault(case, p, run(case, p)) == "", columns
+
+
+@pytest.mark.parametrize(("format", "bits"), TABLES)
+def test_any_shape_of_tables(format, bits):
+    """Every remainder of a step and of the rows of a threadgroup; outliers in many columns, or none."""
+    for columns in (*range(1, 18), 129, 257, 513):
+        rows, variant = 1 + columns % 17, VARIANTS[columns % len(VARIANTS)]
+        case = Case(bits, rows, columns, vectors=1 + columns // 4 % 2, variant=variant, format=format)
         p = problem(case, seed=columns)
         assert fault(case, p, run(case, p)) == "", columns
 

@@ -66,7 +66,7 @@ MUTATIONS = {
     "offset without the activations": (ONE, "offset * x_sums[v]", "offset", "bound off"),
     "last plane not read": (STACK, "DO(w3, 2, 4)", "", "bound off"),
     "plane read twice": (STACK, "DO(w3, 2, 4)", "DO(w3, 2, 4) DO(w2, 1, 2)", "bound off"),
-    "wrong vector": (MANY, "dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
+    "wrong vector": (MANY, "dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
     "lanes not summed": (ONE, "simd_sum(sums[r][v])", "sums[r][v]", "bound off"),
     "sum in half the lanes": (
         ONE,
@@ -131,7 +131,7 @@ OF_EACH = {
 OF_EACH_STAGED = {
     "dropped barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
     "staged too little": ("i < VECTORS * columns;", "i < VECTORS * columns - 1;", "nobody wrote"),
-    "wrong vector": ("dot_16(codes, X_AT(v))", "dot_16(codes, X_AT(0))", "bound off"),
+    "wrong vector": ("dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
     "mask too narrow": ("(1u << WIDTH) - 1)", "(1u << WIDTH) - 2)", "bound off"),
 }
 OF_ONE = {
@@ -148,6 +148,52 @@ OF_ONE = {
     "last group forgotten": ("groupwise", "(columns + GROUP_SIZE - 1)", "columns", "bound off"),
     "offset not scaled": ("groupwise", "(-8.0f * scale)", "-8.0f", "bound off"),
     "offset of another width": ("rowwise-6", "GROUP_OFFSET -32.0f", "GROUP_OFFSET -31.0f", "bound off"),
+}
+# Codebooks, with rows that have outliers and such that have none.
+TABLES = {
+    "codebook-4": Case(4, 13, 533, bias=True, format="codebook"),
+    "codebook-5": Case(5, 13, 533, bias=True, format="codebook"),
+    "library-4": Case(4, 45, 533, bias=True, format="codebook-library"),
+}
+OF_EACH_TABLE = {
+    "dropped barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
+    "table one short": ("i < TABLES * ENTRIES;", "i < TABLES * ENTRIES - 1;", "nobody wrote"),
+    "another table": ("(table + ", "(table + ENTRIES + ", "bound off|nobody wrote|outside threadgroup"),
+    "another code": ("entries[code_from<BITS>", "entries[1 ^ code_from<BITS>", "bound off"),
+    "another place": ("PLACE(i) ((i)", "PLACE(i) ((i ^ 1)", "bound off|out-of-bounds"),
+    "outliers forgotten": ("const int end = outlier_offsets[row + 1];", "const int end = begin;", "bound off"),
+    "first outlier forgotten": ("i = begin + lane; i < end", "i = begin + 1 + lane; i < end", "bound off"),
+    "last outlier forgotten": ("i < end; i += LANES", "i + 1 < end; i += LANES", "bound off"),
+    "outliers of the next row": ("i < end; i += LANES", "i <= end; i += LANES", "bound off|out-of-bounds"),
+    "outliers added twice": ("i < end; i += LANES", "i < end; i += LANES / 2", "bound off"),
+    "code of an outlier not taken back": ("float(outliers[i]) - below", "float(outliers[i])", "bound off"),
+    "outlier of another column": ("x[v * columns + column]", "x[v * columns + (column ^ 1)]", "bound off|out-of"),
+    "outliers past the last row": (
+        "    if (row < rows) {\n        const int begin",
+        "    {\n const int begin",
+        "out-of",
+    ),
+}
+OF_ONE_TABLE = {
+    "table of the first rows": (
+        "codebook-4",
+        "((row) - FIRST_TABLE)",
+        "((row) % (SIMD_GROUPS * ROWS) / 2)",
+        "bound off",
+    ),
+    "tables past the last row": ("codebook-4", "entry < ALL_TABLES * ENTRIES", "true", "out-of-bounds"),
+    "code of another outlier": (
+        "codebook-5",
+        "outlier_columns[begin];",
+        "outlier_columns[begin] ^ 1;",
+        "bound off|out",
+    ),
+    "halves not apart": ("codebook-5", "/ 3 * 16", "/ 3 * 15", "bound off"),
+    "another entry of the library": ("library-4", "entries[group] %", "(entries[group] + 1) %", "bound off"),
+    "an outlier's group": ("library-4", "groups + coded / GROUP_SIZE", "groups", "bound off"),
+    "an outlier's scale": ("library-4", "below = scale * ", "below = ", "bound off"),
+    "an outlier's mid-point": ("library-4", "(coded % CODES))] + GROUP_OFFSET", "(coded % CODES))]", "bound off"),
+    "one code for all outliers": ("library-4", "OWN_CODE 1", "OWN_CODE 0", "bound off"),
 }
 DO_NOT_COMPILE = {
     "device pointer without its address space": (
@@ -198,6 +244,18 @@ def test_mutation_of_each_staged_ragged_kernel_is_caught(kernel, name):
 def test_mutation_of_one_ragged_kernel_is_caught(name):
     kernel, *mutation = OF_ONE[name]
     check(RAGGED[kernel], *mutation)
+
+
+@pytest.mark.parametrize("name", OF_EACH_TABLE)
+@pytest.mark.parametrize("kernel", TABLES)
+def test_mutation_of_each_table_is_caught(kernel, name):
+    check(TABLES[kernel], *OF_EACH_TABLE[name])
+
+
+@pytest.mark.parametrize("name", OF_ONE_TABLE)
+def test_mutation_of_one_table_is_caught(name):
+    kernel, *mutation = OF_ONE_TABLE[name]
+    check(TABLES[kernel], *mutation)
 
 
 @pytest.mark.parametrize("name", DO_NOT_COMPILE)

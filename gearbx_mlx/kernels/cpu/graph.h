@@ -149,4 +149,7 @@ struct StackForm {
 // Adds the products of mixtures of experts to the module (experts_primitive.cpp).
 void bind_experts(nb::module_& m);
 
+// Adds the products over codebooks (codebook_primitive.cpp).
+void bind_codebooks(nb::module_& m);
+
 }  // namespace gearbx

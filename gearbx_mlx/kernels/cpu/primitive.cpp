@@ -149,6 +149,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);
+  bind_codebooks(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

@@ -1,0 +1,250 @@
+"""A shared library of codebooks, XFP's V2a: a group of 128 weights names one of 32, a scale and a mid-point (XFP 3.4).
+
+The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and
+deviation 1, by Lloyd's iteration over vectors (XFP), and then fitted to the groups that name its entries, which lowers
+the error at 4 bits by a tenth. A weight is midpoint + scale * entry, or, where it is an outlier,
+itself. A group costs a byte and two fp16, 0.31 bits per weight.
+
+Codes are packed as MLX packs them, 32 codes in `bits` words, of which a group has four. That is Table 3.3 for 2 and 4
+bits, and leaves no group half a word for 3, which XFP has to leave out.
+"""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import GearbxError
+from .codebook import ENTRY_SIZE, CodebookModule, NativeProduct, bulk, misfit, outlier_bytes
+from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
+from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
+from .native import Native
+from .packing import pack, unpack
+from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
+
+BITS = (2, 3, 4)
+LIBRARY, GROUP = 32, 128
+GROUP_SIZE = 1 + 2 + 2  # bytes beside the codes: which entry, scale, mid-point
+REFITS = 2
+REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds over so many weights of a matrix
+BINS, REACH = 256, 4.0  # where the weights of a group lie, in deviations, for choosing an entry
+SMALLEST = 2.0**-24  # the scale of a group of equal weights; fp16 has no smaller number
+
+
+def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
+    """Mean and deviation (R, 1) of what is not outlying in rows (R, I)."""
+    count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
+    mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
+    square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
+    return mean, mx.maximum(mx.sqrt(square), SMALLEST)
+
+
+def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> mx.array:
+    """A library (size, K) of codebooks (R, K): Lloyd's iteration over vectors, from quantiles of their widths."""
+    order = mx.argsort(mx.abs(codebooks).max(axis=-1))
+    library = codebooks[order[(2 * mx.arange(size) + 1) * len(codebooks) // (2 * size)]]
+    for _ in range(rounds):
+        distance = mx.square(library).sum(axis=-1) - 2 * codebooks @ library.T
+        member = (distance.argmin(axis=-1, keepdims=True) == mx.arange(size)).astype(mx.float32)
+        counts = member.sum(axis=0)[:, None]
+        library = mx.where(counts > 0, member.T @ codebooks / mx.maximum(counts, 1), library)
+    return mx.sort(library, axis=-1)
+
+
+def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> mx.array:
+    """The library of a matrix (O, I): (32, 2^bits) float16."""
+    shapes = []
+    for block in row_blocks(*matrix.shape):
+        rows, left_out = matrix[block].astype(mx.float32), outlying[block]
+        mean, deviation = moments(rows, left_out)
+        shapes.append((lloyd(SortedRows.of(rows, left_out), bits, rounds) - mean) / deviation)
+        mx.eval(shapes[-1])
+    library = condense(mx.concatenate(shapes)).astype(mx.float16)
+    height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
+    some = mx.arange(height) * len(matrix) // height
+    groups, left_out = grouped(matrix[some], outlying[some])
+    for _ in range(REFINEMENTS):
+        library = refine(groups, left_out, library)
+        mx.eval(library)
+    return library
+
+
+def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
+    """Which entry (G,) of a library (L, K) suits each group best, of groups (G, 128) with mean 0 and deviation 1.
+
+    The error of an entry is the sum over bins of the weights that lie there times the square that they are off: a
+    matrix product of histograms and a table.
+    """
+    centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
+    off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
+    bins = mx.clip(mx.nan_to_num((z / REACH + 1) / 2 * BINS), 0, BINS - 1).astype(mx.int32)
+    histogram = mx.zeros((len(z), BINS)).at[mx.arange(len(z))[:, None], bins].add(mx.where(outlying, 0.0, 1.0))
+    return (histogram @ mx.square(off)).argmin(axis=-1)
+
+
+def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.array, ...]:
+    """Groups (G, 128) of float32 by a library (L, K) of float16.
+
+    Returns:
+        codes (G, 128) uint8, entries (G,) uint8, scales and midpoints (G,) float16.
+    """
+    middle, scale = moments(groups, outlying)
+    groups = bulk(groups, outlying)
+    entries = choose_entries((groups - middle) / scale, outlying, library)
+    codebook = library[entries].astype(mx.float32)
+    counted = (~outlying).astype(mx.float32)
+    count = mx.maximum(counted.sum(axis=-1, keepdims=True), 1)
+    for i in range(REFITS + 1):
+        scale, middle = scale.astype(mx.float16), middle.astype(mx.float16)
+        codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), SMALLEST), codebook)
+        if i == REFITS:
+            break
+        # Least squares: the scale and mid-point that suit these codes best.
+        named = mx.take_along_axis(codebook, codes.astype(mx.uint32), axis=-1)
+        means = [(a * counted).sum(axis=-1, keepdims=True) / count for a in (named, groups)]
+        along, across = (named - means[0]) * counted, groups - means[1]
+        square = mx.square(along).sum(axis=-1, keepdims=True)
+        scale = mx.where(square > 0, (along * across).sum(axis=-1, keepdims=True) / mx.maximum(square, 1e-12), 0)
+        middle = means[1] - scale * means[0]
+    return codes, entries.astype(mx.uint8), scale[:, 0], middle[:, 0]
+
+
+def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
+    """A round of Lloyd's iteration over groups (G, 128): each entry goes to the mean of what it stands for.
+
+    Weights count with the squares of their groups' scales, as their errors do. Sums are matrix products, which add in
+    the same order in every run; scattered ones on a GPU do not.
+    """
+    codes, entries, scales, midpoints = fit(groups, outlying, library)
+    scale, middle = (a.astype(mx.float32)[:, None] for a in (scales, midpoints))
+    member = (entries[:, None] == mx.arange(len(library))).astype(mx.float32)
+
+    def by_entry(values: mx.array) -> mx.array:
+        values = mx.where(outlying, 0, values)
+        of_codes = [mx.where(codes == k, values, 0).sum(axis=-1) for k in range(library.shape[-1])]
+        return member.T @ mx.stack(of_codes, axis=-1)
+
+    weights, sums = by_entry(mx.square(scale)), by_entry(scale * (groups - middle))
+    moved = mx.where(weights > 0, sums / mx.maximum(weights, 1e-30), library.astype(mx.float32))
+    return mx.sort(moved, axis=-1).astype(mx.float16)
+
+
+def grouped(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
+    """Rows (R, I) in groups of 128, float32; what fills up a last group counts as outlying."""
+    missing = [(0, 0), (0, -rows.shape[-1] % GROUP)]
+    filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
+    return filled[0].reshape(-1, GROUP), filled[1].reshape(-1, GROUP)
+
+
+def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
+    """A matrix (O, I), or experts (E, O, I), as a layer with a library holds it. G = I / 128 rounded up.
+
+    Args:
+        mask: (..., O, I) bool, the outliers; found if not given.
+
+    Returns:
+        weight: packed codes (..., O, G * 4 * bits). library: (..., 32, 2^bits) float16. entries: (..., O, G) uint8.
+        scales, midpoints: (..., O, G) float16, not finite in groups that are not.
+        outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
+    """
+    mask = find_all(weight) if mask is None else mask
+    shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / GROUP))
+    libraries, parts = [], []
+    for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
+        libraries.append(learn(matrix, outlying, bits, rounds))
+        for block in row_blocks(*matrix.shape):
+            codes, *rest = fit(*grouped(matrix[block], outlying[block]), libraries[-1])
+            parts.append((pack(codes, bits), *rest))
+            mx.eval(parts[-1])
+    words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
+    arrays = {
+        "weight": words.reshape(*shape[:-1], -1),
+        "library": mx.stack(libraries).reshape(*weight.shape[:-2], LIBRARY, 2**bits),
+        "entries": entries.reshape(shape),
+        "scales": scales.reshape(shape),
+        "midpoints": midpoints.reshape(shape),
+    } | take_out(weight, mask).arrays()
+    mx.eval(arrays)
+    return arrays
+
+
+def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
+    """The weights (..., O, width) float32 that the codes name, outliers left out."""
+    groups = (*arrays["entries"].shape, GROUP)
+    codes = unpack(arrays["weight"], bits).reshape(groups)
+    library = arrays["library"].astype(mx.float32)
+    first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * LIBRARY
+    entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits
+    scales, midpoints = (arrays[name].astype(mx.float32)[..., None] for name in ("scales", "midpoints"))
+    weight = midpoints + scales * library.reshape(-1)[entry + codes.astype(mx.int32)]
+    return weight.reshape(*groups[:-2], -1)[..., :width]
+
+
+def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The weights (..., O, width), rounded once, to `dtype`."""
+    return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
+
+
+class _Library(CodebookModule):
+    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
+        return decode(arrays, self.bits, self.input_dims, dtype)
+
+
+class LibraryLinear(_Library, ReconstructedLinear):
+    """A linear layer over a library of codebooks."""
+
+
+class NativeLibraryLinear(_Library, NativeProduct):
+    """The same over the same arrays, natively."""
+
+
+class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
+    """mlx-lm's SwitchLinear over libraries of codebooks, one for each expert."""
+
+
+class CodebookLibrary:
+    """As `Codebook`, with 32 codebooks for a matrix in the place of one for each row: less to hold for a kernel.
+
+    Args:
+        cache: whether the modules keep what they reconstruct until their gear is left.
+        rounds: of Lloyd's iteration.
+    """
+
+    name = "codebook-library"
+    layer_bits = BITS
+    native, native_experts = True, False
+    scales: frozenset[str] = frozenset()  # float16, whatever is asked for
+
+    def __init__(self, cache: bool = False, rounds: int = ROUNDS):
+        self.cache, self.rounds = cache, rounds
+
+    def check(self, bits: int) -> None:
+        if bits not in BITS:
+            raise GearbxError(f"format 'codebook-library' has no gear of {bits} bits; choose from 2, 3, 4, 16")
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return misfit(width)
+
+    def modules(
+        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        return {wanted: self.module(dense, wanted, encode(dense.weight, wanted, self.rounds), ladder, group_size)}
+
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
+        linear = NativeLibraryLinear if isinstance(dense, Native) else LibraryLinear
+        kind = linear if dense.weight.ndim == 2 else LibrarySwitchLinear
+        return kind(dense, bits, arrays, self.cache)
+
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+        """Bytes of (..., O, I) if so many weights are outliers."""
+        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
+        libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
+        return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
+        return self.stored_bytes(shape, bits)

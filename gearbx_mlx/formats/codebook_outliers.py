@@ -1,0 +1,116 @@
+"""The few weights far from all others, kept as they are beside the codes (XFP 4.1).
+
+A matrix keeps the values in fp16 with 16-bit columns, row after row, and where each row begins: 4 bytes for an outlier
+and 4 for a row. Of stacked experts, every list is as long as the longest; what is beyond a list's end is not read.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+SIGMAS = 3.0
+MOST = 0.02  # of a matrix; the furthest, if more are beyond SIGMAS
+WIDEST = 2**16  # columns that 16 bits can name
+OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
+GAUSSIAN_SHARE = 0.0027  # of a normal distribution beyond three sigma
+BLOCK = 2**22  # weights that are worked on at a time
+
+
+def row_blocks(rows: int, width: int) -> list[slice]:
+    """Slices of some rows each, so that what an encoder needs in passing does not grow with the matrix."""
+    height = max(1, BLOCK // width)
+    return [slice(first, first + height) for first in range(0, rows, height)]
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Of a matrix (O, I), or (E, O, I) with E before every shape.
+
+    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, where each row's begin, and the end of all.
+    N is 1 at least: an array without elements could not be told from one that was given up.
+    """
+
+    values: mx.array
+    columns: mx.array
+    offsets: mx.array
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Under the names that they have in a module."""
+        return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
+
+    @classmethod
+    def of(cls, arrays) -> "Outliers":
+        """The inverse of arrays."""
+        return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
+
+    def count(self) -> int:
+        return int(np.array(self.offsets[..., -1]).sum())
+
+    def put_into(self, weight: mx.array) -> mx.array:
+        """The matrix (..., O, I) with each outlier in its place; rounded to the matrix's type."""
+        rows, width = weight.shape[-2:]
+        flat = weight.reshape(-1, width)
+        offsets = self.offsets.reshape(-1, rows + 1).astype(mx.int32)
+        values, columns = (a.reshape(len(offsets), -1) for a in (self.values, self.columns))
+        length = values.shape[-1]
+        steps = mx.zeros((len(offsets), length + 1), mx.int32)
+        steps = steps.at[mx.arange(len(offsets))[:, None], offsets[:, 1:]].add(1)
+        row = mx.cumsum(steps, axis=-1)[:, :length]
+        # What is beyond the end of a list writes its last entry once more, and that of an empty list what is there.
+        last = offsets[:, -1:] - 1
+        entry = mx.maximum(mx.minimum(mx.arange(length), last), 0)
+        row = mx.minimum(mx.take_along_axis(row, entry, axis=-1), rows - 1) + rows * mx.arange(len(offsets))[:, None]
+        column = mx.take_along_axis(columns, entry, axis=-1).astype(mx.int32)
+        value = mx.where(last < 0, flat[row, column], mx.take_along_axis(values, entry, axis=-1).astype(flat.dtype))
+        flat[row, column] = value
+        return flat.reshape(weight.shape)
+
+
+def find(matrix: mx.array) -> np.ndarray:
+    """Where the outliers of a matrix (O, I) are: |w - mean| > 3 sigma, the furthest 2 % if they are more.
+
+    Mean and sigma are the matrix's. Of equally far ones, the first stay. None where they are not finite.
+
+    Returns:
+        (O, I) bool.
+    """
+    rows, width = matrix.shape
+    blocks = row_blocks(rows, width)
+    mean = sum(matrix[block].astype(mx.float32).sum().item() for block in blocks) / matrix.size
+    squares = sum(mx.square(matrix[block].astype(mx.float32) - mean).sum().item() for block in blocks)
+    bound = SIGMAS * (squares / matrix.size) ** 0.5
+    mask, far = np.zeros((rows, width), bool), []
+    for block in blocks:
+        distance = np.array(mx.abs(matrix[block].astype(mx.float32) - mean))
+        mask[block] = distance > bound
+        far.append(distance[mask[block]])
+    most = int(MOST * matrix.size)
+    found = np.flatnonzero(mask)
+    if len(found) > most:
+        mask.reshape(-1)[found[np.argsort(-np.concatenate(far), kind="stable")[most:]]] = False
+    return mask
+
+
+def find_all(weight: mx.array) -> np.ndarray:
+    """The same of every matrix of (..., O, I): (..., O, I) bool."""
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    return np.stack([find(matrix) for matrix in matrices]).reshape(weight.shape)
+
+
+def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
+    """The outliers of (..., O, I) at `mask`."""
+    rows, width = weight.shape[-2:]
+    matrices, masks = weight.reshape(-1, rows, width), mask.reshape(-1, rows, width)
+    found = [np.flatnonzero(m) for m in masks]
+    length = max(1, *map(len, found))
+    places = np.stack([np.pad(at, (0, length - len(at))) for at in found])
+    counts = masks.sum(axis=-1, dtype=np.uint32)
+    offsets = np.concatenate([np.zeros((len(masks), 1), np.uint32), counts.cumsum(axis=-1, dtype=np.uint32)], axis=-1)
+    held = matrices.reshape(len(masks), -1)
+    values = mx.take_along_axis(held, mx.array(places), axis=-1).astype(mx.float16)
+    columns = mx.array((places % width).astype(np.uint16))
+    before = weight.shape[:-2]
+    return Outliers(
+        values.reshape(*before, length), columns.reshape(*before, length), mx.array(offsets).reshape(*before, rows + 1)
+    )

@@ -1,0 +1,194 @@
+// Matrix times vectors over codebooks. Of a group of a library, sum (midpoint + scale entry) x = scale sum entry x +
+// midpoint sum x. Outliers come last: what their codes stand for is taken back, and they are added. All rows and vectors
+// go through the same operations in the same order.
+
+#include "codebook.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "chunks.h"
+#include "codebook_codes.h"
+#include "pool.h"
+#include "split.h"
+
+namespace gearbx {
+namespace {
+
+constexpr int SUMS = 4;  // as many as hide the latency of an addition
+
+struct Job {
+  const gearbx_codebook* matrix;
+  const float* x;              // as given
+  std::vector<float> ordered;  // per vector `stride`, in the order of the codes
+  std::vector<float> sums;     // per vector, of each group
+  int64_t stride, groups;
+  int vectors;
+  float* y;
+  Pieces pieces;
+};
+
+// One vector's outliers of a row, added to its sum.
+template <class Row>
+float finish(const Job& job, const Row& row, int64_t number, const float* x, F8 total) {
+  const gearbx_codebook& m = *job.matrix;
+  int64_t i = m.outlier_offsets[number];
+  const int64_t end = m.outlier_offsets[number + 1];
+  if constexpr (!Row::GROUPED)
+    for (; i + 8 <= end; i += 8) {
+      const F8 off = add8(load8_fp16(m.outliers + i), all8(-row.below));
+      total = multiply_add8(off, gather8(x, m.outlier_columns + i), total);
+    }
+  float rest = 0.0f;
+  for (; i < end; i++) {
+    const int64_t column = m.outlier_columns[i];
+    rest = multiply_add(half_to_float(m.outliers[i]) - row.stands_for(column), x[column], rest);
+  }
+  return sum8(total) + rest;
+}
+
+// Adds the products of mid-points and sums of activations.
+template <class Row>
+F8 add_midpoints(const Job& job, const Row& row, int vector, F8 total) {
+  const float* sums = job.sums.data() + vector * job.groups;
+  int64_t g = 0;
+  for (; g + 8 <= job.groups; g += 8) total = multiply_add8(load8_fp16(row.midpoints + g), load8(sums + g), total);
+  alignas(32) float rest[8] = {};
+  for (int i = 0; g < job.groups; g++, i++) rest[i] = half_to_float(row.midpoints[g]) * sums[g];
+  return add8(total, load8(rest));
+}
+
+inline F8 sum_of(const F8 sums[SUMS]) { return add8(add8(sums[0], sums[1]), add8(sums[2], sums[3])); }
+
+// R rows at a time. For several vectors, codes become floats once for all of them, SPAN blocks at a time.
+template <class Row, int R, bool ONE>
+void some_rows(const Job& job, int64_t first) {
+  constexpr int N = Row::N, SPAN = Row::SPAN, MOST = ONE ? 1 : GEARBX_MAX_VECTORS;
+  const gearbx_codebook& m = *job.matrix;
+  const int64_t blocks = Row::blocks(m);
+  const int vectors = ONE ? 1 : job.vectors;
+  F8 sums[MOST][R][SUMS], total[MOST][R];
+  for (int v = 0; v < vectors; v++)
+    for (int r = 0; r < R; r++) {
+      total[v][r] = zero8();
+      for (int s = 0; s < SUMS; s++) sums[v][r][s] = zero8();
+    }
+  auto rows = [&]<int... r>(std::integer_sequence<int, r...>) {
+    return std::array<Row, R>{Row(m, first + r)...};
+  }(std::make_integer_sequence<int, R>{});
+
+  for (int64_t span = 0; span < blocks; span += SPAN) {
+    const int count = static_cast<int>(blocks - span < SPAN ? blocks - span : SPAN);
+    for (Row& row : rows) row.enter(span / SPAN);
+    if constexpr (ONE) {
+      const float* x = job.ordered.data() + span * 8 * N;
+      for (int b = 0; b < count; b++, x += 8 * N) {
+        F8 wide[N];
+        rows[0].decode(span + b, wide);
+        for (int n = 0; n < N; n++)
+          sums[0][0][n % SUMS] = multiply_add8(wide[n], load8(x + 8 * n), sums[0][0][n % SUMS]);
+      }
+    } else {
+      F8 wide[R][SPAN][N];
+      for (int r = 0; r < R; r++)
+        for (int b = 0; b < count; b++) rows[r].decode(span + b, wide[r][b]);
+      for (int v = 0; v < vectors; v++) {
+        const float* x = job.ordered.data() + v * job.stride + span * 8 * N;
+        F8 local[R][SUMS];
+        for (int r = 0; r < R; r++)
+          for (int s = 0; s < SUMS; s++) local[r][s] = sums[v][r][s];
+        for (int b = 0; b < count; b++, x += 8 * N)
+          for (int n = 0; n < N; n++) {
+            const F8 part = hold(load8(x + 8 * n));
+            for (int r = 0; r < R; r++) local[r][n % SUMS] = multiply_add8(wide[r][b][n], part, local[r][n % SUMS]);
+          }
+        for (int r = 0; r < R; r++)
+          for (int s = 0; s < SUMS; s++) sums[v][r][s] = local[r][s];
+      }
+    }
+    if constexpr (Row::GROUPED)
+      for (int r = 0; r < R; r++) {
+        const F8 scale = all8(half_to_float(rows[r].scales[span / SPAN]));
+        for (int v = 0; v < vectors; v++) {
+          total[v][r] = multiply_add8(scale, sum_of(sums[v][r]), total[v][r]);
+          for (int s = 0; s < SUMS; s++) sums[v][r][s] = zero8();
+        }
+      }
+  }
+  for (int v = 0; v < vectors; v++)
+    for (int r = 0; r < R; r++) {
+      F8 sum = sum_of(sums[v][r]);
+      if constexpr (Row::GROUPED) sum = add_midpoints(job, rows[r], v, total[v][r]);
+      job.y[v * m.rows + first + r] = finish(job, rows[r], first + r, job.x + v * m.columns, sum);
+    }
+}
+
+template <class Row>
+void do_piece(const void* context, int piece) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t end = job.pieces.first(piece + 1);
+  int64_t row = job.pieces.first(piece);
+  if (job.vectors == 1) {
+    for (; row < end; row++) some_rows<Row, 1, true>(job, row);
+  } else {
+    for (; row + 2 <= end; row += 2) some_rows<Row, 2, false>(job, row);
+    for (; row < end; row++) some_rows<Row, 1, false>(job, row);
+  }
+}
+
+// Activations in the order of the codes, zeros where there is none, and their sums over groups.
+template <class Row>
+void prepare(Job& job) {
+  constexpr int N = Row::N;
+  const gearbx_codebook& m = *job.matrix;
+  const int64_t blocks = Row::blocks(m);
+  job.stride = blocks * 8 * N;
+  job.groups = (m.columns + GROUP - 1) / GROUP;
+  job.ordered.assign(static_cast<size_t>(job.vectors * job.stride), 0.0f);
+  for (int v = 0; v < job.vectors; v++) {
+    const float* x = job.x + v * m.columns;
+    float* out = job.ordered.data() + v * job.stride;
+    for (int64_t block = 0; block < blocks; block++, out += 8 * N)
+      for (int n = 0; n < N; n++)
+        for (int l = 0; l < 8; l++) {
+          const int64_t column = block * Row::COLUMNS + Row::column(n, l);
+          if (column < m.columns) out[8 * n + l] = x[column];
+        }
+  }
+  if constexpr (Row::GROUPED) {
+    job.sums.assign(static_cast<size_t>(job.vectors * job.groups), 0.0f);
+    for (int v = 0; v < job.vectors; v++)
+      for (int64_t i = 0; i < m.columns; i++)
+        job.sums[static_cast<size_t>(v * job.groups + i / GROUP)] += job.x[v * m.columns + i];
+  }
+}
+
+template <class Row>
+void multiply(const gearbx_codebook& m, const float* x, int vectors, float* y) {
+  Job job = {&m, x, {}, {}, 0, 0, vectors, y, Pieces(m.rows, m.row_words * 4, vectors)};
+  prepare<Row>(job);
+  share_out(job.pieces.count, do_piece<Row>, &job);
+}
+
+using Multiply = void (*)(const gearbx_codebook&, const float*, int, float*);
+
+Multiply kind_of(const gearbx_codebook& m) {
+  if (m.entries) return m.bits == 2 ? multiply<ByGroup<2>> : m.bits == 3 ? multiply<ByGroup<3>> : multiply<ByGroup<4>>;
+  switch (m.bits) {
+    case 2: return multiply<ByRow<2>>;
+    case 3: return multiply<ByRow<3>>;
+    case 4: return multiply<ByRow<4>>;
+    case 5: return multiply<ByRow<5>>;
+    default: return multiply<ByRow<6>>;
+  }
+}
+
+}  // namespace
+}  // namespace gearbx
+
+extern "C" void gearbx_codebook_product(const gearbx_codebook* matrix, const float* x, int64_t vectors, float* y) {
+  const gearbx_codebook& m = *matrix;
+  const auto run = gearbx::kind_of(m);
+  gearbx::in_chunks(vectors, [&](int64_t first, int n) { run(m, x + first * m.columns, n, y + first * m.rows); });
+}

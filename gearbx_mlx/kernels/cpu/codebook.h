@@ -1,0 +1,38 @@
+// Matrix times vectors over learned codebooks, with a few weights beside them as they are. Plain C.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A weight is an entry of a codebook, or an outlier. Floating values are fp16, as raw bits.
+//
+// One codebook a row (XFP's V2): `entries` is NULL, a weight is codebook[row][code], and all outliers of a row have one
+// code below them. Words hold 16, 10, 8, 6 (3 in each half) or 5 codes, the first in the lowest bits.
+//
+// A library (V2a): columns count in groups of 128 with an entry, a scale and a mid-point each, a weight is
+// midpoint + scale * library[entry][code]. Codes are packed as MLX packs them.
+typedef struct {
+  int64_t rows, columns;
+  int bits;                  // 2 to 6, of a library 2 to 4
+  int64_t row_words;         // of a packed row
+  const uint32_t* weights;   // (rows, row_words)
+  const uint16_t* codebook;  // (rows, 2^bits), or the library (32, 2^bits)
+  const uint8_t* entries;    // (rows, groups) or NULL
+  const uint16_t* scales;    // (rows, groups)
+  const uint16_t* midpoints;
+  const uint16_t* outliers;         // values, row after row
+  const uint16_t* outlier_columns;
+  const uint32_t* outlier_offsets;  // (rows + 1)
+} gearbx_codebook;
+
+// y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32. The weights are read
+// once for every 16 vectors; a vector's result has the same bits whatever else is in the call.
+void gearbx_codebook_product(const gearbx_codebook* matrix, const float* x, int64_t vectors, float* y);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,103 @@
+// Tables of fp16 entries in registers, from which codes pick floats: 32 at a time by their bytes, 8 at a time by dwords.
+
+#pragma once
+
+#include "codes.h"
+
+namespace gearbx {
+
+inline float half_to_float(uint16_t half) {
+#ifdef GEARBX_AVX2
+  return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#else
+  return fp16_to_float(half);
+#endif
+}
+
+#ifdef GEARBX_AVX2
+
+// Four or eight entries as floats: a permutation picks among eight by the lowest three bits of a dword, whatever is
+// above them. Of four there are two copies, so that the third bit does not matter either.
+template <int B>
+struct FloatTable {
+  static_assert(B == 2 || B == 3);
+  F8 entries;
+
+  explicit FloatTable(const uint16_t* halves) {
+    const __m128i few = B == 2 ? load8_bytes(reinterpret_cast<const uint8_t*>(halves))
+                               : _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves));
+    entries = _mm256_cvtph_ps(B == 2 ? _mm_unpacklo_epi64(few, few) : few);
+  }
+
+  F8 operator[](__m256i dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
+};
+
+// Sixteen entries or more as their low and their high bytes: a byte shuffle picks among sixteen, each further bit of the
+// code chooses between two halves, and the bytes side by side are fp16 again.
+template <int B>
+struct HalfTable {
+  static constexpr int PARTS = 1 << (B - 4);
+  __m256i low[PARTS], high[PARTS];
+
+  explicit HalfTable(const uint16_t* halves) {
+    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
+                                           0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    for (int p = 0; p < PARTS; p++) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + 16 * p));
+      const __m256i split = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, apart), 0xd8);  // all low, all high
+      low[p] = _mm256_permute2x128_si256(split, split, 0x00);
+      high[p] = _mm256_permute2x128_si256(split, split, 0x11);
+    }
+  }
+
+  // Floats in the order of the bytes, which are below 2^B.
+  void pick(Bytes32 codes, F8 out[4]) const {
+    const __m256i lows = among<B>(low, codes), highs = among<B>(high, codes);
+    const __m256i first = _mm256_unpacklo_epi8(lows, highs), second = _mm256_unpackhi_epi8(lows, highs);
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(first));
+    out[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(second));
+    out[2] = _mm256_cvtph_ps(_mm256_extracti128_si256(first, 1));
+    out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
+  }
+
+ private:
+  template <int C>
+  static __m256i among(const __m256i* parts, Bytes32 codes) {
+    if constexpr (C == 4)
+      return _mm256_shuffle_epi8(parts[0], codes);
+    else  // the sign of each byte chooses
+      return _mm256_blendv_epi8(among<C - 1>(parts, codes), among<C - 1>(parts + (1 << (C - 5)), codes),
+                                _mm256_slli_epi16(codes, 8 - C));
+  }
+};
+
+// Eight words; zeros past the first `count`, which are not read.
+inline __m256i load_words(const uint32_t* p, int64_t count) {
+  if (count >= 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), wanted);
+}
+
+// The bits of `mask` of each dword after a shift up, or down if it is negative.
+inline __m256i masked(__m256i words, int up, unsigned mask) {
+  const __m256i moved = up >= 0 ? _mm256_slli_epi32(words, up) : _mm256_srli_epi32(words, -up);
+  return _mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(mask)));
+}
+
+inline F8 gather8(const float* x, const uint16_t* columns) {
+  const __m256i index = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(columns)));
+  return _mm256_i32gather_ps(x, index, 4);
+}
+
+#else
+
+inline F8 gather8(const float* x, const uint16_t* columns) {
+  F8 found;
+  for (int l = 0; l < 8; l++) found[l] = x[columns[l]];
+  return found;
+}
+
+#endif
+
+}  // namespace gearbx

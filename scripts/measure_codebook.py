@@ -1,0 +1,179 @@
+"""Measure the codebook formats: error against MLX's affine quantization at the same effective bits, KL, and speed.
+
+    python scripts/measure_codebook.py error     # 4096-wide matrices, Gaussian and Student t with 4 degrees of freedom
+    python scripts/measure_codebook.py kl        # the demo model on held-out problems
+    python scripts/measure_codebook.py speed     # products with one vector, beside the affine kernel of 4 bits
+
+A curve of affine quantization is what its bits and group sizes give, the logarithm of the error interpolated over the
+effective bits.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from gearbx_mlx import Gearbox, load
+from gearbx_mlx.decoding.garbage import GarbageCheck
+from gearbx_mlx.formats import codebook, codebook_library
+from gearbx_mlx.formats.codebook import nbytes
+from gearbx_mlx.formats.codebook_outliers import Outliers
+from gearbx_mlx.kernels import cpu
+
+FORMATS = {
+    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16"),
+    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16"),
+}
+AFFINE_BITS, GROUP_SIZES = (2, 3, 4, 5, 6), (32, 64, 128)
+WIDTH = 4096
+HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
+
+
+def at(curve: dict[float, float], bits: float) -> float:
+    """The curve at so many effective bits."""
+    points = sorted(curve)
+    return float(np.exp(np.interp(bits, points, np.log([curve[p] for p in points]))))
+
+
+def below(value: float, curve: dict[float, float], bits: float) -> str:
+    return f"{1 - value / at(curve, bits):6.1%}"
+
+
+def squared_error(made: mx.array, weight: mx.array) -> float:
+    """Relative: square of what is off over the square of the weights."""
+    return (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
+
+
+def affine_curve(weight: mx.array) -> dict[float, float]:
+    """Effective bits to squared error; scales and biases of fp16."""
+    curve = {}
+    for bits in AFFINE_BITS:
+        for group in GROUP_SIZES:
+            words, scales, biases = mx.quantize(weight.astype(mx.float16), group, bits)
+            made = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group, bits)
+            curve[bits + 32 / group] = squared_error(made, weight)
+    return curve
+
+
+def median_cosine(made: mx.array, weight: mx.array) -> float:
+    norms = mx.sqrt(mx.square(made).sum(-1) * mx.square(weight).sum(-1))
+    return float(np.median(np.array((made * weight).sum(-1) / norms)))
+
+
+def measure_error(rows: int) -> None:
+    random = np.random.default_rng(0)
+    matrices = {
+        "Gaussian": random.standard_normal((rows, WIDTH)),
+        "Student t, 4": random.standard_t(4, (rows, WIDTH)),
+    }
+    print(f"{rows} x {WIDTH}; error: square of what is off over square of the weights; root: of that")
+    print(
+        "matrix        format            bits  effective  outliers  cosine   error    below affine  root below  seconds"
+    )
+    for name, values in matrices.items():
+        weight = mx.array((values * 0.02).astype(np.float32))
+        curve = affine_curve(weight)
+        roots = {bits: error**0.5 for bits, error in curve.items()}
+        for format, (module, widths, _) in FORMATS.items():
+            for bits in widths:
+                start = time.perf_counter()
+                arrays = module.encode(weight, bits)
+                seconds = time.perf_counter() - start
+                made = module.decode(arrays, bits, WIDTH)
+                error, effective = squared_error(made, weight), 8 * nbytes(arrays) / weight.size
+                share = Outliers.of(arrays).count() / weight.size
+                print(
+                    f"{name:13} {format:17} {bits}     {effective:.3f}      {share:.4f}"
+                    f"    {median_cosine(made, weight):.4f}   {error:.5f}  {below(error, curve, effective)}        "
+                    f"{below(error**0.5, roots, effective)}      {seconds:.1f}"
+                )
+
+
+def measure_kl(problems: int) -> None:
+    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[:problems]
+    model, tokenizer = load()
+    texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, lines)]
+    check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
+
+    def found(format: str, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
+        gearbox = Gearbox(model, ladder, format=format, group_size=group_size)
+        rows = []
+        for gear in list(gearbox.ladder)[:-1]:
+            gearbox.shift(gear)
+            rows.append((gear.bits, gearbox.bits_per_weight(gear), check.divergence(model)))
+        gearbox.shift(gearbox.ladder.top)
+        return rows
+
+    affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
+    curve = {effective: kl for _, effective, kl in affine}
+    print("format            bits  effective  KL, nats  below affine")
+    for bits, effective, kl in affine:
+        print(f"{'affine':17} {bits}     {effective:6.3f}     {kl:.5f}")
+    for format, (_, _, ladder) in FORMATS.items():
+        for bits, effective, kl in found(format, ladder):
+            print(f"{format:17} {bits}     {effective:6.3f}     {kl:.5f}   {below(kl, curve, effective)}")
+
+
+def measure_speed(megabytes: int, trials: int) -> None:
+    native = cpu.native()
+    if not hasattr(native, "codebook_matvec"):
+        raise SystemExit(f"no native kernels: {cpu.why_not() or cpu.why_eager()}")
+    side = 2048
+    weight, x = mx.random.normal((side, side)) * 0.02, mx.random.normal((1, side))
+    words, scales, biases = mx.quantize(weight.astype(mx.bfloat16), 64, 4)
+    cases = {"affine 4": (lambda w, s, b: native.stack_matvec(x, [w], s, [b], [4], 64), [words, scales, biases])}
+    for format, (module, widths, _) in FORMATS.items():
+        kernel = native.codebook_matvec if module is codebook else native.library_matvec
+        for bits in widths:
+            arrays = module.encode(weight, bits)
+
+            def product(*values, kernel=kernel, names=tuple(arrays), bits=bits):
+                return kernel(x, **dict(zip(names, values)), bits=bits)
+
+            cases[f"{format} {bits}"] = (product, list(arrays.values()))
+    memory = mx.ones((megabytes * 2**18,), mx.uint32)
+    copies = {}
+    for name, (_, arrays) in cases.items():
+        size = sum(a.nbytes for a in arrays)
+        copies[name] = [[a + 0 for a in arrays] for _ in range(max(1, megabytes * 2**20 // size))]
+        mx.eval(copies[name], memory)
+    speeds: dict[str, list[float]] = {"memory read": [], **{name: [] for name in cases}}
+    for _ in range(trials + 1):
+        start = time.perf_counter()
+        native.read_sum(memory)
+        speeds["memory read"].append(memory.nbytes / (time.perf_counter() - start) / 1e9)
+        for name, (work, arrays) in cases.items():
+            size = sum(a.nbytes for a in arrays) * len(copies[name])
+            start = time.perf_counter()
+            mx.eval([work(*values) for values in copies[name]])
+            speeds[name].append(size / (time.perf_counter() - start) / 1e9)
+    whole = statistics.median(speeds["affine 4"][1:])
+    print("product of a vector      GB/s   least to most    against affine 4")
+    for name, values in speeds.items():
+        counted = values[1:]
+        median = statistics.median(counted)
+        print(f"{name:22} {median:6.1f}   {min(counted):.1f} to {max(counted):.1f}      {median / whole:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["error", "kl", "speed"])
+    parser.add_argument("--rows", type=int, default=1024, help="of the matrices of `error`; default: 1024")
+    parser.add_argument("--problems", type=int, default=16, help="of `kl`; default: 16")
+    parser.add_argument("--megabytes", type=int, default=96, help="read in a trial of `speed`; default: 96")
+    parser.add_argument("--trials", type=int, default=5, help="of `speed`; default: 5")
+    args = parser.parse_args()
+    if args.what == "error":
+        measure_error(args.rows)
+    elif args.what == "kl":
+        measure_kl(args.problems)
+    else:
+        measure_speed(args.megabytes, args.trials)
+
+
+if __name__ == "__main__":
+    main()

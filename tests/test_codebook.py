@@ -1,0 +1,404 @@
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.formats import FORMATS, codebook, codebook_library
+from gearbx_mlx.formats.codebook import Codebook, CodebookLinear, CodebookSwitchLinear, nbytes
+from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
+from gearbx_mlx.formats.codebook_lloyd import ROUNDS, STEP, SortedRows, lloyd, lloyd_round, nearest
+from gearbx_mlx.formats.codebook_outliers import MOST, Outliers, find, find_all, take_out
+from gearbx_mlx.formats.codebook_packing import LAYOUT, pack, row_bytes, unpack
+
+MODULES = {"codebook": codebook, "codebook-library": codebook_library}
+CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
+seeds = st.integers(0, 2**32 - 1)
+widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
+
+
+def heavy(*shape: int, seed: int = 0, scale: float = 0.02) -> mx.array:
+    """Student t with 4 degrees of freedom."""
+    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * scale).astype(np.float32))
+
+
+def gaussian(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)) * 0.02
+
+
+def linear(weight: mx.array, bias: bool = True) -> nn.Linear:
+    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
+    dense.weight = weight
+    return dense
+
+
+def error(made: mx.array, weight: mx.array) -> float:
+    return (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
+
+
+class TestPacking:
+    @settings(deadline=None)
+    @given(st.sampled_from(list(LAYOUT)), st.integers(1, 4), widths, seeds)
+    def test_round_trip_is_exact(self, bits, rows, width, seed):
+        codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, width)).astype(np.uint8)
+        words = pack(mx.array(codes), bits)
+        assert words.dtype == LAYOUT[bits][1]
+        assert words.shape[-1] * words.dtype.size == row_bytes(width, bits)
+        assert np.array_equal(np.array(unpack(words, bits, width)), codes)
+
+    @pytest.mark.parametrize(("bits", "held", "size"), [(2, 16, 32), (3, 10, 32), (4, 8, 32), (5, 3, 16), (6, 5, 32)])
+    def test_words_are_those_of_table_3_3(self, bits, held, size):
+        codes = [(7 * i + 3) % 2**bits for i in range(held)]
+        word = np.array(pack(mx.array(codes), bits))[0]
+        assert word.nbytes * 8 == size
+        assert int(word) == sum(code << i * bits for i, code in enumerate(codes))
+        assert LAYOUT[bits][0] == held
+
+
+class TestOutliers:
+    @settings(deadline=None)
+    @given(st.integers(1, 12), widths, st.sampled_from([1.0, 1.5, 4.0]), seeds)
+    def test_at_most_two_percent_and_the_furthest(self, rows, width, freedom, seed):
+        values = np.random.default_rng(seed).standard_t(freedom, (rows, width)).astype(np.float32)
+        mask = find(mx.array(values))
+        distance = np.abs(values.astype(np.float64) - values.mean(dtype=np.float64))
+        assert mask.sum() <= MOST * values.size
+        if mask.any():
+            assert distance[mask].min() > 3 * values.std(dtype=np.float64) * (1 - 1e-4)
+            assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
+
+    def test_without_the_bound_they_are_those_beyond_three_sigma(self):
+        values = np.array(gaussian(64, 512))
+        expected = np.abs(values - values.mean()) > 3 * values.std()
+        assert np.array_equal(find(mx.array(values)), expected)
+        assert 0.002 < expected.mean() < 0.0035
+
+    @settings(deadline=None)
+    @given(st.sampled_from([(5, 33), (1, 1), (3, 4, 40), (2, 3, 8)]), st.floats(0, 1), seeds)
+    def test_they_come_back_exactly_where_they_were(self, shape, share, seed):
+        random = np.random.default_rng(seed)
+        weight = mx.array(random.standard_normal(shape).astype(np.float16).astype(np.float32))
+        mask = random.random(shape) < share * random.random(shape[:-1])[..., None]
+        outliers = take_out(weight, mask)
+        assert outliers.count() == mask.sum()
+        back = np.array(outliers.put_into(mx.full(shape, 9.0)))
+        assert np.array_equal(back, np.where(mask, np.array(weight), 9.0))
+
+    def test_storage_is_row_offsets_and_16_bit_columns(self):
+        weight = mx.zeros((3, 70000 - 5000))
+        mask = np.zeros(weight.shape, bool)
+        mask[1, 64999] = mask[2, 1] = mask[2, 7] = True
+        outliers = take_out(weight, mask)
+        assert (outliers.values.dtype, outliers.columns.dtype) == (mx.float16, mx.uint16)
+        assert outliers.offsets.tolist() == [0, 0, 1, 3]
+        assert outliers.columns.tolist() == [64999, 1, 7]
+
+    @pytest.mark.parametrize("name", MODULES)
+    def test_an_outlier_of_a_half_precision_checkpoint_is_exact(self, name):
+        weight = heavy(32, 256).astype(mx.float16)
+        mask = find_all(weight)
+        assert mask.any()
+        made = MODULES[name].decode(MODULES[name].encode(weight, 2), 2, 256)
+        assert np.array_equal(np.array(made)[mask], np.array(weight.astype(mx.float32))[mask])
+        assert not np.array_equal(np.array(made)[~mask], np.array(weight.astype(mx.float32))[~mask])
+
+    def test_all_outliers_of_a_row_have_one_code(self):
+        """A kernel takes back one value for all of them."""
+        weight = heavy(64, 300)
+        mask = find_all(weight)
+        codes = np.array(unpack(codebook.encode(weight, 4)["weight"], 4, 300))
+        assert (mask.sum(axis=1) > 1).any()
+        for row, outlying in zip(codes, mask):
+            assert len(set(row[outlying])) <= 1
+
+    def test_columns_beyond_16_bits_are_refused(self):
+        for name in MODULES:
+            assert FORMATS[name].fits(65536, 64) is None
+            assert "65536" in FORMATS[name].fits(65537, 64)
+
+
+class TestLloyd:
+    @settings(deadline=None, max_examples=40)
+    @given(st.integers(2, 5), st.integers(1, 200), st.booleans(), seeds)
+    def test_the_error_never_rises(self, bits, width, plain, seed):
+        values = np.random.default_rng(seed).standard_t(3, (3, width)).astype(np.float32)
+        rows = SortedRows.of(mx.array(values), mx.zeros(values.shape, mx.bool_))
+        entries = rows.quantiles(2**bits)
+        last = math.inf
+        for _ in range(12):
+            table = np.array(entries).astype(np.float64)
+            now = np.square(values[..., None] - table[:, None]).min(axis=-1).sum()
+            assert now <= last * (1 + 1e-5) + 1e-9
+            entries, last = lloyd_round(rows, entries, 1.0 if plain else STEP), now
+
+    def test_a_round_is_lloyds(self):
+        values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
+        left_out = np.random.default_rng(1).random((4, 100)) < 0.1
+        rows = SortedRows.of(mx.array(values), mx.array(left_out))
+        entries = rows.quantiles(8)
+        moved = np.array(lloyd_round(rows, entries))
+        for r in range(4):
+            counted, before = values[r][~left_out[r]], np.array(entries[r])
+            member = np.abs(counted[:, None] - before).argmin(axis=1)
+            expected = [counted[member == k].mean() if (member == k).any() else before[k] for k in range(8)]
+            assert np.allclose(moved[r], expected, atol=1e-6)
+
+    def test_it_starts_at_quantiles_of_what_counts(self):
+        rows = SortedRows.of(mx.arange(20.0)[None], mx.arange(20)[None] >= 16)
+        assert rows.quantiles(4).tolist() == [[2, 6, 10, 14]]
+
+    @settings(deadline=None, max_examples=40)
+    @given(st.integers(1, 5), st.integers(1, 60), seeds)
+    def test_codes_are_of_the_nearest_entries(self, bits, width, seed):
+        random = np.random.default_rng(seed)
+        table = np.sort(random.standard_normal((2, 2**bits)).astype(np.float32), axis=1)
+        values = random.standard_normal((2, width)).astype(np.float32)
+        codes = np.array(nearest(mx.array(values), mx.array(table)))
+        chosen = np.abs(values - np.take_along_axis(table, codes.astype(int), axis=1))
+        assert np.allclose(chosen, np.abs(values[..., None] - table[:, None]).min(axis=-1), atol=1e-6)
+
+    def test_longer_steps_get_further_in_as_many_rounds(self):
+        weight = heavy(64, 4096)
+        rows = SortedRows.of(weight, mx.array(find(weight)))
+        plain = rows.quantiles(16)
+        for _ in range(ROUNDS):
+            plain = lloyd_round(rows, plain)
+
+        def off(entries: mx.array) -> float:
+            counts, sums = rows.cells(entries)
+            return (counts * mx.square(entries) - 2 * sums * entries).sum().item()
+
+        best = off(lloyd(rows, 4, 300))
+        squares = mx.where(mx.array(find(weight)), 0, mx.square(weight)).sum().item()
+        assert squares + off(lloyd(rows, 4)) < 0.93 * (squares + off(plain))
+        assert squares + off(lloyd(rows, 4)) < 1.08 * (squares + best)
+
+
+class TestCodebooks:
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    def test_two_runs_are_bit_identical(self, name, bits):
+        weight = heavy(40, 300)
+        first, second = (MODULES[name].encode(weight + 0, bits) for _ in range(2))
+        assert first.keys() == second.keys()
+        assert all(mx.array_equal(first[key], second[key]).item() for key in first)
+
+    @pytest.mark.parametrize(("bits", "cosine"), [(2, 0.939), (3, 0.983), (4, 0.995)])
+    def test_cosines_of_a_gaussian_are_those_of_theory(self, bits, cosine):
+        weight = gaussian(128, 4096)
+        arrays = codebook.encode(weight, bits)
+        alone = codebook.fit(weight, mx.zeros(weight.shape, mx.bool_), bits)
+        without = mx.take_along_axis(alone[0].astype(mx.float32), alone[1].astype(mx.uint32), axis=-1)
+        for made, tolerance in ((without, 0.001), (codebook.decode(arrays, bits, 4096), 0.006)):
+            products = (made * weight).sum(-1) / mx.linalg.norm(made, axis=-1) / mx.linalg.norm(weight, axis=-1)
+            assert float(np.median(np.array(products))) == pytest.approx(cosine, abs=tolerance)
+
+    @pytest.mark.parametrize(("matrix", "below"), [(gaussian, 0.20), (heavy, 0.40)])
+    @pytest.mark.parametrize("bits", [3, 4])
+    def test_error_is_far_below_that_of_affine_at_the_same_effective_bits(self, matrix, below, bits):
+        weight = matrix(256, 4096)
+        arrays = codebook.encode(weight, bits)
+        curve = {}
+        for width in (2, 3, 4, 5):
+            for group in (32, 64, 128):
+                words, scales, biases = mx.quantize(weight.astype(mx.float16), group, width)
+                made = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group, width)
+                curve[width + 32 / group] = error(made, weight)
+        points = sorted(curve)
+        effective = 8 * nbytes(arrays) / weight.size
+        affine = math.exp(np.interp(effective, points, [math.log(curve[p]) for p in points]))
+        assert error(codebook.decode(arrays, bits, 4096), weight) < (1 - below) * affine
+
+    @pytest.mark.parametrize("bits", codebook_library.BITS)
+    def test_a_library_is_no_worse_than_a_codebook_a_row(self, bits):
+        weight = heavy(256, 1024)
+        made = {name: error(m.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
+        assert made["codebook-library"] < made["codebook"]
+
+    def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
+        arrays = codebook_library.encode(gaussian(64, 1024), 4)
+        assert arrays["library"].shape == (LIBRARY, 16)
+        beside = sum(arrays[name].nbytes for name in ("entries", "scales", "midpoints"))
+        assert 8 * beside / (64 * 1024) == 0.3125
+        assert 8 * arrays["weight"].nbytes / (64 * 1024) == 4
+
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (1, 4), (3, 130), (2, 4, 33)])
+    def test_any_shape(self, name, bits, shape):
+        weight = heavy(*shape)
+        made = MODULES[name].decode(MODULES[name].encode(weight, bits), bits, shape[-1])
+        assert made.shape == shape
+        assert mx.abs(made - weight).max().item() <= mx.abs(weight).max().item() * 1.01
+
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    def test_weights_of_few_values_are_kept(self, name, bits):
+        values = mx.array([-0.5, 0.25, 0.25, 1.0])
+        weight = values[(mx.arange(256) * 7 // 3 % 4)][None] * mx.ones((8, 1))
+        made = MODULES[name].decode(MODULES[name].encode(weight, bits), bits, 256)
+        assert mx.allclose(made, weight, atol=2e-3).item()
+
+    @pytest.mark.parametrize("name", MODULES)
+    def test_rows_of_zeros_and_of_one_value(self, name):
+        weight = mx.stack([mx.zeros(256), mx.full(256, 0.125)])
+        made = MODULES[name].decode(MODULES[name].encode(weight, 3), 3, 256)
+        assert mx.array_equal(made, weight).item()
+
+
+class TestModules:
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_a_linear_layer_computes_with_its_reconstruction(self, name, bits, bias):
+        dense = linear(heavy(24, 200), bias)
+        module = FORMATS[name].modules(dense, bits, (bits,), 64, mx.float32)[bits]
+        weight = MODULES[name].decode(MODULES[name].encode(dense.weight, bits), bits, 200)
+        x = mx.random.normal((2, 3, 200))
+        assert mx.allclose(module(x), x @ weight.T + (dense.bias if bias else 0), atol=1e-5).item()
+        assert module(x.astype(mx.bfloat16)).dtype == mx.bfloat16 or bias
+        assert not module.trainable_parameters()
+
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    def test_experts_agree_with_linears_one_by_one(self, name, bits):
+        experts = SwitchLinear(150, 12, num_experts=8, bias=True)
+        experts.weight = heavy(8, 12, 150)
+        module = FORMATS[name].modules(experts, bits, (bits,), 64, mx.float32)[bits]
+        for wanted in ([0, 7, 1, 7, 0], [*range(8), 3, 3]):  # fewer than all experts, and more
+            x = mx.random.normal((len(wanted), 1, 1, 150))
+            y = module(x, mx.array([[expert] for expert in wanted]))
+            for i, expert in enumerate(wanted):
+                alone = linear(experts.weight[expert])
+                alone.bias = experts.bias[expert]
+                one = FORMATS[name].modules(alone, bits, (bits,), 64, mx.float32)[bits]
+                assert mx.allclose(y[i, 0], one(x[i]), atol=1e-5).item()
+
+    @pytest.mark.parametrize(("name", "bits"), CASES)
+    def test_bytes_read_are_those_of_the_arrays(self, name, bits):
+        module = FORMATS[name].modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
+        assert module.bytes_read == sum(a.nbytes for _, a in tree_flatten(module.parameters()))
+        share = int(find(heavy(64, 384)).sum()) / (64 * 384)
+        assert FORMATS[name].stored_bytes((64, 384), bits, share) == module.bytes_read
+
+    def test_what_fills_up_lists_of_outliers_is_not_read(self):
+        weight = gaussian(4, 16, 64)
+        weight[2, 3, :10] = 5.0
+        arrays = codebook.encode(weight, 2)
+        length, count = arrays["outliers"].shape[-1], Outliers.of(arrays).count()
+        assert count < 4 * length
+        assert sum(a.nbytes for a in arrays.values()) - nbytes(arrays) == 4 * (4 * length - count)
+
+
+class TestGearbox:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_every_architecture_runs_and_comes_back(self, architecture):
+        model = tiny_model(architecture)
+        before, logits = weights_of(model), model(PROMPT)
+        gearbox = Gearbox(model, "2,4,16", format="codebook")
+        for gear in ("low", "mid"):
+            gearbox.shift(gear)
+            found = model(PROMPT)
+            assert mx.isfinite(found).all().item()
+            assert not mx.array_equal(found, logits).item()
+        gearbox.shift("high")
+        assert same_weights(weights_of(model), before)
+        assert mx.array_equal(model(PROMPT), logits).item()
+
+    @pytest.mark.parametrize("name", MODULES)
+    def test_a_hundred_random_shifts(self, name):
+        gearbox = Gearbox(tiny_model(), "2,3,4,16", format=name)
+        logits = {}
+        for choice in np.random.default_rng(0).integers(0, 4, 100):
+            gear = gearbox.ladder[int(choice)]
+            gearbox.shift(gear)
+            now = gearbox.model(PROMPT)
+            assert mx.array_equal(logits.setdefault(gear, now), now).item()
+        gearbox.shift("high")
+        assert mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
+
+    @pytest.mark.parametrize("residency", ["host", "disk"])
+    def test_residency(self, fresh_demo, residency):
+        gearbox = Gearbox(
+            fresh_demo.model,
+            "3,16",
+            format="codebook",
+            residency=residency,
+            checkpoint=fresh_demo.path,
+            manage="attention",
+        )
+        top = gearbox.model(PROMPT)
+        gearbox.shift("low")
+        low = gearbox.model(PROMPT)
+        mx.eval(low)
+        for gear, expected in (("high", top), ("low", low), ("high", top)):
+            gearbox.shift(gear)
+            assert mx.array_equal(gearbox.model(PROMPT), expected).item()
+
+    def test_it_writes_text_on_the_demo_model(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,16", format="codebook")
+        prompt = "Question: Tom has 3 apples and buys 4 more. How many apples does he have?\nAnswer:"
+
+        def text() -> str:
+            return mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, prompt, max_tokens=16)
+
+        expected = text()
+        gearbox.shift("low")
+        low = text()
+        assert len(set(low.split())) > 3
+        gearbox.shift("high")
+        assert text() == expected
+
+    def test_a_layer_with_a_floor_gets_bits_that_the_ladder_has_not(self):
+        def floor(path, module):
+            return {"bits": 5} if "q_proj" in path else True
+
+        gearbox = Gearbox(tiny_model(), "2,16", format="codebook", manage=floor)
+        gearbox.shift("low")
+        assert gearbox.model.layers[0].self_attn.q_proj.bits == 5
+        assert gearbox.model.layers[0].self_attn.k_proj.bits == 2
+        assert (
+            Gearbox(tiny_model(), "2,16", manage=floor).bits_of(
+                next(e for e in gearbox.layers if "q_proj" in e.path), gearbox.ladder[0]
+            )
+            == 16
+        )
+
+    def test_outliers_are_counted_once_a_gear_is_made(self):
+        model = tiny_model()
+        for module in linear_layers(model).values():
+            module.weight = heavy(*module.weight.shape)
+        gearbox = Gearbox(model, "3,16", format="codebook")
+        low = gearbox.ladder[0]
+        expected = gearbox.bits_per_weight(low), gearbox.weight_bytes_per_token(low)
+        gearbox.shift(low)
+        assert gearbox.bits_per_weight(low) > expected[0]
+        assert gearbox.weight_bytes_per_token(low) > expected[1]
+
+    @pytest.mark.parametrize("name", MODULES)
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_weights_that_are_not_finite(self, name, value):
+        model = tiny_model()
+        model.layers[1].mlp.up_proj.weight[3, 5] = value
+        gearbox = Gearbox(model, "3,16", format=name)
+        with pytest.raises(GearbxError, match=r"layers\.1\.mlp\.up_proj: weights are not finite"):
+            gearbox.shift("low")
+        assert gearbox.gear.name == "high"
+
+    def test_bits_that_there_are_not(self):
+        with pytest.raises(GearbxError, match="format 'codebook' has no gear of 8 bits; choose from 2, 3, 4, 5, 6, 16"):
+            Gearbox(tiny_model(), "4,8,16", format="codebook")
+        with pytest.raises(GearbxError, match="format 'codebook-library' has no gear of 5 bits"):
+            Gearbox(tiny_model(), "5,16", format="codebook-library")
+
+
+def test_modules_say_what_they_are():
+    for format, kind, experts in ((Codebook(), CodebookLinear, CodebookSwitchLinear),):
+        assert type(format.modules(linear(heavy(4, 40)), 3, (3,), 64, mx.float32)[3]) is kind
+        switch = SwitchLinear(40, 4, num_experts=2)
+        assert type(format.modules(switch, 3, (3,), 64, mx.float32)[3]) is experts
+    assert CodebookLibrary().layer_bits == (2, 3, 4)
+    assert GROUP == 128

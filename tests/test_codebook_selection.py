@@ -1,0 +1,324 @@
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import tiny_model
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.decoding.garbage import GarbageCheck, Sense, loops
+from gearbx_mlx.fitting import fit_budget, parse_bytes, points_table
+from gearbx_mlx.formats import FORMATS, codebook
+from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
+from gearbx_mlx.gears import selection_report as report
+from gearbx_mlx.gears.codebook_selection import Floors, Measured, kind_of, measure, select
+from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.gears.h_process import encoding_spike, operating_points, search
+
+
+def heavy(*shape: int, seed: int = 0) -> mx.array:
+    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * 0.02).astype(np.float32))
+
+
+def cosine(made: mx.array, weight: mx.array) -> float:
+    norms = mx.linalg.norm(made, axis=-1) * mx.linalg.norm(weight, axis=-1)
+    return float(np.median(np.array((made * weight).sum(-1) / norms)))
+
+
+def layer(path: str, kind: str, cosines: dict[int, float], weights: int = 1000) -> Measured:
+    found = [Quality(bits, c, c - 0.01, 1 - c, 1.1 - c, 0.003, bits + 0.5) for bits, c in cosines.items()]
+    return Measured(path, kind, weights, 0, tuple(found))
+
+
+LAYERS = [
+    layer("a.q_proj", "attention", {2: 0.94, 3: 0.985, 4: 0.996}),
+    layer("a.experts", "routed", {2: 0.935, 3: 0.983, 4: 0.995}, 8000),
+]
+
+
+class TestQuality:
+    @pytest.mark.parametrize("name", ["codebook", "codebook-library"])
+    def test_it_is_that_of_the_reconstruction(self, name):
+        weight, format = heavy(48, 384), FORMATS[name]
+        for quality in qualities(format, weight):
+            module = format.modules(nn_linear(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
+            made = module.dense_weight(mx.float32)
+            assert quality.cosine == pytest.approx(cosine(made, weight), abs=2e-5)
+            off = (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
+            assert quality.error == pytest.approx(off, rel=1e-2, abs=1e-5)
+            assert quality.effective_bits == pytest.approx(8 * module.bytes_read / weight.size, abs=1e-3)
+            assert quality.bulk_cosine < quality.cosine
+            assert quality.bulk_error > quality.error
+
+    def test_without_outliers_is_a_codebook_of_all_weights(self):
+        weight = heavy(48, 384)
+        entries, codes = codebook.fit(weight, mx.zeros(weight.shape, mx.bool_), 3)
+        made = mx.take_along_axis(entries.astype(mx.float32), codes.astype(mx.uint32), axis=-1)
+        found = {quality.bits: quality for quality in qualities(FORMATS["codebook"], weight)}
+        assert found[3].bulk_cosine == pytest.approx(cosine(made, weight), abs=2e-5)
+
+    def test_a_sample_of_channels_is_near_all(self, monkeypatch):
+        weight = heavy(2048, 256)
+        every = next(qualities(FORMATS["codebook"], weight))
+        monkeypatch.setattr("gearbx_mlx.formats.codebook_quality.WEIGHTS_JUDGED", 512 * 256)
+        assert next(qualities(FORMATS["codebook"], weight)).cosine == pytest.approx(every.cosine, abs=1e-3)
+
+    def test_four_experts_are_judged(self):
+        experts = heavy(32, 8, 64)
+        assert mx.array_equal(some_experts(experts), experts[mx.array([0, 8, 16, 24])]).item()
+        assert some_experts(experts[:3]).shape == (3, 8, 64)
+        spoiled = mx.array(experts)
+        spoiled[5] = 7.0
+        assert next(qualities(FORMATS["codebook"], spoiled)) == next(qualities(FORMATS["codebook"], experts))
+
+
+def nn_linear(weight: mx.array) -> nn.Linear:
+    dense = nn.Linear(1, 1, bias=False)
+    dense.weight = weight
+    return dense
+
+
+class TestSelection:
+    def test_the_first_bits_that_reach_the_floor(self):
+        assert select(LAYERS, Floors(0.98, 0.93)).bits == {"a.q_proj": 3, "a.experts": 2}
+        assert select(LAYERS, Floors(0.93, 0.93)).bits == {"a.q_proj": 2, "a.experts": 2}
+        assert select(LAYERS, Floors(0.99, 0.94)).bits == {"a.q_proj": 4, "a.experts": 3}
+        assert select(LAYERS, Floors(0.98, 0.93)).effective_bits == pytest.approx((3.5 * 1000 + 2.5 * 8000) / 9000)
+
+    def test_what_no_codebook_brings_to_its_floor_stays_as_it_is(self):
+        selection = select(LAYERS, Floors(0.999, 0.93))
+        assert selection.bits["a.q_proj"] == 16
+        assert selection.choices[0].effective_bits == 16
+
+    def test_measured_on_a_model_and_engaged(self):
+        model = tiny_model("qwen3_moe", num_experts=8)
+        layers, _ = discover(model, format=FORMATS["codebook"])
+        measured = measure(layers, FORMATS["codebook"], Floors(0.98, 0.9))
+        assert all(len(one.qualities) <= 2 for one in measured if one.kind == "routed")
+        selection = select(measured, Floors(0.98, 0.9))
+        gearbox = Gearbox(model, "2,16", format="codebook", manage=selection.predicate)
+        gearbox.shift("low")
+        for choice in selection.choices:
+            module = model
+            for part in choice.path.split("."):
+                module = module[int(part)] if part.isdigit() else module[part]
+            if choice.bits == 16:
+                assert "weight" in module
+            else:
+                assert module.bits == choice.bits
+                found = {q.bits: q.cosine for q in next(m for m in measured if m.path == choice.path).qualities}
+                assert found[choice.bits] >= choice.floor
+                assert all(c < choice.floor for bits, c in found.items() if bits < choice.bits)
+        assert {c.floor for c in selection.choices if c.kind == "routed"} == {0.9}
+        assert {c.floor for c in selection.choices if c.kind != "routed"} == {0.98}
+
+    def test_kinds(self):
+        one = nn.Linear(4, 4)
+        assert kind_of("model.layers.0.self_attn.q_proj", one) == "attention"
+        assert kind_of("model.layers.0.mlp.up_proj", one) == "mlp"
+        assert kind_of("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
+        assert kind_of("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
+        assert kind_of("lm_head", one) == "head"
+
+    @pytest.mark.parametrize("floor", [0.0, 1.0, -0.5, 1.5, float("nan")])
+    def test_floors_outside_0_and_1(self, floor):
+        with pytest.raises(GearbxError, match=r"the strict floor is .*; give a cosine between 0 and 1"):
+            Floors(strict=floor)
+        with pytest.raises(GearbxError, match="the lazy floor is"):
+            Floors(lazy=floor)
+
+    def test_the_environment(self, monkeypatch):
+        monkeypatch.delenv("XFP_MIN_COS_STRICT", raising=False)
+        monkeypatch.delenv("XFP_MIN_COS_LAZY", raising=False)
+        assert Floors.chosen() == Floors(0.98, 0.93)
+        monkeypatch.setenv("XFP_MIN_COS_STRICT", "0.97")
+        monkeypatch.setenv("XFP_MIN_COS_LAZY", "0.9")
+        assert Floors.chosen() == Floors(0.97, 0.9)
+        assert Floors.chosen(strict=0.99) == Floors(0.99, 0.9)
+        for text in ("much", "1", "nan"):
+            monkeypatch.setenv("XFP_MIN_COS_LAZY", text)
+            with pytest.raises(GearbxError, match=f"XFP_MIN_COS_LAZY is '?{text}'?; give a cosine between 0 and 1"):
+                Floors.chosen()
+
+    def test_weights_that_are_not_finite(self):
+        model = tiny_model()
+        model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+        layers, _ = discover(model, format=FORMATS["codebook"])
+        with pytest.raises(GearbxError, match=r"layers\.1\.mlp\.up_proj: weights are not finite"):
+            measure(layers, FORMATS["codebook"], Floors())
+
+
+class TestReport:
+    def test_the_form_of_table_3(self):
+        rows = report.class_rows(select(LAYERS, Floors(0.98, 0.93)))
+        assert [(r["component"], r["layers"], r["selected"], r["effective_bits"]) for r in rows[:2]] == [
+            ("attention", 1, "1×xfp3", 3.5),
+            ("routed", 1, "1×xfp2", 2.5),
+        ]
+        assert (rows[2]["component"], rows[2]["selected"]) == ("total", "1×xfp2, 1×xfp3")
+        assert "1×dense" in report.class_rows(select(LAYERS, Floors(0.999, 0.93)))[0]["selected"]
+
+    def test_the_form_of_table_a_1(self):
+        row = report.component_rows(select(LAYERS, Floors(0.98, 0.93)))[0]
+        assert (row["type"], row["layers"]) == ("attention q_proj", 1)
+        assert row["cos_outlier"] - row["cos_bulk"] == pytest.approx(row["gain_mean"]) == pytest.approx(row["gain_max"])
+        assert row["mse_ratio_p50"] == pytest.approx(0.115 / 0.015)
+        layers = report.layer_rows(select(LAYERS, Floors(0.98, 0.93)))
+        assert [r["bits"] for r in layers] == [3, 2]
+
+
+def says(kl: float, reason: str = "") -> Sense:
+    return Sense(kl, 0, reason)
+
+
+class TestHProcess:
+    GRID = [(0.93, 0.93), (0.98, 0.93), (0.98, 0.94), (0.99, 0.94)]
+
+    def points(self, **change):
+        return operating_points(LAYERS, **({"unmanaged": 100, "spike": 500, "grid": self.GRID} | change))
+
+    def test_points_ascend_and_differ(self):
+        points = self.points()
+        assert [tuple(p.selection.bits.values()) for p in points] == [(2, 2), (3, 2), (3, 3), (4, 3)]
+        assert [p.steady for p in points] == [p.selection.bytes + 100 for p in points]
+        assert all(p.spike == p.steady + 500 for p in points)
+        assert len(self.points(most=2)) == 2
+        assert len(self.points(grid=[(0.98, 0.93), (0.981, 0.931), (0.9, 0.95)])) == 1
+
+    def test_the_most_conservative_that_fits_and_makes_sense(self):
+        points = self.points()
+        budget = points[2].spike
+        found = search(points, lambda selection: says(0.1), memory_budget=budget)
+        assert found.best.selection is points[2].selection
+        assert [p.outcome for p in found.tried] == ["fits", "fits", "fits", "over budget"]
+        assert found.tried[3].verdict is None  # what does not fit is not made
+        rows = [p.row for p in found.tried]
+        assert [row["kl"] for row in rows] == [0.1, 0.1, 0.1, None]
+        assert rows[0]["strict"] == 0.93
+
+    def test_garbage_is_never_returned(self):
+        points = self.points()
+
+        def judge(selection):
+            bad = selection.bits["a.q_proj"] == 2
+            return says(9.0 if bad else 0.2, "KL 9 above 0.5" if bad else "")
+
+        found = search(points, judge, target_bpw=2.7)
+        assert [p.outcome for p in found.tried] == ["KL 9 above 0.5", "fits", "over budget"]
+        assert found.best.selection is points[1].selection
+        with pytest.raises(GearbxError, match=r"gives garbage; the closest has floors 0\.93 and 0\.93.*give a larger"):
+            search(points, judge, memory_budget=points[0].spike)
+
+    def test_a_budget_that_no_point_meets(self):
+        with pytest.raises(GearbxError, match=r"no point meets the budget; the smallest has floors 0\.93 and 0\.93"):
+            search(self.points(), lambda selection: says(0.0), memory_budget=10)
+
+    def test_the_spike_of_encoding_covers_the_largest_layer(self):
+        model = tiny_model()
+        layers, _ = discover(model, format=FORMATS["codebook"])
+        spike = encoding_spike(layers, FORMATS["codebook"], 4)
+        assert spike > 2 * max(e.module.weight.nbytes for e in layers)
+
+    def test_end_to_end_on_the_demo_model(self, fresh_demo):
+        model, format = fresh_demo.model, FORMATS["codebook"]
+        texts = [
+            fresh_demo.tokenizer.encode(text)
+            for text in ("Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer: He has",)
+        ]
+        check = GarbageCheck(model, texts, kl_bound=0.03, written=8)
+        layers, _ = discover(model, manage="mlp", format=format)
+        measured = measure(layers, format, Floors(0.98, 0.98))
+
+        def judge(selection):
+            gearbox = Gearbox(model, "2,16", format=format, manage=selection.predicate)
+            gearbox.shift("low")
+            sense = check(model)
+            gearbox.shift("high")
+            return sense
+
+        points = operating_points(measured, 0, 0, grid=[(0.5, 0.5), (0.98, 0.98)])
+        found = search(points, judge, target_bpw=6.0)
+        assert found.best is found.tried[1]
+        assert found.tried[1].verdict.kl < found.tried[0].verdict.kl
+
+
+class TestGarbage:
+    def test_repetition(self):
+        assert loops([1, 2, 3] + [7] * 16)
+        assert loops([5, 6] * 8)
+        assert loops([*range(30), *[1, 2, 3, 4, 5, 6, 7, 8] * 4])
+        assert not loops([7] * 15)
+        assert not loops([*range(8)] * 3)
+        assert not loops([1, 2] * 7 + [3, 1])
+        assert not loops([])
+
+    def test_the_original_passes_and_noise_does_not(self, fresh_demo):
+        model = fresh_demo.model
+        text = fresh_demo.tokenizer.encode("Question: How much is 3 plus 4?\nAnswer: 3+4=<<3+4=7>>7")
+        check = GarbageCheck(model, [text], written=4)
+        assert check(model) == Sense(0.0, 0, "")
+        for block in model.layers:
+            block.mlp.down_proj.weight = mx.random.normal(block.mlp.down_proj.weight.shape)
+        sense = check(model)
+        assert not sense.passed
+        assert sense.reason.startswith("KL ")
+
+    def test_repeating_text_that_the_original_does_not_repeat(self, monkeypatch):
+        model = tiny_model()
+        check = GarbageCheck(model, [[1, 2, 3, 4]], kl_bound=1e9, written=16)
+        monkeypatch.setattr("gearbx_mlx.decoding.garbage.continuation", lambda *args: [5] * 16)
+        sense = check(model)
+        assert sense.looped == (0 if check._loops[0] else 1)
+        check._loops = [True]
+        assert check(model).passed  # the original does it too
+
+    def test_no_text(self):
+        with pytest.raises(GearbxError, match="no calibration text has two tokens or more"):
+            GarbageCheck(SimpleNamespace(), [[1]])
+
+
+class TestFitting:
+    @pytest.mark.parametrize(
+        ("text", "count"),
+        [("3GB", 3e9), ("3 gb", 3e9), ("1.5GiB", 1.5 * 2**30), ("500M", 5e8), ("1e9", 1e9), ("12kb", 12e3)],
+    )
+    def test_sizes(self, text, count):
+        assert parse_bytes(text) == count
+
+    @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
+    def test_what_is_no_size(self, text):
+        with pytest.raises(GearbxError, match="is no size; give bytes such as 3GB"):
+            parse_bytes(text)
+
+    def test_a_budget_on_a_model(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        before = model(mx.array([[1, 2, 3]]))
+        found = fit_budget(model, [[1, 2, 3, 4, 5, 6]], FORMATS["codebook"], memory_budget=10**9, kl_bound=10.0)
+        assert found.best is found.tried[-1]
+        assert found.best.verdict.passed
+        assert found.best.steady < found.best.spike < 10**9
+        assert mx.allclose(model(mx.array([[1, 2, 3]])), before.astype(mx.float32), atol=0.05).item()
+        assert points_table(found).row_count == len(found.tried)
+        with pytest.raises(GearbxError, match="no point meets the budget; the smallest has"):
+            fit_budget(model, [[1, 2, 3]], FORMATS["codebook"], memory_budget=1000)
+
+
+class TestFlags:
+    def test_bits_by_floors(self, command):
+        done = command(
+            *("generate", "--format", "codebook", "--gears", "2,16", "--manage", "attention"),
+            *("--min-cos-strict", "0.95", "--max-tokens", "2", "--initial-gear", "low"),
+        )
+        assert done.status == 0, done.err
+        assert "attention: 24×xfp3" in done.err
+        assert "(floor 0.95)" in done.err
+
+    def test_floors_that_there_are_not(self, command):
+        done = command("generate", "--format", "codebook", "--gears", "2,16", "--min-cos-lazy", "1.2")
+        assert done.status != 0
+        assert "the lazy floor is 1.2; give a cosine between 0 and 1" in done.err
+        done = command("generate", "--auto-bits")
+        assert done.status != 0
+        assert "the format is planes; give --format codebook" in done.err
