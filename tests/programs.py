@@ -26,7 +26,7 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """Compile `check` and all sources of the kernels that know nothing of MLX into `program`."""
-    common = ["-g", "-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{cpu.SOURCES}", *flags]
+    common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{cpu.SOURCES}", *flags]
     sources = [str(file) for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
     main = [*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]
     link = [*compiler, "-std=c++20", *common, "-pthread", *sources, f"{program}.o", "-o", str(program)]
