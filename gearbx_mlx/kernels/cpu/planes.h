@@ -105,9 +105,10 @@ GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_
   for (int g = 0; g < count; g += 8) store8(offsets + g, multiply8(load8(scales + g), middle));
 }
 
-// Scale of one unit of the lowest plane, and the offsets of all planes together, of `count` groups of a row.
-GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
-                                      float* offsets) {
+// Scale of one unit of the lowest plane, and the offsets of all planes together, of `count` groups of a row. A function of
+// its own: in every form of every kernel it would take compilers minutes.
+__attribute__((noinline)) inline void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count,
+                                                         float* scales, float* offsets) {
   if (m.scale_type == GEARBX_BFLOAT16) return scales_and_offsets<Bf16>(m, row, group, count, scales, offsets);
   if (m.scale_type == GEARBX_FLOAT16) return scales_and_offsets<Fp16>(m, row, group, count, scales, offsets);
   scales_and_offsets<float>(m, row, group, count, scales, offsets);
