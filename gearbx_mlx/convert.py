@@ -1,6 +1,7 @@
 """python -m gearbx_mlx.convert: from a model to a geared checkpoint, which stock mlx-lm reads too."""
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -10,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from . import terminal
 
 if TYPE_CHECKING:
-    from .gears.converter import Converter
+    from .gears.converter import Converter, Plan
     from .gears.manifest import Manifest
 
+REPORT = "selection.json"  # which bits every layer got, and why
 INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole yet
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options_gears
+    from . import fitting, floors, options_gears
     from .gears.activations import DTYPES
 
     parser = argparse.ArgumentParser(
@@ -35,6 +37,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--upload-repo", help="The Hugging Face repo to upload the model to.")
     options_gears.add_ladder_flags(parser)
     options_gears.add_format_flags(parser.add_argument_group("gearbox"))
+    floors.add_floor_flags(parser)
+    fitting.add_budget_flags(parser)
     return parser
 
 
@@ -56,12 +60,13 @@ def run(args: argparse.Namespace) -> int:
     if gears_of(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
     options_gears.settle_gears(args)
+    wish = wish_of(args)
     ladder = Ladder.parse(args.gears)
     gears = tuple(gear.bits for gear in ladder)
     if not ladder.quantized_bits:
         raise GearbxError(f"--gears {ladder}: nothing to convert; give a gear of fewer bits")
     try:
-        manifest = convert(args, source, gears, work)
+        manifest = convert(args, source, gears, work, wish)
         os.replace(work, out)
     except OSError as error:
         raise GearbxError(
@@ -73,7 +78,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def convert(args: argparse.Namespace, source: Path, gears: tuple[int, ...], work: Path) -> "Manifest":
+def wish_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the bits of every layer are to follow from: floors or a budget."""
+    from .errors import GearbxError
+    from .fitting import wanted_budget
+    from .floors import wanted_floors
+    from .gears.ladder import Ladder
+
+    budget = wanted_budget(args)
+    if budget and Ladder.parse(args.gears)[0].bits != 2:
+        raise GearbxError(
+            f"--gears {args.gears}: a budget finds the bits of a gear that begins at 2; leave out --gears"
+        )
+    floors = None if budget else wanted_floors(args)
+    return budget or (vars(floors) if floors else None)
+
+
+def convert(
+    args: argparse.Namespace, source: Path, gears: tuple[int, ...], work: Path, wish: dict[str, Any] | None
+) -> "Manifest":
     """Fill the directory `work`, from the beginning or from where it stopped."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -90,7 +113,9 @@ def convert(args: argparse.Namespace, source: Path, gears: tuple[int, ...], work
     if args.dtype is not None:
         cast(model, args.dtype)
     hashes = {file.name: hash_of(file) for file in sorted(source.glob("model*.safetensors"))}
-    plan = Plan(args.format, gears, args.manage, args.q_group_size, args.dtype, hashes)
+    plan = Plan(args.format, gears, args.manage, args.q_group_size, args.dtype, hashes, wish)
+    if wish:
+        plan = dataclasses.replace(plan, bits=bits_for(args, source, trust, plan, work))
     converter = Converter(model, plan, work)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     try:
@@ -105,6 +130,39 @@ def convert(args: argparse.Namespace, source: Path, gears: tuple[int, ...], work
         converter.close()
     copy_others(source, work, converter)
     return manifest
+
+
+def bits_for(args: argparse.Namespace, source: Path, trust: dict[str, Any], plan: "Plan", work: Path) -> dict[str, int]:
+    """Path to bits: what an earlier run found, or floors that are given or found; the report beside the checkpoint."""
+    from .fitting import fit, point_rows, points_table
+    from .floors import Floors, select_bits, selection_lines
+    from .gears.converter import planned
+    from .gears.selection_report import as_dict
+    from .loading import load
+    from .telemetry.files import write_text
+    from .telemetry.summary import as_json
+
+    earlier = planned(work)
+    if earlier is not None and earlier | {"bits": None} == plan.as_json():
+        return earlier["bits"]
+    wish = dict(plan.wish or {})
+    of_budget = "memory_budget" in wish
+    model, tokenizer = load(source, lazy=not of_budget, tokenizer_config=dict(trust), **trust)
+    if args.dtype is not None:
+        cast(model, args.dtype)
+    report: dict[str, Any] = {}
+    if of_budget:
+        found = fit(model, tokenizer, args.format, args.manage, wish)
+        terminal.messages.print(points_table(found))
+        selection, report["points"] = found.best.selection, point_rows(found)
+    else:
+        selection = select_bits(model, args.format, args.manage, Floors(**wish), give_up=True)
+    for line in selection_lines(selection):
+        terminal.note(line)
+    if earlier is None:
+        work.mkdir(parents=True, exist_ok=True)
+        write_text(work / REPORT, as_json(as_dict(selection) | report))
+    return dict(selection.bits)
 
 
 def cast(model: Any, dtype: str) -> None:

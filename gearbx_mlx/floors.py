@@ -1,7 +1,9 @@
 """Flags of quality floors, and the bits of every layer that follow from them (XFP 4.3)."""
 
 import argparse
+from collections.abc import Iterable, Iterator
 
+import mlx.core as mx
 import mlx.nn as nn
 from rich.console import Console
 from rich.progress import Progress
@@ -11,7 +13,8 @@ from .formats import get_format
 from .formats.codebook import Codebook
 from .formats.codebook_library import CodebookLibrary
 from .gears.codebook_selection import LAZY, STRICT, Floors, Selection, measure, select
-from .gears.discovery import Predicate, discover
+from .gears.discovery import Layer, Predicate, discover
+from .gears.residency import EMPTY
 from .gears.selection_report import class_rows
 
 
@@ -53,16 +56,29 @@ def wanted_floors(args: argparse.Namespace) -> Floors | None:
 
 
 def select_bits(
-    model: nn.Module, format: str, manage: str | Predicate, floors: Floors, group_size: int = 64
+    model: nn.Module, format: str, manage: str | Predicate, floors: Floors, group_size: int = 64, give_up: bool = False
 ) -> Selection:
-    """Judge every layer that is managed, with progress on standard error."""
+    """Judge every layer that is managed, with progress on standard error.
+
+    Args:
+        give_up: weights, once they are judged, so that of a model that is read lazily one layer is in memory at a time.
+    """
     codebooks = get_format(format)
     assert isinstance(codebooks, Codebook | CodebookLibrary)
     layers, _ = discover(model, manage, group_size, codebooks)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("judging codebooks", total=len(layers))
-        measured = measure(layers, codebooks, floors, lambda path: progress.advance(task))
+        measured = measure(
+            each_given_up(layers) if give_up else layers, codebooks, floors, lambda path: progress.advance(task)
+        )
     return select(measured, floors)
+
+
+def each_given_up(layers: Iterable[Layer]) -> Iterator[Layer]:
+    for layer in layers:
+        yield layer
+        layer.module.weight = EMPTY
+        mx.clear_cache()
 
 
 def selection_lines(selection: Selection) -> list[str]:

@@ -66,6 +66,10 @@ def add_format_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+CODEBOOKS = ("codebook", "codebook-library")
+CODEBOOK_LADDER = "4,16"  # they have no 8 bits
+QUALITY = ("auto_bits", "min_cos_strict", "min_cos_lazy", "memory_budget", "target_bpw")
+QUALITY_LADDER = "2,16"  # a gear of 2 bits has every layer at the bits that were found for it
 DEFAULTS = {"format": DEFAULT_FORMAT, "manage": "all", "q_group_size": DEFAULT_GROUP_SIZE}
 
 
@@ -84,7 +88,11 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
             args.gears = str(saved.chosen(args.gears))
         except GearbxError as error:
             raise GearbxError(f"{args.model}: {error}") from error
-    args.gears = args.gears or default
+    if args.gears is None:
+        args.gears = default
+        if default and saved is None and args.format in CODEBOOKS:
+            by_quality = any(getattr(args, flag, None) for flag in QUALITY)
+            args.gears = QUALITY_LADDER if by_quality else CODEBOOK_LADDER
     for name, fallback in DEFAULTS.items():
         given = getattr(args, name, None)
         held = fallback if saved is None else vars(saved)[name.removeprefix("q_")]

@@ -17,7 +17,7 @@ from ..formats.codebook import Codebook
 from ..formats.codebook_library import CodebookLibrary
 from ..formats.codebook_quality import Quality, qualities
 from .cost import HEADS
-from .discovery import Layer, Predicate, is_attention
+from .discovery import Layer, Predicate, is_attention, with_bits
 from .ladder import DENSE
 
 STRICT, LAZY = 0.98, 0.93
@@ -156,8 +156,7 @@ class Selection:
     def predicate(self) -> Predicate:
         """For `Gearbox(manage=...)`: gears below a layer's bits have it at these bits, so that a gear of 2 is the whole
         selection."""
-        bits = self.bits
-        return lambda path, module: {"bits": bits[path]} if path in bits else False
+        return with_bits(self.bits)
 
 
 def select(measured: Iterable[Measured], floors: Floors) -> Selection:

@@ -17,7 +17,7 @@ from ..errors import GearbxError
 from ..formats import get_format
 from ..formats.tied import linear_of
 from .activations import dtype_name, stored_dtype
-from .discovery import Layer, bits_of, discover, stored_bits
+from .discovery import Layer, Predicate, bits_of, discover, stored_bits, with_bits
 from .fingerprint import fingerprint_of, sample
 from .ladder import DENSE, Ladder
 from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
@@ -43,9 +43,26 @@ class Plan:
     group_size: int
     dtype: str | None
     source: Mapping[str, str]
+    wish: Mapping[str, Any] | None = None  # floors or a budget, from which the bits of every layer were found
+    bits: Mapping[str, int] | None = None  # path to the fewest that a layer may have
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "gears": list(self.gears), "source": dict(self.source)}
+
+    @property
+    def managed(self) -> str | Predicate:
+        """What `Gearbox` takes as `manage`."""
+        return self.manage if self.bits is None else with_bits(self.bits)
+
+
+def planned(work: Path) -> dict[str, Any] | None:
+    """What a conversion that was begun in a directory is to make; None where none was."""
+    try:
+        with open(work / JOURNAL, encoding="utf-8") as journal:
+            line = journal.readline()
+    except FileNotFoundError:
+        return None
+    return json.loads(line) if line.endswith("\n") else None
 
 
 class Converter:
@@ -67,7 +84,7 @@ class Converter:
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
         for bits in self.ladder.quantized_bits:
             self.format.check(bits)
-        self.layers, self.unmanaged = discover(model, plan.manage, plan.group_size, self.format)
+        self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
         if not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -48,6 +48,11 @@ def bits_of(layer: Layer, gear: Gear, ladder: Ladder, others: Iterable[int] = ()
     """The bits of a layer in a gear: the gear's, or the lowest of the ladder or of `others` that it may be used in."""
     held = {*others, *(g.bits for g in ladder)}
     return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
+
+
+def with_bits(bits: Mapping[str, int]) -> Predicate:
+    """Manages the layers of these paths, each in no gear below its bits."""
+    return lambda path, module: {"bits": bits[path]} if path in bits else False
 
 
 def stored_bits(layer: Layer, ladder: Ladder) -> tuple[int, ...]:

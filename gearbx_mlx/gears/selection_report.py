@@ -98,3 +98,13 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
         }
         for choice in selection.choices
     ]
+
+
+def as_dict(selection: Selection) -> dict[str, Any]:
+    """All of it, for a file."""
+    return {
+        "floors": vars(selection.floors),
+        "classes": class_rows(selection),
+        "components": component_rows(selection),
+        "layers": layer_rows(selection),
+    }
