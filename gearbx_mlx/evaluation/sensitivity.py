@@ -32,25 +32,26 @@ class Distance:
 
 @dataclass
 class Cost:
-    """What was computed, in calls of managed layers and in multiplications per token, and what passes that compute
-    everything would have come to; over the windows of a text. Attention, norms and the KL itself are not counted."""
+    """What was computed, and what passes that compute everything would have come to; over the windows of a text.
 
+    blocks: of a block that was computed in part, its part of the calls of managed layers. calls: of managed layers.
+    multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
+    """
+
+    blocks: float = 0.0
     calls: int = 0
     multiplications: int = 0
+    full_blocks: int = 0
     full_calls: int = 0
     full_multiplications: int = 0
 
-    def add(self, other: "Cost") -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
-    @property
-    def share_of_calls(self) -> float:
-        return self.calls / max(self.full_calls, 1)
-
-    @property
-    def share_of_multiplications(self) -> float:
-        return self.multiplications / max(self.full_multiplications, 1)
+    def shares(self) -> dict[str, float]:
+        """Of passes that compute everything."""
+        return {
+            "blocks": self.blocks / max(self.full_blocks, 1),
+            "layer_calls": self.calls / max(self.full_calls, 1),
+            "multiplications": self.multiplications / max(self.full_multiplications, 1),
+        }
 
 
 @contextlib.contextmanager
@@ -226,6 +227,7 @@ class Exact:
             if self._passed <= depth:
                 return window.blocks[self._passed - 1]
             own(*args, **kwargs)
+            self.cost.blocks += 1
             raise _Enough
 
         for window in self._windows:
@@ -236,6 +238,7 @@ class Exact:
     def _replayed(self, changed: str, depth: int, window: _Window) -> mx.array:
         """Logits with a layer changed: blocks before it and layers that it does not reach give what they gave."""
         computed = [changed, *(path for path in self._heads if path != changed)]
+        own_block = [path for path in self._linear if self._depth.get(path) == depth]
 
         def through(key: Hashable, own: Callable, args: Any, kwargs: Any) -> Any:
             if isinstance(key, str):
@@ -245,11 +248,17 @@ class Exact:
                 computed.append(key)
                 return own(*args, **kwargs)
             self._passed += 1
-            return window.blocks[self._passed - 1] if self._passed <= depth else own(*args, **kwargs)
+            if self._passed <= depth:
+                return window.blocks[self._passed - 1]
+            self.cost.blocks += self._passed > depth + 1
+            return own(*args, **kwargs)
 
         others = {path: module for path, module in self._linear.items() if path != changed}
         with intercepted({**self._blocks, **others}, through):
             logits = self._logits(window.tokens)
+        if depth < len(self._blocks):
+            self.cost.blocks += sum(path in own_block for path in computed) / len(own_block)
+        self.cost.full_blocks += len(self._blocks)
         self.cost.calls += len(computed)
         self.cost.multiplications += sum(self._sizes[path] for path in computed)
         full = self._calls_of_a_pass

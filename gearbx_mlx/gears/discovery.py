@@ -18,7 +18,8 @@ from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
 
-# As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
+# As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}, and perhaps {"clamp": the
+# largest size that a weight has in a quantized gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
@@ -36,11 +37,17 @@ QUANTIZED = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A managed layer: where it is, its module as loaded, and the bits below which it does not go."""
+    """A managed layer: where it is, its module as loaded, the bits below which it does not go, and the size that its
+    weights are cut to before they are quantized, if they are."""
 
     path: str
     module: nn.Module
     lowest_bits: int = 0
+    clamp: float | None = None
+
+    def cut(self, weight: mx.array) -> mx.array:
+        """The weight that is to be quantized."""
+        return weight if self.clamp is None else mx.clip(weight, -self.clamp, self.clamp)
 
 
 def widths_of(layer: Layer, wanted: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
@@ -67,6 +74,19 @@ def at_most(widths: Sequence[int], bits: int) -> int:
 def with_bits(bits: Mapping[str, int]) -> Predicate:
     """Manages the layers of these paths, each in no gear below its bits."""
     return lambda path, module: {"bits": bits[path]} if path in bits else False
+
+
+def with_clamps(manage: str | Predicate, clamps: Mapping[str, float]) -> Predicate:
+    """As `manage`, with the weights of some layers cut to a size before they are quantized."""
+    wanted = get_predicate(manage)
+
+    def choose(path: str, module: nn.Module) -> bool | dict:
+        choice = wanted(path, module)
+        if not choice or path not in clamps:
+            return choice
+        return {**(choice if isinstance(choice, dict) else {}), "clamp": clamps[path]}
+
+    return choose
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
@@ -164,5 +184,6 @@ def discover(
             unmanaged[path] = f"weights of type {module.weight.dtype}"
         else:
             floors = [answer.get("bits", 0) for answer in (choice, objection) if isinstance(answer, dict)]
-            managed.append(Layer(path, module, max(floors, default=0)))
+            clamp = choice.get("clamp") if isinstance(choice, dict) else None
+            managed.append(Layer(path, module, max(floors, default=0), clamp))
     return managed, unmanaged

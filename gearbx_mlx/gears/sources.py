@@ -66,7 +66,7 @@ class Original:
         if bits == DENSE:
             return {DENSE: layer.module}
         dense = copy.copy(linear_of(layer.module))
-        dense.weight = dense.weight.astype(self.storage[layer.path])
+        dense.weight = layer.cut(dense.weight.astype(self.storage[layer.path]))
         # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
         held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
         made = self.format.modules(dense, bits, self.stored(layer), self.group_size, held_in)

@@ -1,0 +1,142 @@
+"""Bits for every layer: where a byte more saves the most KL.
+
+Numbers only. What layers cost alone adds up to about what they cost together, so a path of tables is found on the sum, and whoever
+calls measures the tables that he takes.
+"""
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Table = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One width of a layer: bytes that a use of it reads, and the KL that it costs (nats per token)."""
+
+    bits: int
+    bytes: int
+    kl: float
+
+
+def lower_hull(options: Sequence[Option]) -> list[Option]:
+    """The options, by bytes ascending, of which each saves less KL per byte than the one before: a greedy choice of
+    these is the best that a sum can do. One that saves nothing is left out: a layer goes past it."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.bytes, o.kl)):
+        if hull and option.kl >= hull[-1].kl:
+            continue
+        while len(hull) > 1 and gain(hull[-1], option) >= gain(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def gain(low: Option, high: Option) -> float:
+    """KL that is saved per byte."""
+    return (low.kl - high.kl) / (high.bytes - low.bytes)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A table on the greedy path: its bytes, and the sum of the KLs of its layers."""
+
+    table: Table
+    bytes: int
+    kl: float
+
+
+def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[Point]:
+    """From every layer's fewest bytes up to its most, one step of one layer at a time, by KL saved per byte."""
+    hulls = {path: lower_hull(choices) for path, choices in options.items()}
+    place = dict.fromkeys(hulls, 0)
+    table = {path: hull[0].bits for path, hull in hulls.items()}
+    total, kl = (sum(getattr(hull[0], name) for hull in hulls.values()) for name in ("bytes", "kl"))
+    points = [Point(dict(table), total, kl)]
+    steps = [(-gain(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
+    heapq.heapify(steps)
+    while steps:
+        _, path = heapq.heappop(steps)
+        hull, here = hulls[path], place[path] + 1
+        place[path], table[path] = here, hull[here].bits
+        total += hull[here].bytes - hull[here - 1].bytes
+        kl += hull[here].kl - hull[here - 1].kl
+        points.append(Point(dict(table), total, kl))
+        if here + 1 < len(hull):
+            heapq.heappush(steps, (-gain(hull[here], hull[here + 1]), path))
+    return points
+
+
+def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Point:
+    """The table of the least sum of KLs that the greedy path and what is left over of the budget give.
+
+    A budget below the fewest bytes gets the table of the fewest.
+    """
+    points = greedy_path(options)
+    best = points[max(bisect.bisect_right([point.bytes for point in points], budget) - 1, 0)]
+    table, total, kl = dict(best.table), best.bytes, best.kl
+    now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
+    while True:
+        steps = [
+            (gain(now[path], option), path, option)
+            for path, choices in options.items()
+            for option in choices
+            if now[path].bytes < option.bytes <= now[path].bytes + budget - total and option.kl < now[path].kl
+        ]
+        if not steps:
+            return Point(table, total, kl)
+        _, path, option = max(steps, key=lambda step: step[0])
+        total, kl = total + option.bytes - now[path].bytes, kl + option.kl - now[path].kl
+        table[path], now[path] = option.bits, option
+
+
+def least_bytes(points: Sequence[Point], measured: Callable[[Table], float], kl: float) -> Point | None:
+    """The first point of a path whose measured KL is at most so much, by bisection; None where not even the last is."""
+    found = bisect.bisect_left(range(len(points)), True, key=lambda place: measured(points[place].table) <= kl)
+    return points[found] if found < len(points) else None
+
+
+def in_company(
+    options: Mapping[str, Sequence[Option]], table: Mapping[str, int], without: Mapping[str, float], kl: float
+) -> dict[str, list[Option]]:
+    """The options with each layer's KL scaled by what it really adds to a table's.
+
+    Args:
+        without: path to the measured KL of the table with this layer at full precision.
+        kl: measured, of the table.
+    """
+    scaled = {}
+    for path, choices in options.items():
+        alone = next(option.kl for option in choices if option.bits == table[path])
+        share = max(kl - without[path], 0.0) / alone if alone > 0 else 1.0
+        scaled[path] = [Option(option.bits, option.bytes, option.kl * share) for option in choices]
+    return scaled
+
+
+def steps_of(table: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """How many widths each layer is above its lowest."""
+    return {path: sorted(widths[path]).index(bits) for path, bits in table.items()}
+
+
+def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Table]:
+    """Tables in which one layer has a width more and another one a width less, within `room` bytes more; those first
+    of which the sum of KLs says the best."""
+    now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
+
+    def beside(path: str, step: int) -> Option | None:
+        choices = sorted(options[path], key=lambda o: o.bits)
+        place = choices.index(now[path]) + step
+        return choices[place] if 0 <= place < len(choices) else None
+
+    found = []
+    for up, down in itertools.permutations(options, 2):
+        more, less = beside(up, 1), beside(down, -1)
+        if more is None or less is None:
+            continue
+        if more.bytes - now[up].bytes + less.bytes - now[down].bytes <= room:
+            change = more.kl - now[up].kl + less.kl - now[down].kl
+            found.append((change, {**table, up: more.bits, down: less.bits}))
+    return [made for _, made in sorted(found, key=lambda item: item[0])]

@@ -1,0 +1,57 @@
+"""The sensitivities file of mlx_lm.dynamic_quant: a list of pairs of a layer's path and a number.
+
+The number is how much the KL from full precision falls, to first order, if the layer alone has the high instead of the low
+bits in a model of low bits; per million weights.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearbxError
+
+MILLION = 1e6
+LOW, HIGH = 4, 5  # mlx_lm's defaults
+FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
+
+
+def read_sensitivities(file: Path) -> dict[str, float]:
+    """Path to number.
+
+    Raises:
+        GearbxError: it cannot be read, is no list of pairs, or has a number that is not finite.
+    """
+    try:
+        pairs = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise GearbxError(f"{file}: cannot be read as sensitivities of mlx_lm.dynamic_quant ({error})") from error
+    for path, value in pairs.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise GearbxError(f"{file}: the sensitivity of {path} is {value}, which is no number; make the file anew")
+    if not pairs:
+        raise GearbxError(f"{file}: has no layer; make it with mlx_lm.dynamic_quant")
+    return pairs
+
+
+def as_kl(sensitivity: float, weights: int, bits: Sequence[int], low: int = LOW) -> dict[int, float]:
+    """A proxy for a layer's KL (nats) at each width, from its sensitivity at `low` bits. Less than nothing is nothing."""
+    return {width: max(sensitivity, 0.0) * weights / MILLION * FOLD ** (low - width) for width in bits}
+
+
+def sensitivities_of(layers: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """For mlx_lm.dynamic_quant, from measured KLs: what a layer of 4 bits loses and one of 5 does not, per million weights.
+
+    Args:
+        layers: path to LayerPrecision.
+
+    Raises:
+        GearbxError: a layer was not measured at 4 and 5 bits.
+    """
+    found = []
+    for path, layer in layers.items():
+        if not {LOW, HIGH} <= layer.kl.keys():
+            raise GearbxError(f"{path}: was not measured at {LOW} and {HIGH} bits, which mlx_lm.dynamic_quant needs")
+        found.append((path, (layer.kl[LOW] - layer.kl[HIGH]) / (layer.weights / MILLION)))
+    return found
