@@ -2,6 +2,7 @@
 
     python scripts/measure_codebook.py error     # 4096-wide matrices, Gaussian and Student t with 4 degrees of freedom
     python scripts/measure_codebook.py kl        # the demo model on held-out problems
+    python scripts/measure_codebook.py points    # the H-Process on the demo model: XFP's table 10
     python scripts/measure_codebook.py speed     # products with one vector, beside the affine kernel of 4 bits
 
 With --page docs/codebook.md the table goes there as well.
@@ -22,6 +23,7 @@ from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.garbage import GarbageCheck
+from gearbx_mlx.fitting import fit, point_cells, point_rows
 from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.codebook import nbytes
 from gearbx_mlx.formats.codebook_outliers import Outliers
@@ -118,6 +120,14 @@ def measure_kl(problems: int) -> str:
     return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
 
 
+def measure_points(target_bpw: float) -> str:
+    model, tokenizer = load()
+    budget = {"memory_budget": None, "target_bpw": target_bpw, "prompts": None}
+    found = fit(model, tokenizer, "codebook", "all", budget)
+    head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
+    return table(head, [point_cells(row) for row in point_rows(found)])
+
+
 def measure_speed(megabytes: int, trials: int) -> str:
     native = cpu.native()
     if not hasattr(native, "codebook_matvec"):
@@ -162,9 +172,10 @@ def measure_speed(megabytes: int, trials: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["error", "kl", "speed"])
+    parser.add_argument("what", choices=["error", "kl", "points", "speed"])
     parser.add_argument("--rows", type=int, default=1024, help="of the matrices of `error`; default: 1024")
     parser.add_argument("--problems", type=int, default=16, help="of `kl`; default: 16")
+    parser.add_argument("--target-bpw", type=float, default=6.0, help="of `points`; default: 6")
     parser.add_argument("--megabytes", type=int, default=96, help="read in a trial of `speed`; default: 96")
     parser.add_argument("--trials", type=int, default=5, help="of `speed`; default: 5")
     parser.add_argument("--page", type=Path, help="to write the table into, beside printing it")
@@ -172,6 +183,7 @@ def main() -> None:
     measures = {
         "error": lambda: measure_error(args.rows),
         "kl": lambda: measure_kl(args.problems),
+        "points": lambda: measure_points(args.target_bpw),
         "speed": lambda: measure_speed(args.megabytes, args.trials),
     }
     found = measures[args.what]()
