@@ -1,5 +1,6 @@
 """Sensitivity to first order, from one backward pass: mlx-lm's own estimate for its dynamic quantization."""
 
+import copy
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -18,13 +19,14 @@ def first_order(
     The gradient of the KL at a model of `low` bits, along the way from there to `high` bits.
 
     Args:
-        model: as it was loaded, with no gearbox; on a CPU it is put into float32.
+        model: as it was loaded, with no gearbox.
         windows: tokens, which are cut into rows of one length.
 
     Raises:
         GearbxError: a layer that mlx-lm cannot quantize.
     """
-    if on_cpu():
+    if on_cpu():  # where half precision is slow; a copy, since the type that a model was loaded in says what its gears are
+        model = copy.deepcopy(model)
         model.set_dtype(mx.float32)
     tokens = [token for window in windows for token in window]
     length = min(len(tokens), max(map(len, windows)))

@@ -99,28 +99,6 @@ def least_bytes(points: Sequence[Point], measured: Callable[[Table], float], kl:
     return points[found] if found < len(points) else None
 
 
-def in_company(
-    options: Mapping[str, Sequence[Option]], table: Mapping[str, int], without: Mapping[str, float], kl: float
-) -> dict[str, list[Option]]:
-    """The options with each layer's KL scaled by what it really adds to a table's.
-
-    Args:
-        without: path to the measured KL of the table with this layer at full precision.
-        kl: measured, of the table.
-    """
-    scaled = {}
-    for path, choices in options.items():
-        alone = next(option.kl for option in choices if option.bits == table[path])
-        share = max(kl - without[path], 0.0) / alone if alone > 0 else 1.0
-        scaled[path] = [Option(option.bits, option.bytes, option.kl * share) for option in choices]
-    return scaled
-
-
-def steps_of(table: Mapping[str, int], widths: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """How many widths each layer is above its lowest."""
-    return {path: sorted(widths[path]).index(bits) for path, bits in table.items()}
-
-
 def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Table]:
     """Tables in which one layer has a width more and another one a width less, within `room` bytes more; those first
     of which the sum of KLs says the best."""

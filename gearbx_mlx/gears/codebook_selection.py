@@ -71,7 +71,7 @@ def kind_of(path: str, module: nn.Module) -> str:
         return ROUTED
     if "shared" in path:
         return "shared"
-    if path.split(".")[-1] in HEADS:
+    if path.split(".")[-1] in HEADS or isinstance(module, nn.Embedding):  # a tied one
         return "head"
     return "attention" if is_attention(path, module) else "mlp"
 
