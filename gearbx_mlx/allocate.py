@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from . import measuring, options
     from .errors import GearbxError
     from .evaluation.allocating import Allocator, table_of
-    from .gears.gearbox import model_fingerprint
+    from .gears.attachment import model_fingerprint
     from .gears.ladder import Ladder
     from .gears.precision import read_precision
 

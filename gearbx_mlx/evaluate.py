@@ -136,6 +136,7 @@ def inputs_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
         "data contents": fingerprint(Path(args.data)),
         **{name: getattr(args, name) for name in (*common, *names)},
         **({"floors": vars(floors)} if (floors := wanted_floors(args)) else {}),
+        **({"manifest contents": fingerprint(Path(args.manifest))} if args.manifest else {}),
         "gearbx_mlx": version("gearbx-mlx"),
         "mlx": version("mlx"),
     }

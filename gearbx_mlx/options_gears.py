@@ -1,16 +1,20 @@
 """Flags of the gears, and the gearbox that is built from them or from a geared checkpoint."""
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 
 from .errors import GearbxError
 from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
-from .formats import DEFAULT_FORMAT, FORMATS
-from .gears.discovery import MANAGE, Predicate
+from .formats import DEFAULT_FORMAT, FORMATS, get_format
+from .gears.attachment import model_fingerprint
+from .gears.discovery import MANAGE, Predicate, discover, with_clamps
 from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
+from .gears.precision import read_precision
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
 from .kernels.dispatch import ACTIVATIONS, KERNELS
@@ -31,6 +35,11 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
     add_ladder_flags(parser)
     group = parser.add_argument_group("gearbox")
     add_format_flags(group)
+    group.add_argument(
+        "--manifest",
+        metavar="FILE",
+        help="Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+    )
     group.add_argument(
         "--residency",
         choices=RESIDENCIES,
@@ -83,6 +92,7 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
     if args.gears is not None:
         Ladder.parse(args.gears)
     saved = gears_of(args.model)
+    settle_manifest(args, saved is not None)
     if saved is not None:
         try:
             args.gears = str(saved.chosen(args.gears))
@@ -104,12 +114,58 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
         raise GearbxError(f"the gears of {args.model} have their bits; leave out the floors, or convert the original")
 
 
+def settle_manifest(args: argparse.Namespace, has_gears: bool) -> None:
+    """Fill in --format, --manage and --q-group-size from --manifest.
+
+    Raises:
+        GearbxError: a manifest that cannot be read, or a flag that says otherwise.
+    """
+    file = getattr(args, "manifest", None)
+    if file is None:
+        return
+    if has_gears:
+        raise GearbxError(f"the gears of {args.model} have their bits; leave out --manifest, or give the original")
+    if wanted_floors(args):
+        raise GearbxError("--manifest has the bits of every layer; leave out the floors")
+    manifest = read_precision(Path(file))
+    for name in DEFAULTS:
+        held, given = getattr(manifest, name.removeprefix("q_")), getattr(args, name)
+        if given not in (None, held):
+            flag = f"--{name.replace('_', '-')}"
+            raise GearbxError(f"{flag} is {given}, and {file} was measured with {held}; leave out {flag}")
+        setattr(args, name, held)
+
+
+def of_manifest(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> dict[str, Any]:
+    """What a Gearbox is told by --manifest: manage, tables and widths.
+
+    Raises:
+        GearbxError: it is another model's, or has a layer that this one does not have.
+    """
+    try:
+        manifest = read_precision(Path(args.manifest))
+        manifest.check_model(model_fingerprint(model))
+        layers, _ = discover(model, args.manage, args.q_group_size, get_format(args.format))
+        manifest, missing = manifest.fitted([layer.path for layer in layers])
+    except GearbxError as error:
+        raise GearbxError(f"{args.manifest}: {str(error).removeprefix(f'{args.manifest}: ')}") from error
+    for path in missing:
+        note(f"{args.manifest}: has no {path}, which stays at full precision in the tables")
+    tables = manifest.tables(ladder)
+    uniform = [gear.name for gear in ladder if gear.name not in tables and not gear.dense]
+    if uniform:
+        note(f"{args.manifest}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx.allocate makes one")
+    manage = with_clamps(args.manage, manifest.clamps) if manifest.clamps else args.manage
+    return {"manage": manage, "tables": tables, "widths": manifest.bits}
+
+
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
     """A Gearbox, or an Observer where nothing can or may shift."""
     if args.telemetry_only or without_gears(model):
         return Observer(model, ladder, dtype=args.dtype)
     show_compiling()
     manage: str | Predicate = args.manage
+    further = of_manifest(args, model, ladder) if getattr(args, "manifest", None) else {}
     floors = wanted_floors(args)
     if floors:
         selection = select_bits(model, args.format, manage, floors)
@@ -120,11 +176,11 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         model,
         ladder,
         format=args.format,
-        manage=manage,
         group_size=args.q_group_size,
         residency=args.residency,
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,
         kernels=args.kernels,
         activations=args.activations,
+        **{"manage": manage, **further},
     )

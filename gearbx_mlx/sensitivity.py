@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         write_text(other, json.dumps(sensitivities_of(manifest.layers)))
     write_text(out, manifest.as_json())
     Path(f"{out}{JOURNAL}").unlink(missing_ok=True)
-    terminal.messages.print(layers_table(manifest))
+    terminal.messages.print(classes_table(manifest))
     bound = sum(least_bits(layer.kl, layer.perplexity_change) > bits[0] for layer in manifest.layers.values())
     terminal.note(f"{bound} of {len(manifest.layers)} layers may not go down to {bits[0]} bits")
     for path in (out, *([other] if other else [])):
@@ -110,7 +110,7 @@ def measured(
     from . import measuring
     from .evaluation.journal import Journal
     from .evaluation.precision import flagged, layer_precisions, measure_clamped, measure_layers, rank_agreement
-    from .gears.gearbox import model_fingerprint
+    from .gears.attachment import model_fingerprint
     from .gears.precision import EXACT, PrecisionManifest
 
     told = described(args, model_fingerprint(model), texts, bits)
@@ -187,7 +187,7 @@ def estimated(
     from .evaluation.precision import estimated_precisions
     from .formats import get_format
     from .gears.discovery import discover
-    from .gears.gearbox import model_fingerprint
+    from .gears.attachment import model_fingerprint
     from .gears.precision import FIRST_ORDER, PrecisionManifest
 
     told = described(args, model_fingerprint(model), texts, bits)
@@ -200,19 +200,20 @@ def estimated(
     )
 
 
-def layers_table(manifest: "PrecisionManifest") -> Any:
-    """A line for each layer: its range and its KLs."""
+def classes_table(manifest: "PrecisionManifest") -> Any:
+    """A line for each class of layers: how far down they may go, and what all of them cost at each width."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("layer")
-    for name in ("range", *(f"KL at {bits}" for bits in manifest.bits), "clamp"):
+    table.add_column("class")
+    for name in ("layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)):
         table.add_column(name, justify="right", no_wrap=True)
-    for path, layer in manifest.layers.items():
-        kls = (f"{layer.kl[bits]:.5f}" if bits in layer.kl else "" for bits in manifest.bits)
-        clamp = "" if layer.clamp is None else f"{layer.clamp:.3g}"
-        table.add_row(path, f"{layer.min_bits}-{layer.max_bits}", *kls, clamp)
+    for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
+        held = [layer for layer in manifest.layers.values() if layer.kind == kind]
+        least = sorted({layer.min_bits for layer in held})
+        kls = (sum(layer.kl.get(bits, 0.0) for layer in held) for bits in manifest.bits)
+        table.add_row(kind, str(len(held)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls))
     return table
 
 
