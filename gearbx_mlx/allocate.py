@@ -32,7 +32,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_model_flags(parser)
     measuring.add_text_flags(parser)
     group = parser.add_argument_group("allocation")
-    group.add_argument("--manifest", default="manifest.json", help="From gearbx_mlx.sensitivity. Default: manifest.json")
+    group.add_argument(
+        "--manifest", default="manifest.json", help="From gearbx_mlx.sensitivity. Default: manifest.json"
+    )
     group.add_argument("--out", help="Default: the manifest itself")
     group.add_argument("--gears", default=DEFAULT_LADDER, help=f"A table for each but 16. Default: {DEFAULT_LADDER}")
     wish = group.add_mutually_exclusive_group()
@@ -123,9 +125,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def met(
-    allocator: "Allocator", gearbox: "Gearbox", gear: int, wish: tuple[str, float] | None
-) -> tuple["Found", str]:
+def met(allocator: "Allocator", gearbox: "Gearbox", gear: int, wish: tuple[str, float] | None) -> tuple["Found", str]:
     """A table for a wish, and the wish in words; where none meets it the nearest, and a note."""
     if wish is None:
         budget = sum(gearbox.layer_bytes(layer, gearbox.ladder.find(gear)) for layer in gearbox.layers)

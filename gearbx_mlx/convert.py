@@ -36,7 +36,14 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=list(DTYPES), help="Type to save the original weights in. Default: theirs")
     parser.add_argument("--upload-repo", help="The Hugging Face repo to upload the model to.")
     options_gears.add_ladder_flags(parser)
-    options_gears.add_format_flags(parser.add_argument_group("gearbox"))
+    group = parser.add_argument_group("gearbox")
+    options_gears.add_format_flags(group)
+    group.add_argument(
+        "--manifest",
+        metavar="FILE",
+        help="From gearbx_mlx.allocate: write no gears, but the table of one (--gears 4) as a checkpoint of mlx-lm's "
+        "own, every layer at its bits.",
+    )
     floors.add_floor_flags(parser)
     fitting.add_budget_flags(parser)
     return parser
@@ -50,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.gears is not None:
         Ladder.parse(args.gears)
+    if args.manifest is not None and (args.dtype or args.manage):
+        raise GearbxError("--manifest says of which layers and weights; leave out --dtype and --manage")
     out = Path(args.mlx_path).expanduser()
     work = out.with_name(out.name + INCOMPLETE)
     if out.exists():
@@ -59,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     source = find(args.model or DEMO_MODEL, args.revision)
     if gears_of(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
+    if args.manifest is not None:
+        return run_static(args, source, work, out)
     options_gears.settle_gears(args)
     wish = wish_of(args)
     ladder = Ladder.parse(args.gears)
@@ -73,6 +84,26 @@ def run(args: argparse.Namespace) -> int:
             f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
         ) from error
     tell(out, manifest)
+    if args.upload_repo is not None:
+        upload(out, args.model, args.upload_repo)
+    return 0
+
+
+def run_static(args: argparse.Namespace, source: Path, work: Path, out: Path) -> int:
+    """One table of a precision manifest, for mlx-lm."""
+    from . import static
+    from .errors import GearbxError
+    from .fitting import wanted_budget
+    from .floors import wanted_floors
+
+    if args.memory_budget is not None or args.target_bpw is not None or wanted_floors(args) or wanted_budget(args):
+        raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
+    try:
+        static.convert(args, source, work)
+        os.replace(work, out)
+    except OSError as error:
+        raise GearbxError(f"{work}: cannot be written ({error.strerror or error}); mend that, and try again") from error
+    print(out)
     if args.upload_repo is not None:
         upload(out, args.model, args.upload_repo)
     return 0

@@ -36,7 +36,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--fast", action="store_true", help="To first order, from one backward pass, as in mlx_lm.dynamic_quant."
     )
     how.add_argument("--compare", action="store_true", help="Measure, and tell how well the fast way ranks the layers.")
-    how.add_argument("--sensitivities", metavar="FILE", help="Take a file of mlx_lm.dynamic_quant instead of measuring.")
+    how.add_argument(
+        "--sensitivities", metavar="FILE", help="Take a file of mlx_lm.dynamic_quant instead of measuring."
+    )
     group.add_argument("--write-sensitivities", metavar="FILE", help="Write such a file, for mlx_lm.dynamic_quant.")
     return parser
 
@@ -60,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     bits = parse_bits(args.bits)
     if args.write_sensitivities and not {LOW, HIGH} <= {*bits}:
-        raise GearbxError(f"--bits {args.bits}: mlx_lm.dynamic_quant needs {LOW} and {HIGH} bits; measure these as well")
+        raise GearbxError(
+            f"--bits {args.bits}: mlx_lm.dynamic_quant needs {LOW} and {HIGH} bits; measure these as well"
+        )
     out = options.output_path(args.out)
     given = read_sensitivities(Path(args.sensitivities)) if args.sensitivities else None
     other = options.output_path(args.write_sensitivities) if args.write_sensitivities else None
@@ -137,7 +141,9 @@ def measured(
         f"{cost['multiplications']:.3f} of the multiplications of {len(layers)} x {len(bits)} full passes"
     )
     lowered = sum(layer.clamp is not None for layer in precisions.values())
-    terminal.note(f"{len(clamps)} layers have heavier tails than a Gaussian; a clamp of 3 sigma pays in {lowered} of them")
+    terminal.note(
+        f"{len(clamps)} layers have heavier tails than a Gaussian; a clamp of 3 sigma pays in {lowered} of them"
+    )
     if proxies is not None:
         agreement = rank_agreement(precisions, proxies)
         cost["spearman"] = {str(width): round(value, 4) for width, value in agreement.items()}
@@ -195,9 +201,7 @@ def estimated(
         told |= {"calibration": "", "tokens": 0}
     proxies = proxies_of(args, model, texts, bits, given)
     layers, _ = discover(model, args.manage, args.q_group_size, get_format(args.format))
-    return PrecisionManifest(
-        method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, proxies), **told
-    )
+    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, proxies), **told)
 
 
 def classes_table(manifest: "PrecisionManifest") -> Any:

@@ -118,4 +118,3 @@ def table_of(found: Found, wish: str, weights: int) -> Table:
         perplexity_change=found.distance.perplexity_change,
         sum_of_parts=found.sum_of_parts,
     )
-

@@ -126,9 +126,7 @@ def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int,
     }
 
 
-def rank_agreement(
-    exact: Mapping[str, LayerPrecision], proxies: Mapping[str, Mapping[int, float]]
-) -> dict[int, float]:
+def rank_agreement(exact: Mapping[str, LayerPrecision], proxies: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
     """Spearman's correlation over the layers, between measured and estimated KL, at each width."""
     widths = sorted({bits for layer in exact.values() for bits in layer.kl})
     found = {}
@@ -138,5 +136,3 @@ def rank_agreement(
             a, b = ([kl[bits] for kl in column] for column in ([exact[p].kl for p in both], [proxies[p] for p in both]))
             found[bits] = spearman(np.array(a), np.array(b))
     return found
-
-

@@ -117,9 +117,7 @@ class Exact:
         progress: called after every window of the first pass.
     """
 
-    def __init__(
-        self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
         self.gearbox, self.cost = gearbox, Cost()
         self.layers = {layer.path: layer for layer in gearbox.layers}
         self._blocks = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))

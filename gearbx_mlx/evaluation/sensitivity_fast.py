@@ -25,7 +25,9 @@ def first_order(
     Raises:
         GearbxError: a layer that mlx-lm cannot quantize.
     """
-    if on_cpu():  # where half precision is slow; a copy, since the type that a model was loaded in says what its gears are
+    if (
+        on_cpu()
+    ):  # where half precision is slow; a copy, since the type that a model was loaded in says what its gears are
         model = copy.deepcopy(model)
         model.set_dtype(mx.float32)
     tokens = [token for window in windows for token in window]
