@@ -25,13 +25,14 @@ from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.garbage import GarbageCheck
 from gearbx_mlx.fitting import fit, point_cells, point_rows
 from gearbx_mlx.formats import codebook, codebook_library
+from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import nbytes
 from gearbx_mlx.formats.codebook_outliers import Outliers
 from gearbx_mlx.kernels import cpu
 
-FORMATS = {
-    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16"),
-    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16"),
+FORMATS = {  # module, bits, ladder, and the format, which keeps what it reconstructs
+    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
+    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16", codebook_library.CodebookLibrary(cache=True)),
 }
 AFFINE_BITS, GROUP_SIZES = (2, 3, 4, 5, 6), (32, 64, 128)
 WIDTH = 4096
@@ -80,7 +81,7 @@ def measure_error(rows: int) -> str:
         weight = mx.array((values * 0.02).astype(np.float32))
         curve = affine_curve(weight)
         roots = {bits: error**0.5 for bits, error in curve.items()}
-        for format, (module, widths, _) in FORMATS.items():
+        for format, (module, widths, *_) in FORMATS.items():
             for bits in widths:
                 start = time.perf_counter()
                 arrays = module.encode(weight, bits)
@@ -102,7 +103,7 @@ def measure_kl(problems: int) -> str:
     texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, stored)]
     check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
 
-    def found(format: str, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
+    def found(format: str | Format, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
         gearbox = Gearbox(model, ladder, format=format, group_size=group_size)
         rows = []
         for gear in list(gearbox.ladder)[:-1]:
@@ -114,9 +115,9 @@ def measure_kl(problems: int) -> str:
     affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
     curve = {effective: kl for _, effective, kl in affine}
     lines = [["affine", bits, f"{effective:.3f}", f"{kl:.5f}", ""] for bits, effective, kl in affine]
-    for format, (_, _, ladder) in FORMATS.items():
+    for name, (_, _, ladder, format) in FORMATS.items():
         for bits, effective, kl in found(format, ladder):
-            lines.append([format, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
+            lines.append([name, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
     return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
 
 
@@ -136,7 +137,7 @@ def measure_speed(megabytes: int, trials: int) -> str:
     weight, x = mx.random.normal((side, side)) * 0.02, mx.random.normal((1, side))
     words, scales, biases = mx.quantize(weight.astype(mx.bfloat16), 64, 4)
     cases = {"affine 4": (lambda w, s, b: native.stack_matvec(x, [w], s, [b], [4], 64), [words, scales, biases])}
-    for format, (module, widths, _) in FORMATS.items():
+    for format, (module, widths, *_) in FORMATS.items():
         kernel = native.codebook_matvec if module is codebook else native.library_matvec
         for bits in widths:
             arrays = module.encode(weight, bits)
