@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
 def met(allocator: "Allocator", gearbox: "Gearbox", gear: int, wish: tuple[str, float] | None) -> tuple["Found", str]:
     """A table for a wish, and the wish in words; where none meets it the nearest, and a note."""
     if wish is None:
-        budget = sum(gearbox.layer_bytes(layer, gearbox.ladder.find(gear)) for layer in gearbox.layers)
-        wish = "bpw", 8 * budget / allocator.weights
+        uniform = sum(gearbox.layer_bytes(layer, gearbox.ladder.find(gear)) for layer in gearbox.layers)
+        wish = "bpw", 8 * uniform / allocator.weights
     kind, value = wish
     told = f"{value:g} {TARGETS[kind]}"
     if kind == "kl":

@@ -192,8 +192,8 @@ def estimated(
     """To first order, or from a file."""
     from .evaluation.precision import estimated_precisions
     from .formats import get_format
-    from .gears.discovery import discover
     from .gears.attachment import model_fingerprint
+    from .gears.discovery import discover
     from .gears.precision import FIRST_ORDER, PrecisionManifest
 
     told = described(args, model_fingerprint(model), texts, bits)

@@ -55,7 +55,7 @@ class Cost:
 
 
 @contextlib.contextmanager
-def intercepted(modules: Mapping[Hashable, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
+def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
     """Calls of modules go through a function (key, own call, arguments, keywords) -> result while the block runs.
 
     Their class is changed and not their place in the model, so that a gearbox finds everything where it was.
@@ -120,7 +120,7 @@ class Exact:
     def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
         self.gearbox, self.cost = gearbox, Cost()
         self.layers = {layer.path: layer for layer in gearbox.layers}
-        self._blocks = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))
+        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))
         # An embedding that is the head too is called as an embedding going in, where no gear changes it.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
@@ -199,7 +199,7 @@ class Exact:
             self._passed += 1
             return result
 
-        with intercepted({**self._blocks, **self._linear}, through):
+        with intercepted(self._blocks | self._linear, through):
             logits = self._logits(tokens)
         mx.eval(blocks)
         self._calls_of_a_pass = calls
@@ -229,7 +229,7 @@ class Exact:
             raise _Enough
 
         for window in self._windows:
-            with intercepted({**self._blocks, **here}, through), contextlib.suppress(_Enough):
+            with intercepted(self._blocks | here, through), contextlib.suppress(_Enough):
                 self._logits(window.tokens)
             mx.eval(list(window.calls.values()))
 
@@ -252,7 +252,7 @@ class Exact:
             return own(*args, **kwargs)
 
         others = {path: module for path, module in self._linear.items() if path != changed}
-        with intercepted({**self._blocks, **others}, through):
+        with intercepted(self._blocks | others, through):
             logits = self._logits(window.tokens)
         if depth < len(self._blocks):
             self.cost.blocks += sum(path in own_block for path in computed) / len(own_block)

@@ -1,0 +1,176 @@
+"""Measure what a manifest's tables are worth on text that they were not made from, and write docs/sensitivity.md.
+
+    python -m gearbx_mlx.sensitivity --format affine --compare --out RESULTS/manifest.json
+    python -m gearbx_mlx.allocate --manifest RESULTS/manifest.json --gears 4,5,16
+    python scripts/measure_allocation.py RESULTS docs/sensitivity.md
+
+Beside the tables: uniform gears, and mlx-lm's dynamic quantization at the same bits per weight, from the same calibration
+text, at every pair of widths that can come to so many bits.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.quant.dynamic_quant import estimate_threshold
+from pages import fill, table
+
+from gearbx_mlx import load
+from gearbx_mlx.evaluation.sensitivity import Exact
+from gearbx_mlx.evaluation.sensitivity_fast import first_order
+from gearbx_mlx.evaluation.text import read_documents, windows_of
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.precision import read_precision
+from gearbx_mlx.measuring import CALIBRATION, LENGTH, SAMPLES
+from gearbx_mlx.telemetry.files import replacing
+from gearbx_mlx.telemetry.report import get_pyplot
+
+HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
+PAIRS = {4.5: ((3, 5), (3, 6), (3, 8), (4, 5)), 5.5: ((4, 6), (4, 8), (3, 8), (5, 6))}
+NOTHING = 1e-7  # nats: where a KL of 0 is drawn
+
+
+def dynamic_table(model, sensitivities, target, low, high):
+    """Path to bits, as mlx_lm.dynamic_quant chooses them."""
+    threshold = estimate_threshold(model, sensitivities, target, low, 64, high, 64)
+    return {path: high if value > threshold else low for path, value in sensitivities.items()}
+
+
+def measure(results):
+    manifest = read_precision(results / "manifest.json")
+    model, tokenizer = load()
+    calibration = windows_of(tokenizer, read_documents(CALIBRATION)[:SAMPLES], LENGTH, SAMPLES * LENGTH, "")
+    held_out = windows_of(tokenizer, read_documents(HELD_OUT), LENGTH, 10**6, "")
+    dynamic = {}
+    for target, pairs in PAIRS.items():
+        for low, high in pairs:
+            sensitivities = first_order(model, calibration, low, high, 64)
+            dynamic[target, low, high] = dynamic_table(model, sensitivities, target, low, high)
+    gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
+    exact = {"calibration": Exact(gearbox, calibration), "held_out": Exact(gearbox, held_out)}
+    weights = sum(layer.module.weight.size for layer in gearbox.layers)
+
+    def row(name, target, bits):
+        read = sum(gearbox.layer_bytes(e, gearbox.ladder.find(bits[e.path])) for e in gearbox.layers)
+        found = {"name": name, "target": target, "bits_per_weight": 8 * read / weights}
+        return found | {text: vars(there.measure_caps(bits)) for text, there in exact.items()}
+
+    rows = []
+    for gear in (4, 5):
+        target = gear + 0.5
+        uniform = row(f"uniform {gear} bits", target, dict.fromkeys((e.path for e in gearbox.layers), gear))
+        found = [uniform, row("manifest", target, manifest.gears[gear].bits)]
+        for (there, low, high), bits in dynamic.items():
+            if there == target:
+                found.append(row(f"mlx-lm dynamic, {low} and {high} bits", target, bits))
+        for one in found:
+            one["of_uniform"] = {text: one[text]["kl"] / uniform[text]["kl"] for text in exact}
+        rows += found
+    return {
+        "rows": rows,
+        "tokens": {text: sum(len(window) - 1 for window in there._windows) for text, there in exact.items()},
+        "seconds_of_a_pass": timed_pass(exact["calibration"]),
+    }
+
+
+def timed_pass(exact):
+    """Of a full pass over the calibration text at full precision, its KL included; the least of three."""
+    seconds = []
+    for _ in range(3):
+        mx.synchronize()
+        start = time.perf_counter()
+        exact.measure_caps({})
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def tables_of(results):
+    found = json.loads((results / "allocation.json").read_text())
+    manifest = read_precision(results / "manifest.json")
+
+    def allocation():
+        head = ["", "bits per weight", "KL, calibration text", "of uniform", "KL, held out", "of uniform", "perplexity"]
+        rows = [
+            [
+                row["name"],
+                f"{row['bits_per_weight']:.3f}",
+                f"{row['calibration']['kl']:.5f}",
+                f"{row['of_uniform']['calibration']:.2f}",
+                f"{row['held_out']['kl']:.5f}",
+                f"**{row['of_uniform']['held_out']:.2f}**",
+                f"{row['held_out']['perplexity_change']:+.2f} %",
+            ]
+            for row in found["rows"]
+        ]
+        return table(head, rows)
+
+    def classes():
+        rows = []
+        for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
+            held = [layer for layer in manifest.layers.values() if layer.kind == kind]
+            least = [layer.min_bits for layer in held]
+            counted = ", ".join(f"{least.count(bits)} at {bits}" for bits in sorted({*least}))
+            kls = (f"{sum(layer.kl[bits] for layer in held):.2g}" for bits in manifest.bits)
+            rows.append([kind, len(held), counted, *kls])
+        return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
+
+    def clamps():
+        tried = [layer for layer in manifest.layers.values() if layer.kl_clamped]
+        lowest = str(manifest.bits[0])
+        better = sum(len(layer.kl_clamped) > 1 for layer in tried)
+        kept = sum(layer.clamp is not None for layer in tried)
+        rows = [[len(manifest.layers), len(tried), better, kept]]
+        return table(["layers", "heavier tails", f"lower KL at {lowest} bits", "at every width, so clamped"], rows)
+
+    def cost():
+        shares = manifest.cost
+        rows = [["blocks", "calls of managed layers", "multiplications of managed layers"]]
+        return table(rows[0], [[f"{shares[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]])
+
+    def ranks():
+        known = manifest.cost["spearman"]
+        return table([f"{bits} bits" for bits in known], [[f"{value:.2f}" for value in known.values()]])
+
+    return {function.__name__: function for function in (allocation, classes, clamps, cost, ranks)}
+
+
+def draw(results, path):
+    """Layers by widths, coloured by KL."""
+    manifest = read_precision(results / "manifest.json")
+    pyplot = get_pyplot()
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    paths = list(manifest.layers)
+    values = np.array([[max(manifest.layers[path].kl[bits], NOTHING) for path in paths] for bits in manifest.bits])
+    figure, axes = pyplot.subplots(figsize=(11, 4.2), layout="constrained")
+    image = axes.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto", origin="lower")
+    axes.set_yticks(range(len(manifest.bits)), [f"{bits} bits" for bits in manifest.bits])
+    axes.set_xticks(range(len(paths)), [path.removeprefix("model.") for path in paths], rotation=90, fontsize=7)
+    for gear, mark, color in ((4, "o", "white"), (5, "x", "red")):
+        places = [manifest.bits.index(manifest.gears[gear].bits[path]) for path in paths]
+        wish = manifest.gears[gear].wish
+        axes.plot(range(len(paths)), places, mark, color=color, markersize=4, linestyle="", label=f"table of {wish}")
+    figure.colorbar(image, label="KL with this layer alone reduced, nats")
+    axes.legend(loc="upper right", fontsize=8)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--keep", action="store_true", help="Write the page from what was measured before.")
+    args = parser.parse_args()
+    if not args.keep:
+        (args.results / "allocation.json").write_text(json.dumps(measure(args.results), indent=1))
+    fill(args.page, tables_of(args.results))
+    draw(args.results, args.page.parent / "images" / "sensitivity.png")
+
+
+if __name__ == "__main__":
+    main()
