@@ -26,8 +26,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.allocate",
-        description="Find bits for every layer where a byte more saves the most KL, measure what they come to together, "
-        "and keep them in the manifest as the tables of gears.",
+        description="Find bits for every layer where a byte more saves the most KL, measure what they come to, and "
+        "keep them in the manifest as the tables of gears.",
     )
     options.add_model_flags(parser)
     measuring.add_text_flags(parser)
@@ -137,10 +137,8 @@ def met(allocator: "Allocator", gearbox: "Gearbox", gear: int, wish: tuple[str, 
         if found.distance.kl > value:
             terminal.note(f"no table has a KL of {value:g} nats; the nearest has {found.distance.kl:.2g}")
         return found, told
-    if kind == "tps":
-        budget = bytes_for(gearbox, value)
-    else:
-        budget = value if kind == "bytes" else allocator.budget(value)
+    budgets = {"bytes": float, "bpw": allocator.budget, "tps": lambda speed: bytes_for(gearbox, speed)}
+    budget = budgets[kind](value)
     found = allocator.for_bytes(budget)
     if found.bytes > budget:
         nearest = f"{8 * found.bytes / allocator.weights:.3f} bits per weight, {terminal.human_bytes(found.bytes)}"

@@ -27,7 +27,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calibration text")
     group.add_argument(
         "--data",
-        help="A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose and verse that ship",
+        help="A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
     )
     group.add_argument("--num-samples", type=int, default=SAMPLES, help=f"Windows of it. Default: {SAMPLES}")
     group.add_argument("--sequence-length", type=int, default=LENGTH, help=f"Most tokens of each. Default: {LENGTH}")

@@ -4,8 +4,8 @@
     python -m gearbx_mlx.allocate --manifest RESULTS/manifest.json --gears 4,5,16
     python scripts/measure_allocation.py RESULTS docs/sensitivity.md
 
-Beside the tables: uniform gears, and mlx-lm's dynamic quantization at the same bits per weight, from the same calibration
-text, at every pair of widths that can come to so many bits.
+Beside the tables: uniform gears, and mlx-lm's dynamic quantization at the same bits per weight, from the same
+calibration text, at several pairs of widths that can come to so many bits.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """How much the model minds each layer's precision: it alone is reduced, and the text is read again.
 
-What a layer cannot have changed is not computed again. Every block before it gives what it gave at full precision, and so
-does every managed layer of its own block whose input is still the same: to lower v_proj leaves q_proj's and k_proj's
-outputs as they were. That is exact: operations on the same numbers give the same numbers.
+What a layer cannot have changed is not computed again. Every block before it gives what it gave at full precision,
+and so does every managed layer of its own block whose input is still the same: to lower v_proj leaves q_proj's and
+k_proj's outputs as they were. That is exact: operations on the same numbers give the same numbers.
 """
 
 import contextlib

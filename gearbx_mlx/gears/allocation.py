@@ -1,7 +1,7 @@
 """Bits for every layer: where a byte more saves the most KL.
 
-Numbers only. What layers cost alone adds up to about what they cost together, so a path of tables is found on the sum, and whoever
-calls measures the tables that he takes.
+Numbers only. What layers cost alone adds up to about what they cost together, so tables are found on the sum, and
+whoever calls measures those that he takes.
 """
 
 import bisect

@@ -1,7 +1,7 @@
 """The sensitivities file of mlx_lm.dynamic_quant: a list of pairs of a layer's path and a number.
 
-The number is how much the KL from full precision falls, to first order, if the layer alone has the high instead of the low
-bits in a model of low bits; per million weights.
+The number is how much the KL from full precision falls, to first order, if the layer alone has the high instead of the
+low bits in a model of low bits; per million weights.
 """
 
 import json
@@ -36,12 +36,12 @@ def read_sensitivities(file: Path) -> dict[str, float]:
 
 
 def as_kl(sensitivity: float, weights: int, bits: Sequence[int], low: int = LOW) -> dict[int, float]:
-    """A proxy for a layer's KL (nats) at each width, from its sensitivity at `low` bits. Less than nothing is nothing."""
+    """A proxy for a layer's KL (nats) at each width, from its sensitivity at `low` bits; at least 0."""
     return {width: max(sensitivity, 0.0) * weights / MILLION * FOLD ** (low - width) for width in bits}
 
 
 def sensitivities_of(layers: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """For mlx_lm.dynamic_quant, from measured KLs: what a layer of 4 bits loses and one of 5 does not, per million weights.
+    """For mlx_lm.dynamic_quant, from measured KLs: what 4 bits lose and 5 do not, per million weights.
 
     Args:
         layers: path to LayerPrecision.

@@ -47,7 +47,7 @@ class LayerPrecision:
 @dataclass(frozen=True)
 class Table:
     """Bits of every layer in one gear; wish: what they were to meet. bits_per_weight: as read, scales included.
-    kl (nats per token) and perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
+    kl (nats per token), perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
 
     bits: Mapping[str, int]
     wish: str
@@ -62,8 +62,9 @@ class PrecisionManifest:
     """Everything that the file says.
 
     method: "exact" or "first order". model: its name; fingerprint: of its weights. calibration: hash of the text's
-    tokens; tokens: how many were predicted. format, group_size, manage: as the Gearbox takes them, bits: its widths. perplexity:
-    at full precision. gears: bits of a gear of the ladder to its table.
+    tokens; tokens: how many were predicted. format, group_size, manage: as the Gearbox takes them; bits: its widths.
+    perplexity: at full precision. gears: bits of a gear of the ladder to its table. cost: what measuring took, as parts
+    of passes that compute everything.
     """
 
     method: str
@@ -124,9 +125,9 @@ class PrecisionManifest:
 def least_bits(kl: Mapping[int, float], perplexity_change: Mapping[int, float]) -> int:
     """min_bits by the rules of the manifest document.
 
-    The lowest width whose perplexity rises by less than 0.5 %, but not below what the KL at 4 bits (or the first measured
-    width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below 4 bits the KL
-    has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
+    The lowest width whose perplexity rises by less than 0.5 %, but not below what the KL at 4 bits (or the first
+    measured width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below 4
+    bits the KL has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]

@@ -1,0 +1,312 @@
+"""Layers reduced one at a time: what is not computed again, what is measured, and what a killed run keeps."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, VOCABULARY, tiny_model
+from test_bad_input import assert_refused
+
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.evaluation.journal import Journal
+from gearbx_mlx.evaluation.metrics import ranks, spearman
+from gearbx_mlx.evaluation.precision import flagged, layer_precisions, measure_clamped, measure_layers, outliers
+from gearbx_mlx.evaluation.sensitivity import Exact, intercepted
+from gearbx_mlx.evaluation.sensitivity_fast import first_order
+from gearbx_mlx.gears.discovery import Layer, with_clamps
+
+BITS = (3, 8)
+
+
+def windows(count: int = 2, length: int = 12) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, VOCABULARY, length + i).tolist() for i in range(count)]
+
+
+def exact_of(model, format: str = "affine", **change) -> Exact:
+    return Exact(Gearbox(model, "3,8,16", format=format, **change), windows())
+
+
+class TestExact:
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_what_is_given_again_is_what_would_be_computed(self, architecture):
+        exact = exact_of(tiny_model(architecture))
+        for layer in exact.in_order():
+            assert exact.measure(layer, 3) == exact.measure_caps({layer.path: 3}), layer.path
+        assert sum(exact.measure(layer, 3).kl > 0 for layer in exact.in_order()) > len(exact.layers) / 2
+
+    @pytest.mark.parametrize("format", ["planes", "rowwise"])
+    def test_of_any_format(self, format):
+        bits = 3 if format == "planes" else 4
+        exact = Exact(Gearbox(tiny_model(), f"{bits},8,16", format=format), windows())
+        for layer in exact.in_order():
+            assert exact.measure(layer, bits) == exact.measure_caps({layer.path: bits})
+
+    def test_a_tied_head_is_a_layer_of_its_own(self):
+        exact = exact_of(tiny_model(tie_word_embeddings=True))
+        head = exact.in_order()[-1]
+        assert head.path == "model.embed_tokens"
+        before = exact.cost.calls
+        assert exact.measure(head, 3) == exact.measure_caps({head.path: 3})
+        assert exact.cost.calls - before == 2  # windows: nothing but the head is computed
+
+    def test_costs_half_of_full_passes(self):
+        exact = exact_of(tiny_model(num_hidden_layers=8))
+        for layer in exact.in_order():
+            for bits in BITS:
+                exact.measure(layer, bits)
+        shares = exact.cost.shares()
+        assert shares["blocks"] <= 0.5
+        assert shares["layer_calls"] <= 0.55  # the head is computed every time
+        # 57 layers, 2 widths and 2 windows, all of whose 57 layers a full pass computes.
+        assert exact.cost.full_calls == 2 * 2 * 57 * 57
+        assert exact.cost.full_blocks == 2 * 2 * 57 * 8
+
+    def test_counts_what_is_computed(self):
+        exact = exact_of(tiny_model())
+        by_path = exact.layers
+        exact.measure(by_path["model.layers.1.mlp.down_proj"], 3)
+        recorded = 2 * 7  # windows and layers of the block, once
+        assert exact.cost.calls == recorded + 2 * 2  # itself and the head
+        exact.measure(by_path["model.layers.1.self_attn.v_proj"], 3)
+        assert exact.cost.calls == recorded + 2 * 2 + 2 * (1 + 1 + 3 + 1)  # v, o, the MLP, the head
+
+    def test_kl_and_perplexity_are_what_they_are_called(self):
+        exact = exact_of(tiny_model())
+        layer = exact.layers["lm_head"]
+        logits = {}
+        for bits in (16, 3):
+            exact.gearbox.cap({layer.path: bits})
+            logits[bits] = [
+                np.array(exact.gearbox.model(mx.array([window[:-1]]))[0]).astype(np.float64) for window in windows()
+            ]
+        exact.gearbox.cap({})
+        kl, nll, reference = [], [], []
+        for full, low, window in zip(logits[16], logits[3], windows()):
+            p, q = (z - np.log(np.exp(z).sum(-1, keepdims=True)) for z in (full, low))
+            kl += (np.exp(p) * (p - q)).sum(-1).tolist()
+            nll += [-q[i, token] for i, token in enumerate(window[1:])]
+            reference += [-p[i, token] for i, token in enumerate(window[1:])]
+        found = exact.measure(layer, 3)
+        assert found.kl == pytest.approx(np.mean(kl), rel=1e-4)
+        change = 100 * (np.exp(np.mean(nll)) / np.exp(np.mean(reference)) - 1)
+        assert found.perplexity_change == pytest.approx(change, rel=1e-4)
+        assert exact.perplexity == pytest.approx(np.exp(np.mean(reference)), rel=1e-5)
+
+    def test_the_model_is_left_as_it_was(self):
+        model = tiny_model()
+        exact = exact_of(model)
+        kinds = {path: type(module) for path, module in model.named_modules()}
+        before = model(mx.array([windows()[0]]))
+        exact.measure(exact.in_order()[3], 3)
+        assert {path: type(module) for path, module in model.named_modules()} == kinds
+        assert mx.array_equal(model(mx.array([windows()[0]])), before).item()
+
+    def test_a_call_that_fails_leaves_the_classes(self):
+        model = tiny_model()
+        kind = type(model.model.norm)
+
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), intercepted({0: model.model.norm}, fail):
+            model(mx.array([[1, 2]]))
+        assert type(model.model.norm) is kind
+
+
+class TestRanks:
+    def test_ties_share_their_place(self):
+        assert ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+
+    def test_spearman(self):
+        a = np.array([1.0, 2.0, 3.0, 4.0])
+        assert spearman(a, a**3) == pytest.approx(1)
+        assert spearman(a, -a) == pytest.approx(-1)
+        assert spearman(a, np.array([2.0, 1.0, 4.0, 3.0])) == pytest.approx(0.6)
+        assert np.isnan(spearman(a, np.ones(4)))
+
+
+class TestClamps:
+    def test_a_tail_heavier_than_a_gaussians_is_flagged(self):
+        random = np.random.default_rng(0)
+        thin, heavy = tiny_model().lm_head, tiny_model().lm_head
+        thin.weight = mx.array(random.uniform(-1, 1, (256, 256)).astype(np.float32))
+        heavy.weight = mx.array(random.standard_t(3, (256, 256)).astype(np.float32))
+        found = flagged([Layer("thin", thin), Layer("heavy", heavy)])
+        assert list(found) == ["heavy"]
+        assert found["heavy"] == pytest.approx(3 * float(mx.sqrt(mx.mean(heavy.weight**2))), rel=1e-5)
+
+    def test_of_a_gaussian(self):
+        weight = mx.array(np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32))
+        ratio, sigma = outliers(weight)
+        assert ratio == pytest.approx(3.2905, abs=0.02)
+        assert sigma == pytest.approx(1, abs=0.01)
+
+    def test_cuts_the_weights_of_quantized_gears_alone(self):
+        model, path = tiny_model(), "model.layers.0.mlp.up_proj"
+        plain = model.model.layers[0].mlp.up_proj.weight
+        gearbox = Gearbox(model, "8,16", format="affine", manage=with_clamps("all", {path: 0.05}))
+        assert mx.array_equal(model.model.layers[0].mlp.up_proj.weight, plain).item()
+        gearbox.shift("low")
+        made = model.model.layers[0].mlp.up_proj
+        values = mx.dequantize(made.weight, made.scales, made.biases, made.group_size, made.bits)
+        assert float(mx.abs(plain).max()) > 0.06
+        assert float(mx.abs(values).max()) == pytest.approx(0.05, rel=0.02)
+        other = model.model.layers[1].mlp.up_proj
+        values = mx.dequantize(other.weight, other.scales, other.biases, other.group_size, other.bits)
+        assert float(mx.abs(values).max()) > 0.06
+
+    @pytest.mark.parametrize("size", [1e-3, 1e9])  # cuts nearly all, and nothing
+    def test_is_kept_only_where_it_lowers_the_kl(self, size, tmp_path):
+        model, sizes = tiny_model(), {"lm_head": size}
+        exact = exact_of(model)
+        journal = Journal(tmp_path / "journal", {})
+        measure_layers(exact, BITS, journal)
+        gearbox = Gearbox(model, "3,8,16", format="affine", manage=with_clamps("all", sizes))
+        measure_clamped(Exact(gearbox, windows()), journal)
+        made = layer_precisions(gearbox.layers, journal.parts, sizes)["lm_head"]
+        assert made.clamp is None
+        assert list(made.kl_clamped) == [3]  # no better there, so that no other width is tried
+        assert made.kl == {bits: journal.parts["lm_head"][str(bits)][0] for bits in BITS}
+
+    def test_is_kept_where_one_weight_ruins_the_others(self, tmp_path):
+        """At every width: the weight that is cut meets an input that is never there."""
+        model = tiny_model()
+        layer = model.model.layers[1].mlp.up_proj
+        weight = np.array(layer.weight)
+        weight[:, 0] = 10.0  # of every row and its first group
+        layer.weight = mx.array(weight)
+        model.model.layers[1].post_attention_layernorm.weight[0] = 0.0
+        sizes = {"model.layers.1.mlp.up_proj": 0.5}
+        journal = Journal(tmp_path / "journal", {})
+        exact = exact_of(model)
+        measure_layers(exact, BITS, journal)
+        gearbox = Gearbox(model, "3,8,16", format="affine", manage=with_clamps("all", sizes))
+        measure_clamped(Exact(gearbox, windows()), journal)
+        made = layer_precisions(gearbox.layers, journal.parts, sizes)[next(iter(sizes))]
+        assert made.clamp == 0.5
+        assert made.kl == made.kl_clamped
+        assert all(made.kl[bits] < journal.parts[next(iter(sizes))][str(bits)][0] for bits in BITS)
+
+
+class TestJournal:
+    def test_goes_on_after_the_last_whole_line(self, tmp_path):
+        file = tmp_path / "journal"
+        Journal(file, {"model": "a"}).add("layer", [1.0, 2.0])
+        with file.open("a") as opened:
+            opened.write('{"part": "half')
+        journal = Journal(file, {"model": "a"})
+        assert journal.parts == {"layer": [1.0, 2.0]}
+        journal.add("other", 3)
+        assert Journal(file, {"model": "a"}).parts == {"layer": [1.0, 2.0], "other": 3}
+
+    def test_of_other_inputs_is_refused(self, tmp_path):
+        Journal(tmp_path / "journal", {"bits": [3, 4]})
+        with pytest.raises(GearbxError, match=r"bits \[3, 4\], and now it is \[4\]; choose another --out"):
+            Journal(tmp_path / "journal", {"bits": [4]})
+
+
+class TestFast:
+    def test_is_mlx_lms_estimate_and_leaves_the_model(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        found = first_order(model, windows(), 4, 5, 64)
+        assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
+        assert all(np.isfinite(value) for value in found.values())
+        assert model.lm_head.weight.dtype == mx.bfloat16
+
+
+SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--manage", "attention")
+
+
+class TestCommand:
+    def test_writes_a_manifest_and_mlx_lms_file(self, command, tmp_path):
+        out, other = tmp_path / "m.json", tmp_path / "s.json"
+        result = command("sensitivity", *SMALL, "--compare", "--out", out, "--write-sensitivities", other)
+        assert result.status == 0, result.err
+        assert result.out.split() == [str(out), str(other)]
+        content = json.loads(out.read_text())
+        assert len(content["layers"]) == 24
+        assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
+        assert set(content["cost"]["spearman"]) == {"4", "5", "8"}
+        assert "Spearman" in result.err
+        assert "of the multiplications of 24 x 3 full passes" in result.err
+        layers = content["layers"]
+        pairs = json.loads(other.read_text())
+        for path, value in pairs:
+            kl = layers[path]["kl"]
+            assert value == pytest.approx((kl["4"] - kl["5"]) / layers[path]["weights"] * 1e6)
+        assert {path.name for path in tmp_path.iterdir()} == {"m.json", "s.json"}
+
+        again = command("sensitivity", *SMALL, "--sensitivities", other, "--out", tmp_path / "read.json")
+        assert again.status == 0, again.err
+        read = json.loads((tmp_path / "read.json").read_text())
+        assert read["method"] == "first order"
+        first, value = pairs[0]
+        assert read["layers"][first]["kl"]["4"] == pytest.approx(max(value, 0) * layers[first]["weights"] / 1e6)
+        assert read["layers"][first]["kl"]["5"] == pytest.approx(read["layers"][first]["kl"]["4"] / 4)
+
+    def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
+        out, own, measured = tmp_path / "m.json", Exact.measure, []
+
+        def until(most):
+            def measure(self, layer, bits):
+                if len(measured) == most:
+                    raise KeyboardInterrupt
+                measured.append((layer.path, layer.clamp is None))
+                return own(self, layer, bits)
+
+            monkeypatch.setattr(Exact, "measure", measure)
+
+        until(8)  # two layers at three widths, and a part of a third
+        assert command("sensitivity", *SMALL, "--out", out).status == 130
+        assert [path.name for path in tmp_path.iterdir()] == ["m.json.journal"]
+        done, measured[:] = {path for path, _ in measured[:6]}, []
+        until(-1)
+        assert command("sensitivity", *SMALL, "--out", out).status == 0
+        plain = [path for path, unclamped in measured if unclamped]
+        assert len(plain) == 3 * (24 - 2)
+        assert not done & {*plain}
+        assert len(json.loads(out.read_text())["layers"]) == 24
+        assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+
+    def test_fast(self, command, tmp_path):
+        result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
+        assert result.status == 0, result.err
+        content = json.loads((tmp_path / "m.json").read_text())
+        assert (content["method"], content["perplexity"]) == ("first order", None)
+        assert len(content["layers"]) == 24
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (("--bits", "4,16"), "16 is full precision"),
+            (("--bits", "4,3"), "gears must ascend"),
+            (("--num-samples", 0), "--num-samples is 0"),
+            (("--sequence-length", 4096), "made for 512"),
+            (("--data", "nowhere.txt"), "nowhere.txt"),
+            (("--sensitivities", "nowhere.json"), "nowhere.json: cannot be read as sensitivities"),
+            (("--bits", "3,4", "--write-sensitivities", "s.json"), "needs 4 and 5 bits"),
+        ],
+    )
+    def test_is_told_in_one_line(self, command, arguments, told, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert_refused(command("sensitivity", *arguments), told)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            ('[["lm_head", NaN]]', "the sensitivity of lm_head is nan, which is no number"),
+            ('[["lm_head", 0.1]]', "has no model."),
+            ("[]", "has no layer"),
+            ('{"a": "b"}', "the sensitivity of a is b"),
+            ("[1, 2]", "cannot be read as sensitivities"),
+        ],
+    )
+    def test_sensitivities_that_cannot_be(self, command, content, told, tmp_path):
+        file = tmp_path / "s.json"
+        file.write_text(content)
+        assert_refused(command("sensitivity", "--sensitivities", file, "--out", tmp_path / "m.json"), told)
