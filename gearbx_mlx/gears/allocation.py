@@ -7,10 +7,12 @@ whoever calls measures those that he takes.
 import bisect
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Table = dict[str, int]
+ROUNDING = 1e-6  # bytes: a budget that was computed may be off by so much
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Poin
     A budget below the fewest bytes gets the table of the fewest.
     """
     points = greedy_path(options)
+    budget = math.floor(budget + ROUNDING)
     best = points[max(bisect.bisect_right([point.bytes for point in points], budget) - 1, 0)]
     table, total, kl = dict(best.table), best.bytes, best.kl
     now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
