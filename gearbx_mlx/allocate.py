@@ -137,8 +137,7 @@ def met(allocator: "Allocator", gearbox: "Gearbox", gear: int, wish: tuple[str, 
         if found.distance.kl > value:
             terminal.note(f"no table has a KL of {value:g} nats; the nearest has {found.distance.kl:.2g}")
         return found, told
-    budgets = {"bytes": float, "bpw": allocator.budget, "tps": lambda speed: bytes_for(gearbox, speed)}
-    budget = budgets[kind](value)
+    budget = value if kind == "bytes" else bytes_for(gearbox, value) if kind == "tps" else allocator.budget(value)
     found = allocator.for_bytes(budget)
     if found.bytes > budget:
         nearest = f"{8 * found.bytes / allocator.weights:.3f} bits per weight, {terminal.human_bytes(found.bytes)}"

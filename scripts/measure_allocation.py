@@ -10,10 +10,8 @@ calibration text, at several pairs of widths that can come to so many bits.
 
 import argparse
 import json
-import time
 from pathlib import Path
 
-import mlx.core as mx
 from mlx_lm.quant.dynamic_quant import estimate_threshold
 from pages import fill, table
 
@@ -22,6 +20,7 @@ from gearbx_mlx.evaluation.sensitivity import Exact
 from gearbx_mlx.evaluation.sensitivity_fast import first_order
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.mlx_sensitivities import read_sensitivities
 from gearbx_mlx.gears.precision import read_precision
 from gearbx_mlx.measuring import CALIBRATION, LENGTH, SAMPLES
 from gearbx_mlx.telemetry.files import replacing
@@ -38,6 +37,10 @@ def dynamic_table(model, sensitivities, target, low, high):
     return {path: high if value > threshold else low for path, value in sensitivities.items()}
 
 
+def tokens_of(windows):
+    return sum(len(window) - 1 for window in windows)
+
+
 def measure(results):
     manifest = read_precision(results / "manifest.json")
     model, tokenizer = load()
@@ -46,8 +49,10 @@ def measure(results):
     dynamic = {}
     for target, pairs in PAIRS.items():
         for low, high in pairs:
-            sensitivities = first_order(model, calibration, low, high, 64)
-            dynamic[target, low, high] = dynamic_table(model, sensitivities, target, low, high)
+            file = results / f"sensitivities_{low}_{high}.json"
+            if not file.exists():
+                file.write_text(json.dumps(list(first_order(model, calibration, low, high, 64).items())))
+            dynamic[target, low, high] = dynamic_table(model, read_sensitivities(file), target, low, high)
     gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
     exact = {"calibration": Exact(gearbox, calibration), "held_out": Exact(gearbox, held_out)}
     weights = sum(layer.module.weight.size for layer in gearbox.layers)
@@ -68,22 +73,12 @@ def measure(results):
         for one in found:
             one["of_uniform"] = {text: one[text]["kl"] / uniform[text]["kl"] for text in exact}
         rows += found
+    least = row("every layer at its min_bits", None, {path: e.min_bits for path, e in manifest.layers.items()})
     return {
         "rows": rows,
-        "tokens": {text: sum(len(window) - 1 for window in there._windows) for text, there in exact.items()},
-        "seconds_of_a_pass": timed_pass(exact["calibration"]),
+        "least": least,
+        "tokens": {"calibration": tokens_of(calibration), "held_out": tokens_of(held_out)},
     }
-
-
-def timed_pass(exact):
-    """Of a full pass over the calibration text at full precision, its KL included; the least of three."""
-    seconds = []
-    for _ in range(3):
-        mx.synchronize()
-        start = time.perf_counter()
-        exact.measure_caps({})
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def tables_of(results):
@@ -116,6 +111,16 @@ def tables_of(results):
             rows.append([kind, len(held), counted, *kls])
         return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
 
+    def least():
+        row = found["least"]
+        head = ["", "bits per weight", "KL, calibration text", "perplexity", "KL, held out", "perplexity"]
+        kls = [
+            figure
+            for text in ("calibration", "held_out")
+            for figure in (f"{row[text]['kl']:.4f}", f"{row[text]['perplexity_change']:+.2f} %")
+        ]
+        return table(head, [[row["name"], f"{row['bits_per_weight']:.3f}", *kls]])
+
     def clamps():
         tried = [layer for layer in manifest.layers.values() if layer.kl_clamped]
         lowest = str(manifest.bits[0])
@@ -133,7 +138,7 @@ def tables_of(results):
         known = manifest.cost["spearman"]
         return table([f"{bits} bits" for bits in known], [[f"{value:.2f}" for value in known.values()]])
 
-    return {function.__name__: function for function in (allocation, classes, clamps, cost, ranks)}
+    return {function.__name__: function for function in (allocation, classes, least, clamps, cost, ranks)}
 
 
 def draw(results, path):
