@@ -27,7 +27,7 @@ from gearbx_mlx.telemetry.files import replacing
 from gearbx_mlx.telemetry.report import get_pyplot
 
 HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
-PAIRS = {4.5: ((3, 5), (3, 6), (3, 8), (4, 5)), 5.5: ((4, 6), (4, 8), (3, 8), (5, 6))}
+PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn
 
 
@@ -37,48 +37,67 @@ def dynamic_table(model, sensitivities, target, low, high):
     return {path: high if value > threshold else low for path, value in sensitivities.items()}
 
 
-def tokens_of(windows):
-    return sum(len(window) - 1 for window in windows)
+def texts_of(tokenizer):
+    """The calibration text and the one that no table was made from."""
+    return {
+        "calibration": windows_of(tokenizer, read_documents(CALIBRATION)[:SAMPLES], LENGTH, SAMPLES * LENGTH, ""),
+        "held_out": windows_of(tokenizer, read_documents(HELD_OUT), LENGTH, 10**6, ""),
+    }
 
 
-def measure(results):
-    manifest = read_precision(results / "manifest.json")
-    model, tokenizer = load()
-    calibration = windows_of(tokenizer, read_documents(CALIBRATION)[:SAMPLES], LENGTH, SAMPLES * LENGTH, "")
-    held_out = windows_of(tokenizer, read_documents(HELD_OUT), LENGTH, 10**6, "")
-    dynamic = {}
+def dynamic_tables(results, model, calibration):
+    """What mlx-lm's dynamic quantization chooses, by target and pair of widths."""
+    tables = {}
     for target, pairs in PAIRS.items():
         for low, high in pairs:
             file = results / f"sensitivities_{low}_{high}.json"
             if not file.exists():
                 file.write_text(json.dumps(list(first_order(model, calibration, low, high, 64).items())))
-            dynamic[target, low, high] = dynamic_table(model, read_sensitivities(file), target, low, high)
-    gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
-    exact = {"calibration": Exact(gearbox, calibration), "held_out": Exact(gearbox, held_out)}
-    weights = sum(layer.module.weight.size for layer in gearbox.layers)
+            tables[target, low, high] = dynamic_table(model, read_sensitivities(file), target, low, high)
+    return tables
 
-    def row(name, target, bits):
+
+def measured_tables(model, texts, tables):
+    """A row for each table: name and target to path to bits, or to bits for all."""
+    gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
+    exact = {name: Exact(gearbox, windows) for name, windows in texts.items()}
+    weights = sum(layer.module.weight.size for layer in gearbox.layers)
+    rows = []
+    for (name, target), wanted in tables.items():
+        bits = {e.path: wanted if isinstance(wanted, int) else wanted[e.path] for e in gearbox.layers}
         read = sum(gearbox.layer_bytes(e, gearbox.ladder.find(bits[e.path])) for e in gearbox.layers)
         found = {"name": name, "target": target, "bits_per_weight": 8 * read / weights}
-        return found | {text: vars(there.measure_caps(bits)) for text, there in exact.items()}
+        rows.append(found | {text: vars(there.measure_caps(bits)) for text, there in exact.items()})
+    return rows
 
-    rows = []
+
+def measure(results):
+    """allocation.json: tables at the same bits per weight, each beside its uniform gear."""
+    manifest = read_precision(results / "manifest.json")
+    model, tokenizer = load()
+    texts = texts_of(tokenizer)
+    dynamic = dynamic_tables(results, model, texts["calibration"])
+    tables = {}
     for gear in (4, 5):
         target = gear + 0.5
-        uniform = row(f"uniform {gear} bits", target, dict.fromkeys((e.path for e in gearbox.layers), gear))
-        found = [uniform, row("manifest", target, manifest.gears[gear].bits)]
+        tables[f"uniform {gear} bits", target] = gear
+        tables["manifest", target] = manifest.gears[gear].bits
         for (there, low, high), bits in dynamic.items():
             if there == target:
-                found.append(row(f"mlx-lm dynamic, {low} and {high} bits", target, bits))
-        for one in found:
-            one["of_uniform"] = {text: one[text]["kl"] / uniform[text]["kl"] for text in exact}
-        rows += found
-    least = row("every layer at its min_bits", None, {path: e.min_bits for path, e in manifest.layers.items()})
-    return {
-        "rows": rows,
-        "least": least,
-        "tokens": {"calibration": tokens_of(calibration), "held_out": tokens_of(held_out)},
-    }
+                tables[f"mlx-lm dynamic, {low} and {high} bits", target] = bits
+    rows = measured_tables(model, texts, tables)
+    for row in rows:
+        uniform = next(other for other in rows if other["target"] == row["target"])
+        row["of_uniform"] = {text: row[text]["kl"] / uniform[text]["kl"] for text in texts}
+    return {"rows": rows, "tokens": {name: sum(len(w) - 1 for w in windows) for name, windows in texts.items()}}
+
+
+def measure_least(results):
+    """least.json: every layer at its min_bits."""
+    manifest = read_precision(results / "manifest.json")
+    model, tokenizer = load()
+    least = {path: layer.min_bits for path, layer in manifest.layers.items()}
+    return measured_tables(model, texts_of(tokenizer), {("every layer at its min_bits", None): least})[0]
 
 
 def tables_of(results):
@@ -112,7 +131,7 @@ def tables_of(results):
         return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
 
     def least():
-        row = found["least"]
+        row = json.loads((results / "least.json").read_text())
         head = ["", "bits per weight", "KL, calibration text", "perplexity", "KL, held out", "perplexity"]
         kls = [
             figure
@@ -172,6 +191,7 @@ def main():
     parser.add_argument("--keep", action="store_true", help="Write the page from what was measured before.")
     args = parser.parse_args()
     if not args.keep:
+        (args.results / "least.json").write_text(json.dumps(measure_least(args.results), indent=1))
         (args.results / "allocation.json").write_text(json.dumps(measure(args.results), indent=1))
     fill(args.page, tables_of(args.results))
     draw(args.results, args.page.parent / "images" / "sensitivity.png")
