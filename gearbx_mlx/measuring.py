@@ -19,7 +19,7 @@ from .gears.saved import saved_gears
 from .kernels.dispatch import KERNELS
 from .loading import DEMO_MODEL, context_length, model_name
 
-CALIBRATION = DEMO_MODEL / "calibration.jsonl"
+CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 SAMPLES, LENGTH = 8, 256
 
 
