@@ -13,8 +13,8 @@ import mlx.nn as nn
 from .decoding.stream import AUTO
 from .errors import GearbxError
 from .gears.activations import DTYPES
+from .gears.attachment import model_fingerprint
 from .gears.discovery import vocabulary
-from .gears.gearbox import model_fingerprint
 from .gears.ladder import Ladder
 from .loading import context_length, load, one_line
 from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate

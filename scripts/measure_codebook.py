@@ -4,6 +4,8 @@
     python scripts/measure_codebook.py kl        # the demo model on held-out problems
     python scripts/measure_codebook.py speed     # products with one vector, beside the affine kernel of 4 bits
 
+With --page docs/codebook.md the table goes there as well.
+
 A curve of affine quantization is what its bits and group sizes give, the logarithm of the error interpolated over the
 effective bits.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.garbage import GarbageCheck
@@ -40,7 +43,7 @@ def at(curve: dict[float, float], bits: float) -> float:
 
 
 def below(value: float, curve: dict[float, float], bits: float) -> str:
-    return f"{1 - value / at(curve, bits):6.1%}"
+    return f"{1 - value / at(curve, bits):.0%}"
 
 
 def squared_error(made: mx.array, weight: mx.array) -> float:
@@ -64,16 +67,13 @@ def median_cosine(made: mx.array, weight: mx.array) -> float:
     return float(np.median(np.array((made * weight).sum(-1) / norms)))
 
 
-def measure_error(rows: int) -> None:
+def measure_error(rows: int) -> str:
     random = np.random.default_rng(0)
     matrices = {
         "Gaussian": random.standard_normal((rows, WIDTH)),
         "Student t, 4": random.standard_t(4, (rows, WIDTH)),
     }
-    print(f"{rows} x {WIDTH}; error: square of what is off over square of the weights; root: of that")
-    print(
-        "matrix        format            bits  effective  outliers  cosine   error    below affine  root below  seconds"
-    )
+    found = []
     for name, values in matrices.items():
         weight = mx.array((values * 0.02).astype(np.float32))
         curve = affine_curve(weight)
@@ -86,17 +86,18 @@ def measure_error(rows: int) -> None:
                 made = module.decode(arrays, bits, WIDTH)
                 error, effective = squared_error(made, weight), 8 * nbytes(arrays) / weight.size
                 share = Outliers.of(arrays).count() / weight.size
-                print(
-                    f"{name:13} {format:17} {bits}     {effective:.3f}      {share:.4f}"
-                    f"    {median_cosine(made, weight):.4f}   {error:.5f}  {below(error, curve, effective)}        "
-                    f"{below(error**0.5, roots, effective)}      {seconds:.1f}"
-                )
+                lower = below(error, curve, effective), below(error**0.5, roots, effective)
+                size = f"{effective:.3f}", f"{share:.2%}"
+                quality = f"{median_cosine(made, weight):.4f}", f"{error:.5f}"
+                found.append([name, format, bits, *size, *quality, *lower, f"{seconds:.1f}"])
+    head = ["matrix", "format", "bits", "effective bits", "outliers", "cosine"]
+    return table([*head, "squared error", "below affine", "its root below", "seconds"], found)
 
 
-def measure_kl(problems: int) -> None:
-    lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[:problems]
+def measure_kl(problems: int) -> str:
+    stored = HELD_OUT.read_text(encoding="utf-8").splitlines()[:problems]
     model, tokenizer = load()
-    texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, lines)]
+    texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, stored)]
     check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
 
     def found(format: str, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
@@ -110,15 +111,14 @@ def measure_kl(problems: int) -> None:
 
     affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
     curve = {effective: kl for _, effective, kl in affine}
-    print("format            bits  effective  KL, nats  below affine")
-    for bits, effective, kl in affine:
-        print(f"{'affine':17} {bits}     {effective:6.3f}     {kl:.5f}")
+    lines = [["affine", bits, f"{effective:.3f}", f"{kl:.5f}", ""] for bits, effective, kl in affine]
     for format, (_, _, ladder) in FORMATS.items():
         for bits, effective, kl in found(format, ladder):
-            print(f"{format:17} {bits}     {effective:6.3f}     {kl:.5f}   {below(kl, curve, effective)}")
+            lines.append([format, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
+    return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
 
 
-def measure_speed(megabytes: int, trials: int) -> None:
+def measure_speed(megabytes: int, trials: int) -> str:
     native = cpu.native()
     if not hasattr(native, "codebook_matvec"):
         raise SystemExit(f"no native kernels: {cpu.why_not() or cpu.why_eager()}")
@@ -152,11 +152,12 @@ def measure_speed(megabytes: int, trials: int) -> None:
             mx.eval([work(*values) for values in copies[name]])
             speeds[name].append(size / (time.perf_counter() - start) / 1e9)
     whole = statistics.median(speeds["affine 4"][1:])
-    print("product of a vector      GB/s   least to most    against affine 4")
+    rows = []
     for name, values in speeds.items():
         counted = values[1:]
         median = statistics.median(counted)
-        print(f"{name:22} {median:6.1f}   {min(counted):.1f} to {max(counted):.1f}      {median / whole:.2f}")
+        rows.append([name, f"{median:.1f}", f"{min(counted):.1f} to {max(counted):.1f}", f"{median / whole:.2f}"])
+    return table(["product of a vector", "GB/s", "least to most", "against affine 4"], rows)
 
 
 def main() -> None:
@@ -166,13 +167,17 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=16, help="of `kl`; default: 16")
     parser.add_argument("--megabytes", type=int, default=96, help="read in a trial of `speed`; default: 96")
     parser.add_argument("--trials", type=int, default=5, help="of `speed`; default: 5")
+    parser.add_argument("--page", type=Path, help="to write the table into, beside printing it")
     args = parser.parse_args()
-    if args.what == "error":
-        measure_error(args.rows)
-    elif args.what == "kl":
-        measure_kl(args.problems)
-    else:
-        measure_speed(args.megabytes, args.trials)
+    measures = {
+        "error": lambda: measure_error(args.rows),
+        "kl": lambda: measure_kl(args.problems),
+        "speed": lambda: measure_speed(args.megabytes, args.trials),
+    }
+    found = measures[args.what]()
+    print(found)
+    if args.page:
+        fill(args.page, {args.what: lambda: found})
 
 
 if __name__ == "__main__":

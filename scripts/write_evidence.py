@@ -9,14 +9,15 @@ is. The pictures go beside the first page.
 
 import argparse
 import errno
+import functools
 import json
-import re
 import shutil
 from pathlib import Path
 
+from pages import fill, table
+
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
 WANTED = {0.25: "-12 %", 0.5: "-35 %"}
-BLOCK = re.compile(r"(<!-- (\w+)([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def percent(part, digits=0):
@@ -39,10 +40,6 @@ def reports(results, pattern):
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
     return [json.loads(file.read_text()) for file in files]
-
-
-def table(head, rows):
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 
 def policies(results, model):
@@ -202,16 +199,9 @@ def main():
     parser.add_argument("pages", type=Path, nargs="+")
     args = parser.parse_args()
 
-    def filled(match):
-        begin, name, arguments, end = match.groups()
-        try:
-            return begin + TABLES[name](args.results, *arguments.split()) + end
-        except FileNotFoundError as error:
-            print(f"{name}{arguments} stays as it is: {error.filename} is not there")
-            return match.group()
-
+    tables = {name: functools.partial(function, args.results) for name, function in TABLES.items()}
     for page in args.pages:
-        page.write_text(BLOCK.sub(filled, page.read_text(encoding="utf-8")), encoding="utf-8")
+        fill(page, tables)
     for model, folder in MODELS.items():
         picture = args.results / folder / "evaluation.png"
         if picture.exists():

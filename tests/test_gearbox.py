@@ -7,6 +7,7 @@ import pytest
 from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
+from gearbx_mlx.formats.affine import Affine
 from gearbx_mlx.gears.discovery import natural_order
 from gearbx_mlx.gears.residency import to_numpy
 from gearbx_mlx.loading import DEMO_MODEL
@@ -142,23 +143,15 @@ class TestShift:
         gearbox.shift("high")
         assert same_weights(weights_of(model), before)
 
-    def test_gears_are_made_when_they_are_first_engaged(self, tiny, monkeypatch):
+    def test_gears_are_made_when_they_are_first_engaged(self, tiny):
         made = []
-        gearbox = Gearbox(tiny, "4,8,16", format="affine")
-        make = gearbox.format.modules
-        monkeypatch.setattr(
-            gearbox,
-            "format",
-            type(
-                "Spy",
-                (type(gearbox.format),),
-                {
-                    "modules": staticmethod(
-                        lambda dense, wanted, *rest: made.append(wanted) or make(dense, wanted, *rest)
-                    )
-                },
-            ),
-        )
+
+        class Spy(Affine):
+            def modules(self, dense, wanted, *rest):
+                made.append(wanted)
+                return super().modules(dense, wanted, *rest)
+
+        gearbox = Gearbox(tiny, format=Spy())
         assert made == []
         gearbox.shift("low")
         assert set(made) == {4}
@@ -175,7 +168,7 @@ class TestShift:
         gearbox = Gearbox(tiny, "4,8,16", format="affine", residency=residency)
         gearbox.shift(start)
         before, modules = weights_of(tiny), dict(tiny.named_modules())
-        make, calls = gearbox.format.modules, []
+        make, calls = Affine.modules, []
 
         def failing(*arguments):
             calls.append(1)
@@ -183,9 +176,7 @@ class TestShift:
                 raise MemoryError("injected")
             return make(*arguments)
 
-        monkeypatch.setattr(
-            gearbox, "format", type("Failing", (type(gearbox.format),), {"modules": staticmethod(failing)})
-        )
+        monkeypatch.setattr(Affine, "modules", failing)
         with pytest.raises(MemoryError, match="injected"):
             gearbox.shift("mid")
         assert gearbox.gear.name == start

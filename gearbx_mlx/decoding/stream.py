@@ -7,8 +7,9 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..gears.attachment import attached
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox, attached
+from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
 from ..routing.acceptance import DraftRule

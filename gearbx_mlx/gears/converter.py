@@ -17,7 +17,7 @@ from ..errors import GearbxError
 from ..formats import get_format
 from ..formats.tied import linear_of
 from .activations import dtype_name, stored_dtype
-from .discovery import Layer, Predicate, bits_of, discover, stored_bits, with_bits
+from .discovery import Layer, Predicate, discover, widths_of, with_bits
 from .fingerprint import fingerprint_of, sample
 from .ladder import DENSE, Ladder
 from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
@@ -169,12 +169,12 @@ class Converter:
         """Arrays for the base and for the other file, and what the journal is to know of the layer."""
         path, original = layer.path, layer.module.weight
         dense = linear_of(layer.module)
-        wanted = sorted({bits_of(layer, gear, self.ladder, self.format.layer_bits) for gear in self.ladder})
-        ladder = stored_bits(layer, self.ladder)
+        wanted = widths_of(layer, self.plan.gears, self.format.layer_bits)
+        stored = tuple(bits for bits in wanted if bits != DENSE)
         made: dict[int, nn.Module] = {}
         for bits in wanted:
             if bits != DENSE and bits not in made:
-                made |= self.format.modules(dense, bits, ladder, self.plan.group_size, original.dtype)
+                made |= self.format.modules(dense, bits, stored, self.plan.group_size, original.dtype)
         tied = isinstance(layer.module, nn.Embedding)
         lowest = made.get(wanted[0])
         stock = lowest if type(lowest) in STOCK else None

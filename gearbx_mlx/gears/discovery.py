@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,7 +17,6 @@ from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
-from .ladder import Gear, Ladder
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -44,20 +43,30 @@ class Layer:
     lowest_bits: int = 0
 
 
-def bits_of(layer: Layer, gear: Gear, ladder: Ladder, others: Iterable[int] = ()) -> int:
-    """The bits of a layer in a gear: the gear's, or the lowest of the ladder or of `others` that it may be used in."""
-    held = {*others, *(g.bits for g in ladder)}
-    return min((bits for bits in held if bits >= max(gear.bits, layer.lowest_bits)), default=SIXTEEN)
+def widths_of(layer: Layer, wanted: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
+    """The bits, ascending, that a layer has in gears of `wanted` bits: none below its floor.
+
+    In place of those it has the lowest of `wanted` or of `others` that reach the floor, or else 16.
+    """
+    wanted = set(wanted)
+    held = sorted({*wanted, *others})
+    floors = (max(bits, layer.lowest_bits) for bits in wanted)
+    return tuple(sorted({next((bits for bits in held if bits >= floor), SIXTEEN) for floor in floors}))
+
+
+def at_least(widths: Sequence[int], bits: int) -> int:
+    """The lowest width of no fewer bits; 16 where there is none."""
+    return next((width for width in widths if width >= bits), SIXTEEN)
+
+
+def at_most(widths: Sequence[int], bits: int) -> int:
+    """The highest width of no more bits; the lowest where there is none."""
+    return next((width for width in reversed(widths) if width <= bits), widths[0])
 
 
 def with_bits(bits: Mapping[str, int]) -> Predicate:
     """Manages the layers of these paths, each in no gear below its bits."""
     return lambda path, module: {"bits": bits[path]} if path in bits else False
-
-
-def stored_bits(layer: Layer, ladder: Ladder) -> tuple[int, ...]:
-    """The quantized gears that a layer is stored for: none below its floor, so that the lowest is a stock module."""
-    return tuple(bits for bits in ladder.quantized_bits if bits >= layer.lowest_bits)
 
 
 def is_attention(path: str, module: nn.Module) -> bool:

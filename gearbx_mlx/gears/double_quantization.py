@@ -1,10 +1,13 @@
 """Weights that were quantized before and expanded again (GEARBX 6.4, 13.3)."""
 
 import statistics
+import warnings
 from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
+
+from ..errors import GearbxWarning
 
 SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
 GROUP = 32  # the smallest group in use: a group of 4-bit codes has 16 values at most
@@ -36,3 +39,14 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
                 in_row.append(distinct(row))
     few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
     return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
+
+
+def warn_if_quantized(weights: Sequence[mx.array]) -> None:
+    """Say that weights which look quantized lose more by being quantized again."""
+    if looks_quantized(weights):
+        warnings.warn(
+            "the weights have few different values, as if they had been quantized before: "
+            "quantizing them again adds to their error, most of all in the lowest gear",
+            GearbxWarning,
+            stacklevel=3,
+        )

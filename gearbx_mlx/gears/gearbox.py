@@ -4,49 +4,35 @@ import copy
 import dataclasses
 import math
 import time
-import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
-from ..formats.tied import in_place_of, linear_of
+from ..formats.tied import linear_of
 from .activations import compute_in, stored_dtype
-from .cost import separate_head, token_bytes, whole_model_speedup
-from .description import LayerPath, kernels_of
-from .discovery import Layer, Predicate, bits_of, discover, is_quantized, stored_bits
-from .double_quantization import looks_quantized
-from .fingerprint import fingerprint
+from .attachment import ATTACHED, attached, model_fingerprint
+from .cost import token_bytes, whole_model_speedup
+from .description import LayerPath, fixed_layers, kernels_of
+from .discovery import Layer, Predicate, at_least, at_most, discover, is_quantized
+from .double_quantization import warn_if_quantized
 from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
-from .settings import check_settings, choose_kernels
+from .settings import check_settings, check_tables, choose_kernels
+from .sources import FromFiles, Original, Source
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
-FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
-ATTACHED = "attached_gearbox"  # attribute of a model that has one
-
-
-def attached(model: nn.Module) -> "Gearbox | None":
-    """The gearbox that was last put on a model."""
-    return getattr(model, ATTACHED, None)
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Of the model as it was loaded, whatever gear it is in."""
-    gearbox, saved = attached(model), saved_gears(model)
-    if gearbox is not None:
-        return gearbox.fingerprint
-    return fingerprint(model) if saved is None else saved.manifest.fingerprint
 
 
 class Gearbox:
@@ -75,10 +61,12 @@ class Gearbox:
         activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are;
             "int16", "int8": rounded to so many bits, with a step per token and group of inputs. 16 bits are nearer than
             bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
+        tables: name of a gear to path to bits, for layers that have not the gear's own bits in it.
+        widths: further bits that every layer is stored at, so that `cap` can put it there.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
-            manage.
+            manage, a table of another gear or layer.
     """
 
     def __init__(
@@ -94,6 +82,8 @@ class Gearbox:
         dtype: str = "auto",
         kernels: str = DEFAULT_KERNELS,
         activations: str = DEFAULT_ACTIVATIONS,
+        tables: Mapping[str, Mapping[str, int]] | None = None,
+        widths: Sequence[int] = (),
     ):
         self.saved = saved_gears(model)
         if self.saved is not None:
@@ -106,8 +96,6 @@ class Gearbox:
             self.ladder = ladder
         self.format = get_format(DEFAULT_FORMAT if format is None else format)
         group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-        for bits in self.ladder.quantized_bits:
-            self.format.check(bits)
         if group_size not in GROUP_SIZES:
             raise GearbxError(f"group size {group_size} is not supported; choose from 32, 64, 128")
         if is_quantized(model) and self.saved is None:
@@ -117,14 +105,17 @@ class Gearbox:
             )
         self.model = model
         self.fingerprint = model_fingerprint(model)
-        self.group_size = group_size
         if self.saved is not None:
             self.unmanaged = dict(self.saved.manifest.unmanaged)
             self.layers = self.saved.layers(model)
             model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in self.layers]))
         else:
             self.layers, self.unmanaged = discover(model, manage or "all", group_size, self.format)
-        quantized = self.ladder.quantized_bits
+        self._tables = check_tables(tables or {}, self.ladder, self.layers)
+        in_tables = {bits for table in self._tables.values() for bits in table.values()}
+        quantized = sorted({*self.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
+        for bits in quantized:
+            self.format.check(bits)
         if quantized and not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
@@ -142,22 +133,23 @@ class Gearbox:
         }
         held_in = dict.fromkeys(self.storage, self.compute_dtype)
         held_in |= {e.path: self.storage[e.path] for e in self.layers if isinstance(e.module, Native)}
-        self._held_in = held_in
         for layer in self.layers:
             if self.saved is not None and "bias" in layer.module:
                 layer.module.bias = layer.module.bias.astype(held_in[layer.path])
+        self.group_size = group_size
+        self.source: Source
+        if self.saved is None:
+            settings = self.format, self.ladder, group_size, self.storage, self.compute_dtype
+            self.source = Original(*settings, self._tables, widths)
+        else:
+            self.source = FromFiles(self.saved, held_in, self.compute_dtype)
         self.residency: Residency
         if self.saved is not None and residency == "disk":
             self.residency = SavedDisk(self.saved, held_in)
         else:
             self.residency = make_residency(residency, model, checkpoint, held_in)
-        if quantized and self.saved is None and looks_quantized([layer.module.weight for layer in self.layers]):
-            warnings.warn(
-                "the weights have few different values, as if they had been quantized before: "
-                "quantizing them again adds to their error, most of all in the lowest gear",
-                GearbxWarning,
-                stacklevel=2,
-            )
+        if quantized and self.saved is None:
+            warn_if_quantized([layer.module.weight for layer in self.layers])
 
         self._keeps_all = isinstance(self.residency, Resident)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
@@ -165,11 +157,17 @@ class Gearbox:
         self._made: dict[str, dict[int, nn.Module]] = {
             layer.path: {DENSE: layer.module} if self.saved is None else {} for layer in self.layers
         }
+        self._unread: dict[str, list[nn.Module]] = {}  # what was made and is still to be evaluated
+        # Layers whose original is no gear's, and the bits that are made of it.
+        widths_by_path = {} if self.saved else {layer.path: {*self.source.widths(layer)} for layer in self.layers}
+        self._passing = {path: held for path, held in widths_by_path.items() if DENSE not in held}
         self._prepared: set[Gear] = set()
+        self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._original = Gear(len(self.ladder), "original", DENSE)
         first = self.ladder.top if self.saved is None else self.ladder[0]
-        self.gear = first if first.dense and self.saved is None else self._original
+        as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
+        self.gear = first if as_loaded else self._original
         self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts = 0
@@ -181,15 +179,36 @@ class Gearbox:
             self.shifts, self.shift_seconds = 0, 0.0
             del self.active_memory[self._original.name]
 
-    def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear: the gear's, or the lowest that the layer may be used in and the format has."""
-        if self.saved is not None:
-            return self.saved.bits_of(layer, gear)
-        return bits_of(layer, gear, self.ladder, self.format.layer_bits)
+    def widths_of(self, layer: Layer) -> tuple[int, ...]:
+        """Bits that a layer can be put to, ascending."""
+        return self.source.widths(layer)
 
-    def _stored_bits(self, layer: Layer) -> tuple[int, ...]:
-        """The quantized gears that a layer is stored for."""
-        return stored_bits(layer, self.ladder if self.saved is None else self.saved.manifest.ladder)
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear: its table's or its own, or the next that the layer is stored at; capped."""
+        widths = self.source.widths(layer)
+        bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
+        return min(bits, at_most(widths, self._caps.get(layer.path, bits)))
+
+    def cap(self, bits: Mapping[str, int]) -> None:
+        """Bound layers from now on: path to the most bits that it has in any gear. Layers not named have no bound.
+
+        Nothing is copied: modules of the layers whose bits change are swapped. A layer that is stored at no width so
+        low has its lowest.
+
+        Raises:
+            GearbxError: no such layer; weights that cannot be quantized or read back. The caps stay what they were.
+        """
+        unknown = bits.keys() - self._shapes.keys()
+        if unknown:
+            raise GearbxError(f"no layer {min(unknown)} changes gear, and so none can be capped")
+        before, gear = self._caps, self.gear
+        self._bound(dict(bits))
+        try:
+            self._engage(gear)
+        except BaseException:
+            self._bound(before)
+            self._engage(gear)
+            raise
 
     def prepare(self, gear: Gear) -> None:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
@@ -210,22 +229,11 @@ class Gearbox:
                 this model since. The gear stays what it was.
         """
         gear = self.ladder.find(gear)
-        if attached(self.model) is not self:
-            raise GearbxError("another gearbox was put on this model since; use that one")
         if gear == self.gear:
             return 0.0
         start = time.perf_counter()
         before = self.gear
-        self._complete(gear)
-        try:
-            self.model.update_modules(self._trees[gear])
-            self.gear = gear
-            self._give_up_idle()
-        except BaseException:  # an interrupt as well: never half of one gear and half of another
-            self.gear = before
-            self._complete(before)
-            self.model.update_modules(self._trees[before])
-            raise
+        self._engage(gear)
         for module in self._caches.get(before, ()):
             module.forget()
         seconds = time.perf_counter() - start
@@ -245,7 +253,7 @@ class Gearbox:
             if made is not None:  # knows what a format can only expect: how many outliers there are
                 read = getattr(linear_of(made), "bytes_read", 0)
             if not read:
-                read = self.format.bytes_read(shape, bits, self._stored_bits(layer), self.group_size, size)
+                read = self.format.bytes_read(shape, bits, self.source.stored(layer), self.group_size, size)
         return read + self._biases[layer.path] * size
 
     def bits_per_weight(self, gear: Gear) -> float:
@@ -282,17 +290,11 @@ class Gearbox:
         """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
         found = []
         for layer in self.layers:
-            format = self.format if self.ladder.quantized_bits else None
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            format = None if {*bits} == {DENSE} else self.format
             found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
         modules = dict(self.model.named_modules())
-        fixed = dict(self.unmanaged)
-        if not separate_head(modules):
-            embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
-            tied = max(embeddings, key=lambda path: embeddings[path].weight.shape[0], default=None)
-            if tied is not None and all(layer.path != tied for layer in self.layers):
-                fixed.setdefault(tied, "embedding and output head")
-        for path, reason in fixed.items():
+        for path, reason in fixed_layers(modules, [layer.path for layer in self.layers], self.unmanaged).items():
             kernels = kernels_of(modules[path], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
         return found
@@ -320,6 +322,8 @@ class Gearbox:
         """
         other = copy.copy(self)
         other.ladder, other._token_bytes = ladder, {}
+        if isinstance(self.source, Original):
+            other.source = dataclasses.replace(self.source, ladder=ladder)
         return other
 
     def _make(self, gear: Gear) -> dict[str, nn.Module]:
@@ -329,21 +333,8 @@ class Gearbox:
         if self.saved is None:
             self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
-            wanted = bits[layer.path]
-            if self.saved is not None:
-                linear = self.saved.module(layer, wanted, self._held_in[layer.path])
-                whole = wanted == DENSE  # else of a tied embedding it is the head alone
-                self._made[layer.path][wanted] = (
-                    linear if whole else in_place_of(layer.module, linear, self.compute_dtype)
-                )
-                continue
-            dense = copy.copy(linear_of(layer.module))
-            dense.weight = dense.weight.astype(self.storage[layer.path])
-            # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
-            held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-            stored = self._stored_bits(layer)
-            made = self.format.modules(dense, wanted, stored, self.group_size, held_in)
-            made = {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
+            made = self.source.modules(layer, bits[layer.path])
+            self._unread.setdefault(layer.path, []).extend(made.values())
             self._made[layer.path] = made | self._made[layer.path]
         chosen = {path: made[bits[path]] for path, made in self._made.items()}
         for module in map(linear_of, chosen.values()):
@@ -351,32 +342,44 @@ class Gearbox:
                 module.x_bits = self.kernels.x_bits
         return chosen
 
-    def _compute(self, modules: dict[str, nn.Module]) -> None:
-        """Evaluate gears that were made, layer by layer, so that what one needs in passing is freed before the next."""
-        for path, module in modules.items():
-            # All that was made together: an array that is still to be computed keeps the original weight in memory.
-            mx.eval([made.parameters() for made in self._made[path].values()])
-            fitted = [linear_of(module).get(name) for name in FITTED]
-            if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
-                raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
-
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
         if gear not in self._trees:
             modules = self._make(gear)
-            if self.saved is None:
-                self._compute(modules)
-            else:
-                self.saved.read([module.parameters() for module in modules.values()])
+            unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
+            self.source.read(unread)
+            for path in unread:
+                del self._unread[path]
             self._trees[gear] = tree_unflatten(list(modules.items()))
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._keeps_all:
             bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}
             self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self._made.items()})
 
+    def _engage(self, gear: Gear) -> None:
+        """Put a gear into the model, or leave the one that is in it."""
+        if attached(self.model) is not self:
+            raise GearbxError("another gearbox was put on this model since; use that one")
+        before = self.gear
+        self._complete(gear)
+        try:
+            self.model.update_modules(self._trees[gear])
+            self.gear = gear
+            self._give_up_idle()
+        except BaseException:  # an interrupt as well: never half of one gear and half of another
+            self.gear = before
+            self._complete(before)
+            self.model.update_modules(self._trees[before])
+            raise
+
+    def _bound(self, caps: dict[str, int]) -> None:
+        """Take caps, and forget what followed from others."""
+        self._caps = caps
+        for followed in (self._trees, self._caches, self._token_bytes):
+            followed.clear()
+
     def _give_up_idle(self) -> None:
-        if not self.ladder.top.dense:
-            self._give_up_originals()
+        self._give_up_originals()
         if self._keeps_all:
             return
         engaged = {layer.path: self.bits_of(layer, self.gear) for layer in self.layers}
@@ -389,9 +392,8 @@ class Gearbox:
         self.residency.leave(idle, self.model)
 
     def _give_up_originals(self) -> None:
-        """A ladder without a dense gear has no use for the originals once all its gears are made."""
-        if self.saved is not None:
-            return
-        for layer in self.layers:
-            if {self.bits_of(layer, gear) for gear in self.ladder} <= self._made[layer.path].keys() - {DENSE}:
-                layer.module.weight = EMPTY
+        """Originals that are no gear's are of no use once all gears of their layers are made."""
+        for path, widths in list(self._passing.items()):
+            if widths <= self._made[path].keys():
+                self._made[path][DENSE].weight = EMPTY
+                del self._passing[path]

@@ -16,8 +16,8 @@ from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import linear_of
 from .activations import DTYPES
-from .discovery import Layer, is_quantized, stored_bits
-from .ladder import DENSE, Gear
+from .discovery import Layer, is_quantized
+from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .residency import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .tensor_file import hash_of, read_entries
@@ -93,7 +93,7 @@ class SavedGears:
         setattr(model, ATTACHED, self)
         if not self.manifest.stock:
             lowest = {
-                layer.path: self.module(layer, self.bits_of(layer, self.manifest.ladder[0]), self.storage(layer.path))
+                layer.path: self.module(layer, self.widths(layer)[0], self.storage(layer.path))
                 for layer in self.layers(model)
             }
             model.update_modules(tree_unflatten(list(lowest.items())))
@@ -125,8 +125,8 @@ class SavedGears:
             dense.weight = self._array(names["weight"], held_in)
             return dense
         arrays = {name: self.parameter(layer.path, bits, name, held_in) for name in names}
-        ladder = stored_bits(layer, self.manifest.ladder)
-        return self.format.module(linear_of(layer.module), bits, arrays, ladder, self.manifest.group_size)
+        dense, group_size = linear_of(layer.module), self.manifest.group_size
+        return self.format.module(dense, bits, arrays, self.stored(layer), group_size)
 
     def parameter(self, path: str, bits: int, name: str, held_in: mx.Dtype) -> mx.array:
         """A parameter of such a module by its flat name, unread unless another module has it."""
@@ -134,9 +134,13 @@ class SavedGears:
         widened = bits == DENSE or name.split(".")[0] in self.format.scales
         return self._array(self.manifest.layers[path].gears[bits][name], held_in if widened else None)
 
-    def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear: the lowest that it is stored with and that are no fewer."""
-        return min(bits for bits in self.manifest.layers[layer.path].gears if bits >= gear.bits)
+    def widths(self, layer: Layer) -> tuple[int, ...]:
+        """Bits that a layer is stored with, ascending."""
+        return tuple(sorted(self.manifest.layers[layer.path].gears))
+
+    def stored(self, layer: Layer) -> tuple[int, ...]:
+        """The quantized ones among them."""
+        return tuple(bits for bits in self.widths(layer) if bits != DENSE)
 
     def read(self, arrays: Any) -> None:
         """Have arrays in memory. Raises GearbxError where the files cannot be read."""

@@ -1,10 +1,13 @@
 """What a Gearbox is told: whether it can be, and what it comes to on this machine."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
 from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
+from .discovery import Layer
+from .ladder import DENSE, QUANTIZED, Ladder
 from .manifest import Manifest
 
 
@@ -15,6 +18,27 @@ def check_settings(manifest: Manifest, **given: Any) -> None:
         if value not in (None, held):
             told = name.replace("_", " ")
             raise GearbxError(f"the checkpoint's gears are of {told} {held}, not {value}; convert the original anew")
+
+
+def check_tables(
+    tables: Mapping[str, Mapping[str, int]], ladder: Ladder, layers: Sequence[Layer]
+) -> dict[int, Mapping[str, int]]:
+    """Gear tables by the gears' own bits.
+
+    Raises:
+        GearbxError: a gear, a layer or a width that there is not.
+    """
+    paths = {layer.path for layer in layers}
+    for name, table in tables.items():
+        if table.keys() - paths:
+            raise GearbxError(
+                f"the table of {name} has {min(table.keys() - paths)}, which is no layer that changes gear"
+            )
+        for path, bits in table.items():
+            if bits not in (*QUANTIZED, DENSE):
+                supported = ", ".join(map(str, (*QUANTIZED, DENSE)))
+                raise GearbxError(f"the table of {name} has {bits} bits for {path}; choose from {supported}")
+    return {ladder.find(name).bits: table for name, table in tables.items()}
 
 
 def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
