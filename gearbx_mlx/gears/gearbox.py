@@ -242,10 +242,10 @@ class Gearbox:
         self.active_memory[gear.name] = mx.get_active_memory()
         return seconds
 
-    def layer_bytes(self, layer: Layer, gear: Gear) -> int:
-        """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
-        bits, shape, read = self.bits_of(layer, gear), self._shapes[layer.path], 0
-        size = self.storage[layer.path].size
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
+        shape, size, read = self._shapes[layer.path], self.storage[layer.path].size, 0
         if bits == DENSE:
             read = math.prod(shape) * size
         else:

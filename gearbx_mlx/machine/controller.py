@@ -7,8 +7,8 @@ ln(speed / target) is made good by as much more ln(bytes).
 
 import math
 from collections import deque
-from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # of the target
 LAG = 2  # tokens that are still computed with the caps from before: mlx-lm runs ahead
 MEMORY = 60  # tokens under the same caps that are averaged at most
+ENOUGH = 5  # tokens whose spread says something
 SURE = 2.5  # standard errors that are put down to chance
 LONGEST = 4.0  # times the median: a token that took longer is counted as this long; something else had the machine
 
@@ -30,8 +31,9 @@ class Decision:
     """What was decided after a token, and why.
 
     token: how many there were. tokens_per_second: over the latest tokens that are under the same caps; None where there
-    are none. share: of the way from the fewest bytes to the most that the machine allows. position: on the stairs,
-    steps down from no cap. moved: layers, with their caps before and after.
+    are none. share: of the way from the fewest bytes to the most that the machine allows. machine: its state, where
+    something is known of it. position: on the stairs, steps down from no cap. moved: layers, with their caps before
+    and after. bits_per_weight: that the top gear has now.
     """
 
     token: int
@@ -40,11 +42,13 @@ class Decision:
     tokens_per_second: float | None = None
     target: float | None = None
     share: float = 1.0
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    bits_per_weight: float = 0.0
     moved: tuple[Step, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        moved = [asdict(step) for step in self.moved]
-        return {**asdict(self), "moved": moved}
+        """For a trace."""
+        return {**asdict(self), "moved": [asdict(step) for step in self.moved]}
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,24 @@ class Controller:
         self.pid = PID(gains)
         self.position = 0
         self.tokens = 0
+        self.top = np.eye(stairs.gears)[-1]  # one pass in the top gear
         self.out_of_reach: str | None = None
         """That the target cannot be met, once it was found so."""
         self._share = 1.0
         self._skip = 0
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=MEMORY)
         self._new = 0  # how many of them came since the decision before
+        self._spreads: deque[float] = deque(maxlen=9)  # relative deviation of token times between decisions
 
     @property
     def caps(self) -> dict[str, int]:
-        """Path to the most bits a layer may have; of those that are not at their most."""
+        """Path to the most bits that a layer may have."""
         return self.stairs.caps(self.position)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next token is one after which to decide."""
+        return (self.tokens + 1) % self.every == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> Decision | None:
         """Take one token; every so many, decide.
@@ -112,7 +123,7 @@ class Controller:
         Args:
             seconds: that it took; None for one that says nothing, such as the first, which has the prompt in it.
             passes: over the weights, in each gear.
-            share: that the machine's budget allows, 0 to 1.
+            share: that the machine's budget allows, 0 to 1; looked at where a decision is `due`.
         """
         self.tokens += 1
         if self._skip:
@@ -131,6 +142,7 @@ class Controller:
     def _decide(self, share: float) -> Decision:
         before, limit = self.caps, self.stairs.within(share)
         allowed, self._share = share > self._share, share
+        self._notice_spread()
         measured, recent = self._measured(MEMORY), self._measured(self._new)
         if recent is not None and abs(recent.error) > self.dead_band + recent.chance:
             measured = recent
@@ -180,31 +192,41 @@ class Controller:
     def _passes(self) -> np.ndarray:
         """Passes per token in each gear, of the tokens under these caps."""
         if not self._seen:
-            return np.eye(self.stairs.gears)[-1]
+            return self.top
         return np.mean([passes for _, passes in self._seen], axis=0)
 
-    def _measured(self, count: int) -> Measured | None:
-        """Over the latest tokens, as far as they are under the same caps."""
+    def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds, and seconds for a byte, of the latest tokens, as far as they are under the same caps."""
         tokens = list(self._seen)[-count:] if count else []
-        if not tokens:
-            return None
         seconds = np.array([taken for taken, _ in tokens])
-        seconds = np.minimum(seconds, LONGEST * np.median(seconds))
         read = np.array([self.stairs.read(passes)[self.position] for _, passes in tokens])
-        pace = seconds / read  # what gears explain is no chance
+        if tokens:
+            seconds = np.minimum(seconds, LONGEST * np.median(seconds))
+        return seconds, seconds / read
+
+    def _notice_spread(self) -> None:
+        """How much tokens differ, beyond what their gears explain."""
+        _, pace = self._latest(self._new)
+        if len(pace) >= ENOUGH:
+            self._spreads.append(float(np.std(pace, ddof=1) / np.mean(pace)))
+
+    def _measured(self, count: int) -> Measured | None:
+        """Speed over the latest tokens, at most so many."""
+        seconds, _ = self._latest(count)
+        if not len(seconds):
+            return None
         mean = float(np.mean(seconds))
-        spread = float(np.std(pace, ddof=1) / np.mean(pace)) if len(tokens) > 1 else math.inf
         error = -math.log(mean * self.target) if self.target else 0.0
-        return Measured(1 / mean, error, SURE * spread / math.sqrt(len(tokens)))
+        spread = float(np.median(self._spreads)) if self._spreads else math.inf  # a jump is in one or two of them
+        return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
 
     def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> Decision:
         self.position = position
-        after, layers = self.caps, self.stairs.layers
-        paths = [path for path in layers if before.get(path) != after.get(path)]
-        most = {path: layers[path].widths[-1] for path in paths}
-        moved = tuple(Step(p, before.get(p, most[p]), after.get(p, most[p])) for p in paths)
+        after = self.caps
+        moved = tuple(Step(path, before[path], after[path]) for path in after if before[path] != after[path])
         if moved:
             self._skip, self._new = self.lag, 0
             self._seen.clear()
         speed = None if measured is None else measured.tokens_per_second
-        return Decision(self.tokens, reason, position, speed, self.target, self._share, moved)
+        bits = self.stairs.bits(self.stairs.read(self.top)[position], 1)
+        return Decision(self.tokens, reason, position, speed, self.target, self._share, {}, bits, moved)

@@ -1,7 +1,8 @@
 """All tables of caps that a controller can choose from: one way down, one layer and one width at a step."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,28 +15,23 @@ Sensitivity = Callable[[str, int], float]
 class Range:
     """A layer that can be capped.
 
-    path: of the layer. read: bits to the bytes that a token reads at them, for all widths that the layer may have.
-    gears: its bits in each gear of the ladder, without a cap. weights: how many it has.
+    path: of the layer. widths: the bits that it may be capped to, ascending. gears: its bits in each gear of the ladder,
+    without a cap. read: bits to the bytes that a token reads at them, for all of these. weights: how many it has.
     """
 
     path: str
-    read: Mapping[int, int]
+    widths: tuple[int, ...]
     gears: tuple[int, ...]
+    read: Mapping[int, int]
     weights: int = 0
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(sorted(self.read))
-
     def bits(self, gear: int, cap: int) -> int:
-        """The widest that is neither above the gear's bits nor above the cap."""
-        most = min(self.gears[gear], cap)
-        return max((width for width in self.read if width <= most), default=self.widths[0])
+        return min(self.gears[gear], cap)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step down: a layer from one width to the next lower one."""
+    """A layer's cap, before and after."""
 
     path: str
     before: int
@@ -54,19 +50,20 @@ class Stairs:
         fixed: bytes that a token reads besides.
     """
 
-    def __init__(self, layers: Sequence[Range], sensitivity: Sensitivity, fixed: int = 0):
+    def __init__(self, layers: Sequence[Range], sensitivity: Sensitivity, fixed: float = 0):
         self.layers = {layer.path: layer for layer in layers}
         self.fixed = fixed
+        self.weights = sum(layer.weights for layer in layers)
         self.gears = len(layers[0].gears) if layers else 1
         costed = []
         for place, layer in enumerate(layers):
-            cost = -np.inf
+            cost = -math.inf
             for before, after in itertools.pairwise(reversed(layer.widths)):
                 cost = max(cost, sensitivity(layer.path, after))  # a layer goes down in order, whatever was measured
                 costed.append((cost, -after, place, Step(layer.path, before, after)))
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
-        self._saved = np.array([[self._saving(gear, step) for step in self.steps] for gear in range(self.gears)])
-        self._saved = self._saved.reshape(self.gears, len(self.steps))
+        saved = [[self._saving(gear, step) for step in self.steps] for gear in range(self.gears)]
+        self._saved = np.array(saved, dtype=float).reshape(self.gears, len(self.steps))
         self._held: frozenset[str] = frozenset()
         self._count()
 
@@ -75,21 +72,17 @@ class Stairs:
         return len(self.steps)
 
     def hold(self, paths: Set[str]) -> None:
-        """Have these layers at their fewest bits at every position."""
-        if paths != self._held:
-            self._held = frozenset(paths)
-            self._count()
+        """Have these layers at their fewest bits at every position, and no others."""
+        self._held = frozenset(paths)
+        self._count()
 
     def read(self, passes: Sequence[float]) -> np.ndarray:
         """Bytes that passes in each gear read, at every position."""
         return np.asarray(passes, dtype=float) @ self._bytes
 
-    def bits(self, position: int, passes: Sequence[float]) -> float:
-        """Bits per weight of the layers that such passes read."""
-        weights = sum(layer.weights for layer in self.layers.values())
-        passed = sum(passes)
-        managed = float(self.read(passes)[position]) - passed * self.fixed
-        return 8 * managed / weights / passed if weights and passed else 0.0
+    def bits(self, read: float, passes: float) -> float:
+        """Bits per weight of the layers that can be capped, from the bytes that so many passes read."""
+        return 8 * (read - passes * self.fixed) / self.weights if self.weights else 0.0
 
     def within(self, share: float) -> int:
         """The first position at which the top gear reads no more than this share of the way from fewest to most."""
@@ -99,15 +92,16 @@ class Stairs:
 
     def reach(self, position: int) -> tuple[int, int]:
         """The positions up and down to which no layer has to take more than one step."""
-        down = position + self._without_repetition(self.steps[position:])
-        up = position - self._without_repetition(reversed(self.steps[:position]))
+        down = position + without_repetition(self.steps[position:])
+        up = position - without_repetition(reversed(self.steps[:position]))
         return up, down
 
     def caps(self, position: int) -> dict[str, int]:
-        """Path to the most bits, for the layers that are not at their most."""
-        found = {step.path: step.after for step in self.steps[:position]}
+        """Path to the most bits, for every layer."""
+        most = {path: layer.widths[-1] for path, layer in self.layers.items()}
+        down = {step.path: step.after for step in self.steps[:position]}
         held = {path: self.layers[path].widths[0] for path in self._held}
-        return {p: bits for p, bits in (found | held).items() if bits < self.layers[p].widths[-1]}
+        return most | down | held
 
     def _saving(self, gear: int, step: Step) -> int:
         """Bytes that a pass in a gear saves by a step; none where the gear has no more bits anyway."""
@@ -118,17 +112,18 @@ class Stairs:
         """Bytes of a pass by gear and position."""
         free = np.array([step.path not in self._held for step in self.steps], dtype=float)
         start = np.full((self.gears, 1), float(self.fixed))
-        for layer in self.layers.values():
+        for path, cap in self.caps(0).items():
+            layer = self.layers[path]
             for gear in range(self.gears):
-                cap = layer.widths[0] if layer.path in self._held else layer.widths[-1]
                 start[gear] += layer.read[layer.bits(gear, cap)]
         self._bytes = np.concatenate([start, start - np.cumsum(self._saved * free, axis=1)], axis=1)
 
-    @staticmethod
-    def _without_repetition(steps) -> int:
-        seen: set[str] = set()
-        for count, step in enumerate(steps):
-            if step.path in seen:
-                return count
-            seen.add(step.path)
-        return len(seen)
+
+def without_repetition(steps: Iterable[Step]) -> int:
+    """How many steps there are until a layer comes again."""
+    seen: set[str] = set()
+    for step in steps:
+        if step.path in seen:
+            break
+        seen.add(step.path)
+    return len(seen)

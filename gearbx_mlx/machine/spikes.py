@@ -1,0 +1,55 @@
+"""A layer that is suddenly slower than it was, while the others are not (Manifest document, "Latency Feedback")."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+RATIO = 1.5  # the document's example is 14 ms after 8 ms
+IN_A_ROW = 2  # tokens: one alone is mostly another program
+WARM_UP = 10  # tokens that an average takes
+HOLD = 50  # tokens that a layer is kept down
+WEIGHT = 0.1  # of a new time in the moving average
+
+
+class Spikes:
+    """Told the time of every layer for every token, it names those that are to be lowered.
+
+    A layer has a spike when its time is more than `ratio` times its moving average, relative to what the middle one of
+    the layers does: if all are slower at once it is the machine, which is the controller's business. After `hold`
+    tokens the layer is let go, and its average begins anew: a layer that stays slow is not lowered for ever.
+    """
+
+    def __init__(self, ratio: float = RATIO, hold: int = HOLD):
+        self.ratio = ratio
+        self.hold = hold
+        self.held: dict[str, int] = {}
+        """Layer to the tokens for which it is still kept down."""
+        self._average: dict[str, float] = {}
+        self._count: dict[str, int] = {}
+        self._high: dict[str, int] = {}
+
+    def forget(self, layers: Iterable[str]) -> None:
+        """Begin these averages anew: the layers have other bits now."""
+        for layer in layers:
+            for known in (self._average, self._count, self._high):
+                known.pop(layer, None)
+
+    def update(self, times: Mapping[str, float]) -> bool:
+        """Take one token's times, in seconds; whether `held` names other layers than before."""
+        ratios = {layer: taken / self._average[layer] for layer, taken in times.items() if self._warm(layer)}
+        usual = statistics.median(ratios.values()) if ratios else 1.0
+        before = set(self.held)
+        for layer, taken in times.items():
+            self._high[layer] = self._high.get(layer, 0) + 1 if ratios.get(layer, 0) > self.ratio * usual else 0
+            if self._high[layer] >= IN_A_ROW and layer not in self.held:
+                self.held[layer] = self.hold + 1
+            if not self._high[layer]:
+                average = self._average.get(layer, taken)
+                count = self._count[layer] = self._count.get(layer, 0) + 1
+                self._average[layer] = average + max(WEIGHT, 1 / count) * (taken - average)
+        self.held = {layer: left - 1 for layer, left in self.held.items() if left > 1}
+        changed = before ^ set(self.held)
+        self.forget(changed)
+        return bool(changed)
+
+    def _warm(self, layer: str) -> bool:
+        return self._count.get(layer, 0) >= WARM_UP
