@@ -127,4 +127,5 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         dtype=args.dtype,
         kernels=args.kernels,
         activations=args.activations,
+        widths=getattr(args, "widths", ()),
     )

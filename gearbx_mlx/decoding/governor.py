@@ -125,12 +125,11 @@ class Governor:
     def summary(self) -> dict[str, Any]:
         """What a run came to, for the summary."""
         controller = self.controller
-        tokens = controller.tokens
+        bits = controller.stairs.bits(controller.stairs.read(controller.top)[controller.position], 1)
         return {
             "target_tps": controller.target,
             "cap_changes": len(self.decisions),
-            "capped_bits_per_weight": controller.stairs.bits(controller.stairs.read(controller.top)[controller.position], 1),
-            "mean_bits_per_weight": self.bits_read / tokens if tokens else 0.0,
+            "capped_bits_per_weight": bits,
             "out_of_reach": controller.out_of_reach,
             "machine": self.state.known,
         }

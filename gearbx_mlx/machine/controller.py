@@ -89,7 +89,9 @@ class Controller:
         if target is not None and not 0 < target < math.inf:
             raise GearbxError(f"the target is {target} tokens per second; give more than 0")
         if not stairs.last:
-            raise GearbxError("no layer has more than one width, so there is nothing to cap; give a ladder of more gears")
+            raise GearbxError(
+                "no layer has more than one width, so there is nothing to cap; give a ladder of more gears"
+            )
         self.stairs = stairs
         self.target = target
         self.every = every
@@ -171,8 +173,8 @@ class Controller:
         read = np.log(self.stairs.read(self._passes()))
         self.pid.track(read[self.position])  # where the caps are: the gears that tokens take may have changed
         wanted = self.pid.update(error)
-        up, down = self.stairs.reach(self.position)
-        up = max(up, limit)
+        most = len(self.stairs.layers)  # steps at a time: as many as if each layer took one
+        up, down = max(limit, self.position - most), self.position + most
         goal = up + int(np.argmin(np.abs(read[up : down + 1] - wanted)))
         self.pid.track(read[goal])
         if read[goal] == read[self.position]:  # steps that these gears do not feel
@@ -183,7 +185,9 @@ class Controller:
             self.out_of_reach = f"no table meets {self.target:.3g} tokens/s: every layer is at its fewest bits"
             return goal, f"{told}: every layer is at its fewest bits"
         if error > 0 and self.position == limit:
-            return goal, f"{told}: " + ("every layer is at its most bits" if not limit else "the machine allows no more")
+            return goal, f"{told}: " + (
+                "every layer is at its most bits" if not limit else "the machine allows no more"
+            )
         return goal, f"{told}: no step brings it nearer"
 
     def _rest(self) -> None:

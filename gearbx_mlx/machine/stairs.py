@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,19 +82,13 @@ class Stairs:
 
     def bits(self, read: float, passes: float) -> float:
         """Bits per weight of the layers that can be capped, from the bytes that so many passes read."""
-        return 8 * (read - passes * self.fixed) / self.weights if self.weights else 0.0
+        return 8 * (float(read) - passes * self.fixed) / self.weights if self.weights else 0.0
 
     def within(self, share: float) -> int:
         """The first position at which the top gear reads no more than this share of the way from fewest to most."""
         read = self._bytes[-1]
         most = read[-1] + share * (read[0] - read[-1])
         return int(np.argmax(read <= most + 1e-9 * read[0]))
-
-    def reach(self, position: int) -> tuple[int, int]:
-        """The positions up and down to which no layer has to take more than one step."""
-        down = position + without_repetition(self.steps[position:])
-        up = position - without_repetition(reversed(self.steps[:position]))
-        return up, down
 
     def caps(self, position: int) -> dict[str, int]:
         """Path to the most bits, for every layer."""
@@ -117,13 +111,3 @@ class Stairs:
             for gear in range(self.gears):
                 start[gear] += layer.read[layer.bits(gear, cap)]
         self._bytes = np.concatenate([start, start - np.cumsum(self._saved * free, axis=1)], axis=1)
-
-
-def without_repetition(steps: Iterable[Step]) -> int:
-    """How many steps there are until a layer comes again."""
-    seen: set[str] = set()
-    for step in steps:
-        if step.path in seen:
-            break
-        seen.add(step.path)
-    return len(seen)
