@@ -74,13 +74,15 @@ class Governor:
         self.bits_read = 0.0
         """Bits per weight, added up over all passes."""
         self._warned = False
-        self._began = 0.0
+        self._began: float | None = None
 
     def govern(
         self, responses: Iterator[tuple[GenerationResponse, Reading]]
     ) -> Iterator[tuple[GenerationResponse, Reading, Decision | None]]:
         """Pass on what is generated, with the decision after each token where there was one."""
-        self._began, first = self.clock(), True
+        first = True
+        if self._began is None:
+            self._began = self.clock()
         with ExitStack() as stack:
             stack.callback(self.gearbox.cap, {})
             self.gearbox.cap(self.controller.caps)
@@ -138,7 +140,7 @@ class Governor:
         """At the machine."""
         if self.watch is None:
             return
-        self.state = self.watch.state(self.clock() - self._began, self.controller.tokens)
+        self.state = self.watch.state(self.clock() - (self._began or 0.0), self.controller.tokens)
         self.budget.update(self.state)
         for problem in self.watch.problems():
             warnings.warn(problem, GearbxWarning, stacklevel=2)

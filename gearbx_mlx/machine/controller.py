@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GearbxError
-from .pid import PID, Gains
+from .pid import GAINS, PID, Gains
 from .stairs import Stairs, Step
 
 EVERY = 10  # tokens between decisions
@@ -83,7 +83,7 @@ class Controller:
         *,
         every: int = EVERY,
         dead_band: float = DEAD_BAND,
-        gains: Gains = Gains(),
+        gains: Gains = GAINS,
         lag: int = LAG,
     ):
         if target is not None and not 0 < target < math.inf:

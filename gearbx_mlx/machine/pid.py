@@ -12,6 +12,9 @@ class Gains:
     derivative: float = 0.05
 
 
+GAINS = Gains()
+
+
 class PID:
     """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
 
@@ -21,7 +24,7 @@ class PID:
     tracking time of one sample.)
     """
 
-    def __init__(self, gains: Gains = Gains()):
+    def __init__(self, gains: Gains = GAINS):
         self.gains = gains
         self.integral = 0.0
         self._error = self._slope = 0.0

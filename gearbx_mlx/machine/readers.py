@@ -176,7 +176,7 @@ def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
-    """What is made, or why it could not be: what a library raised where there is no sensor, or that it took too long."""
+    """What is made, or why it could not be: what a library raised, or that it took too long."""
     outcome: list[Reader | Exception] = []
 
     def attempt() -> None:

@@ -15,8 +15,8 @@ Sensitivity = Callable[[str, int], float]
 class Range:
     """A layer that can be capped.
 
-    path: of the layer. widths: the bits that it may be capped to, ascending. gears: its bits in each gear of the ladder,
-    without a cap. read: bits to the bytes that a token reads at them, for all of these. weights: how many it has.
+    path: of the layer. widths: the bits that it may be capped to, ascending. gears: its bits in each gear of the
+    ladder, without a cap. read: bits to the bytes that a token reads at them, for all of these. weights: how many.
     """
 
     path: str
