@@ -156,7 +156,7 @@ def simulate(
     while machine.time < scenario.seconds:
         prompt = PROMPTS[number % len(PROMPTS)]
         number += 1
-        before = machine.time
+        before = math.nan  # the first token has the prompt in it
         for response in stream_generate(
             gearbox.model, tokenizer, prompt, 150, gearbox=gearbox, controller=governor, sampler=machine.sample
         ):
@@ -249,7 +249,8 @@ def draw(run: Run, bare: Run, path: Path) -> None:
         4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)
     )
     window = 10
-    measured = [window / sum(token.taken for token in run.tokens[i - window : i]) for i in range(window, len(times))]
+    taken = np.array([token.taken for token in run.tokens])
+    measured = [1 / np.nanmean(taken[i - window : i]) for i in range(window, len(times))]
     speed.plot(times[window:], measured, color="#2e6f9e", linewidth=1, label="measured, over 10 tokens")
     speed.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
     speed.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")

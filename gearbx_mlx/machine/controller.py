@@ -22,7 +22,7 @@ DEAD_BAND = 0.05  # of the target
 LAG = 2  # tokens that are still computed with the caps from before: mlx-lm runs ahead
 MEMORY = 60  # tokens under the same caps that are averaged at most
 ENOUGH = 5  # tokens whose spread says something
-SURE = 2.5  # standard errors that are put down to chance
+SURE = 3.0  # standard errors that are put down to chance
 LONGEST = 4.0  # times the median: a token that took longer is counted as this long; something else had the machine
 
 
@@ -104,6 +104,7 @@ class Controller:
         self.out_of_reach: str | None = None
         """That the target cannot be met, once it was found so."""
         self._share = 1.0
+        self._settled = False
         self._skip = 0
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=MEMORY)
         self._new = 0  # how many of them came since the decision before
@@ -146,7 +147,7 @@ class Controller:
         allowed, self._share = share > self._share, share
         self._notice_spread()
         measured, recent = self._measured(MEMORY), self._measured(self._new)
-        if recent is not None and abs(recent.error) > self.dead_band + recent.chance:
+        if recent is not None and abs(recent.error) > self._tolerated(recent):
             measured = recent
         self._new = 0
         if self.position < limit:
@@ -166,10 +167,12 @@ class Controller:
         assert self.target is not None
         error = measured.error
         told = f"{measured.tokens_per_second:.3g} tokens/s for a target of {self.target:.3g}"
-        if abs(error) <= self.dead_band + measured.chance:
+        if abs(error) <= self._tolerated(measured):
             self._rest()
             near = abs(error) <= self.dead_band
+            self._settled |= near and measured.chance <= self.dead_band
             return self.position, f"{told}: near enough" if near else f"{told}: may be chance"
+        self._settled = False
         read = np.log(self.stairs.read(self._passes()))
         self.pid.track(read[self.position])  # where the caps are: the gears that tokens take may have changed
         wanted = self.pid.update(error)
@@ -189,6 +192,15 @@ class Controller:
                 "every layer is at its most bits" if not limit else "the machine allows no more"
             )
         return goal, f"{told}: no step brings it nearer"
+
+    def _tolerated(self, measured: Measured) -> float:
+        """The error that is let be: the dead band, or what may be chance; both, once the target was surely met.
+
+        So it takes more to leave the target than to stay away from it, and caps do not follow noise up and down.
+        """
+        if self._settled:
+            return self.dead_band + measured.chance
+        return max(self.dead_band, measured.chance)
 
     def _rest(self) -> None:
         self.pid.rest(float(np.log(self.stairs.read(self._passes())[self.position])))
