@@ -23,7 +23,7 @@ LAG = 2  # tokens that are still computed with the caps from before: mlx-lm runs
 MEMORY = 60  # tokens under the same caps that are averaged at most
 ENOUGH = 5  # tokens whose spread says something
 SURE = 3.0  # standard errors that are put down to chance
-LONGEST = 4.0  # times the median: a token that took longer is counted as this long; something else had the machine
+PAUSE = 3.0  # times the median for its bytes: a token that took longer is left out
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,16 @@ class Controller:
         return np.mean([passes for _, passes in self._seen], axis=0)
 
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and seconds for a byte, of the latest tokens, as far as they are under the same caps."""
+        """Seconds, and seconds for a byte, of the latest tokens, as far as they are under the same caps.
+
+        Without those that took several times as long as their bytes explain: something else had the machine.
+        """
         tokens = list(self._seen)[-count:] if count else []
         seconds = np.array([taken for taken, _ in tokens])
         read = np.array([self.stairs.read(passes)[self.position] for _, passes in tokens])
-        if tokens:
-            seconds = np.minimum(seconds, LONGEST * np.median(seconds))
-        return seconds, seconds / read
+        pace = seconds / read
+        usual = pace <= PAUSE * np.median(pace) if tokens else []
+        return seconds[usual], pace[usual]
 
     def _notice_spread(self) -> None:
         """How much tokens differ, beyond what their gears explain."""
