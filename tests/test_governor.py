@@ -1,5 +1,6 @@
 """The controller on a model: what it puts into it, what it tells, and the simulated machine from end to end."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -14,6 +15,7 @@ from conftest import ON_A_CPU, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, stream_generate
 from gearbx_mlx.decoding.block_timer import BlockTimer
+from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.default_sensitivity import default_sensitivity
 from gearbx_mlx.machine.scripted import Point, Scripted
 from gearbx_mlx.machine.state import MachineState
@@ -23,9 +25,10 @@ PROMPT = "Tom has 3 apples and 4 pears. How many"
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def bits_in(model) -> dict[str, int]:
-    """What the modules are, whatever the gearbox says of them."""
-    return {path: getattr(module, "bits", 16) for path, module in model.named_modules() if "weight" in module}
+def bits_in(gearbox: Gearbox) -> dict[str, int]:
+    """What the modules in the model are, whatever the gearbox says of them."""
+    modules = dict(gearbox.model.named_modules())
+    return {layer.path: getattr(linear_of(modules[layer.path]), "bits", 16) for layer in gearbox.layers}
 
 
 def told(responses) -> list:
@@ -72,9 +75,7 @@ class TestOrder:
         )
         assert governor.controller.stairs.steps[0].path == first
         with pytest.warns(GearbxWarning, match="no table meets"):
-            for response in stream_generate(gearbox.model, tokenizer, PROMPT, 60, gearbox=gearbox, controller=governor):
-                if response.decision:
-                    assert bits_in(gearbox.model)[paths[3]] in (4, 6)  # the low gear has 4 bits without any cap
+            list(stream_generate(gearbox.model, tokenizer, PROMPT, 60, gearbox=gearbox, controller=governor))
         caps = governor.controller.caps
         assert (caps[paths[3]], caps[paths[4]]) == (6, 5)
         assert {bits for path, bits in caps.items() if path not in paths[3:5]} == {4}
@@ -94,14 +95,14 @@ class TestGoverned:
         for response in stream_generate(
             gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, mode=mode, controller=governor, initial_gear="high"
         ):
-            seen.append({bits_in(gearbox.model)[layer.path] for layer in gearbox.layers})
+            seen.append({*bits_in(gearbox).values()})
             if response.decision:
                 assert response.decision.machine == {"thermal": "critical"}
                 assert response.decision.share == 0.0
         assert all(bits == {4} for bits in seen[10:])
         assert {8} in seen[:10]
         gearbox.shift("high")
-        assert {bits_in(gearbox.model)[layer.path] for layer in gearbox.layers} == {8}
+        assert {*bits_in(gearbox).values()} == {8}
         assert governor.summary()["machine"] == {"thermal": "critical"}
 
     def test_the_next_text_begins_where_this_one_ended(self, geared):
@@ -227,10 +228,9 @@ class TestTimedLayers:
         (lowered,) = (decision for decision in found if decision.moved)
         assert lowered.token == 22
         assert lowered.reason == "the time of model.layers.2 has jumped"
-        assert {(move.path.rsplit(".", 2)[0], move.after) for move in lowered.moved} == {
-            ("model.layers.2.self_attn".rsplit(".", 1)[0] + ".self_attn", 4),
-            ("model.layers.2.mlp", 4),
-        }
+        assert {move.after for move in lowered.moved} == {4}
+        inside = [layer.path for layer in gearbox.layers if layer.path.startswith("model.layers.2.")]
+        assert [move.path for move in lowered.moved] == inside
 
 
 class TestCommand:
@@ -252,7 +252,7 @@ class TestCommand:
         assert decided[19]["machine"] == {"thermal": "critical"}
         result = json.loads(summary.read_text())
         assert result["controller"]["cap_changes"] == 1
-        assert 4.5 < result["effective_bits_per_weight"]
+        assert result["effective_bits_per_weight"] > 4.5
 
     def test_a_target(self, command):
         ran = command("generate", "--target-tps", "0.001", "-m", 12)
@@ -282,7 +282,8 @@ class TestCommand:
 
 class TestSimulation:
     @pytest.fixture(scope="class")
-    def script(self):
+    @classmethod
+    def script(cls):
         sys.path.insert(0, str(SCRIPTS))
         try:
             spec = importlib.util.spec_from_file_location("simulate_throttling", SCRIPTS / "simulate_throttling.py")
@@ -294,10 +295,11 @@ class TestSimulation:
             sys.path.remove(str(SCRIPTS))
 
     @pytest.fixture(scope="class")
-    def loaded(self, script):
+    @classmethod
+    def loaded(cls, script):
         return script.made()
 
-    @pytest.mark.parametrize(("target", "noise"), [(15.0, 0.05), (20.0, 0.0), (20.0, 0.1)])
+    @pytest.mark.parametrize(("target", "noise"), [(15.0, 0.05), (20.0, 0.1)])
     def test_settles_after_steps_and_stays(self, script, loaded, target, noise):
         run = script.simulate(script.steps(target, noise), *loaded)
         found = script.settling(run)
@@ -311,15 +313,19 @@ class TestSimulation:
 
     def test_settles_at_the_nearest(self, script, loaded):
         with pytest.warns(GearbxWarning, match="no table meets 100 tokens/s"):
-            run = script.simulate(script.steps(100.0, 0.05), *loaded)
+            run = script.simulate(script.steps(100.0, 0.05, seconds=15), *loaded)
         assert all(step.tokens <= 60 and step.error == 0 for step in script.settling(run))
 
-    def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded):
-        story = script.STORY
+    def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded, monkeypatch):
+        monkeypatch.setattr(script, "TOP_SPEED", 9.0)  # half as many tokens as in the picture
+        story = dataclasses.replace(script.STORY, target=7.5)
         run = script.simulate(story, *loaded)
-        at = lambda seconds: next(token for token in run.tokens if token.seconds >= seconds)  # noqa: E731
+
+        def at(seconds):
+            return next(token for token in run.tokens if token.seconds >= seconds)
+
         assert at(29).position == 0
-        throttled = [token for token in run.tokens if 30 + 60 / 15 < token.seconds < 44]
+        throttled = [token for token in run.tokens if 30 + 60 / 7.5 < token.seconds < 44]
         assert all(abs(token.speed / story.target - 1) < 0.1 for token in throttled)
         assert at(50).share == pytest.approx(1 / 3)
         assert at(50).bits < at(44).bits

@@ -53,7 +53,7 @@ class BlockTimer:
     def _timed(self, path: str, kind: type) -> type:
         timer = self
 
-        class Timed(kind):  # type: ignore[misc, valid-type]
+        class Timed(kind):
             def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
                 if x.shape[1] != 1:
                     return super().__call__(x, *args, **kwargs)

@@ -76,7 +76,7 @@ class Stairs:
         self._held = frozenset(paths)
         self._count()
 
-    def read(self, passes: Sequence[float]) -> np.ndarray:
+    def read(self, passes: Sequence[float] | np.ndarray) -> np.ndarray:
         """Bytes that passes in each gear read, at every position."""
         return np.asarray(passes, dtype=float) @ self._bytes
 
