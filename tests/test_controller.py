@@ -162,6 +162,15 @@ class TestController:
                 changes = np.flatnonzero(np.diff(plant.positions[-140:]))
                 assert len(changes) <= 1  # a last correction, once enough tokens have been seen
 
+    def test_almost_every_step_settles_in_much_noise(self):
+        late = 0
+        for seed in range(40):
+            plant = Plant(Controller(stairs(), 1.2), 0.2, 0.1, seed)
+            plant.run(103)
+            for slower in (1.7, 1.0):
+                late += np.any(np.abs(plant.run(150, slower)[60:] / plant.goal(slower) - 1) > 0.10)
+        assert late <= 1  # of 80
+
     def test_holds_still_in_noise(self):
         moved = 0
         for seed in range(10):
