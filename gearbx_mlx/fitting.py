@@ -181,8 +181,8 @@ def point_cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['strict']:g}",
         f"{row['lazy']:g}",
-        f"{row['steady'] / 1e9:.3f} GB",
-        f"{row['spike'] / 1e9:.3f} GB",
+        f"{row['steady'] / 1e9:.3g} GB",
+        f"{row['spike'] / 1e9:.3g} GB",
         f"{row['effective_bits']:.2f}",
         "-" if row["kl"] is None else f"{row['kl']:.4f}",
         "-" if row["looped"] is None else str(row["looped"]),

@@ -14,7 +14,7 @@ from .gears.observer import Observer
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
 from .kernels.dispatch import ACTIVATIONS, KERNELS
-from .loading import DEMO_MODEL, find, gears_of
+from .loading import DEMO_MODEL, find, gears_of, load
 from .terminal import note, show_compiling
 
 
@@ -51,6 +51,11 @@ def add_gear_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_ACTIVATIONS,
         help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to so "
         f"many bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
+    )
+    group.add_argument(
+        "--low-model",
+        metavar="PATH",
+        help="The same model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it: it is the lowest gear.",
     )
     add_floor_flags(parser)
 
@@ -116,12 +121,14 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         manage = selection.predicate
         for line in selection_lines(selection):
             note(line)
+    low_model = None if args.low_model is None else load(args.low_model)[0]
     return Gearbox(
         model,
         ladder,
         format=args.format,
         manage=manage,
         group_size=args.q_group_size,
+        low_model=low_model,
         residency=args.residency,
         checkpoint=find(args.model or DEMO_MODEL) if args.residency == "disk" else None,
         dtype=args.dtype,

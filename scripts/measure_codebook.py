@@ -2,6 +2,7 @@
 
     python scripts/measure_codebook.py error     # 4096-wide matrices, Gaussian and Student t with 4 degrees of freedom
     python scripts/measure_codebook.py kl        # the demo model on held-out problems
+    python scripts/measure_codebook.py points    # the H-Process on the demo model: XFP's table 10
     python scripts/measure_codebook.py speed     # products with one vector, beside the affine kernel of 4 bits
 
 With --page docs/codebook.md the table goes there as well.
@@ -22,14 +23,16 @@ from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.garbage import GarbageCheck
+from gearbx_mlx.fitting import fit, point_cells, point_rows
 from gearbx_mlx.formats import codebook, codebook_library
+from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import nbytes
 from gearbx_mlx.formats.codebook_outliers import Outliers
 from gearbx_mlx.kernels import cpu
 
-FORMATS = {
-    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16"),
-    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16"),
+FORMATS = {  # module, bits, ladder, and the format, which keeps what it reconstructs
+    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
+    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16", codebook_library.CodebookLibrary(cache=True)),
 }
 AFFINE_BITS, GROUP_SIZES = (2, 3, 4, 5, 6), (32, 64, 128)
 WIDTH = 4096
@@ -78,7 +81,7 @@ def measure_error(rows: int) -> str:
         weight = mx.array((values * 0.02).astype(np.float32))
         curve = affine_curve(weight)
         roots = {bits: error**0.5 for bits, error in curve.items()}
-        for format, (module, widths, _) in FORMATS.items():
+        for format, (module, widths, *_) in FORMATS.items():
             for bits in widths:
                 start = time.perf_counter()
                 arrays = module.encode(weight, bits)
@@ -100,7 +103,7 @@ def measure_kl(problems: int) -> str:
     texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, stored)]
     check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
 
-    def found(format: str, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
+    def found(format: str | Format, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
         gearbox = Gearbox(model, ladder, format=format, group_size=group_size)
         rows = []
         for gear in list(gearbox.ladder)[:-1]:
@@ -112,10 +115,18 @@ def measure_kl(problems: int) -> str:
     affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
     curve = {effective: kl for _, effective, kl in affine}
     lines = [["affine", bits, f"{effective:.3f}", f"{kl:.5f}", ""] for bits, effective, kl in affine]
-    for format, (_, _, ladder) in FORMATS.items():
+    for name, (_, _, ladder, format) in FORMATS.items():
         for bits, effective, kl in found(format, ladder):
-            lines.append([format, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
+            lines.append([name, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
     return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
+
+
+def measure_points(target_bpw: float) -> str:
+    model, tokenizer = load()
+    budget = {"memory_budget": None, "target_bpw": target_bpw, "prompts": None}
+    found = fit(model, tokenizer, "codebook", "all", budget)
+    head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
+    return table(head, [point_cells(row) for row in point_rows(found)])
 
 
 def measure_speed(megabytes: int, trials: int) -> str:
@@ -126,7 +137,7 @@ def measure_speed(megabytes: int, trials: int) -> str:
     weight, x = mx.random.normal((side, side)) * 0.02, mx.random.normal((1, side))
     words, scales, biases = mx.quantize(weight.astype(mx.bfloat16), 64, 4)
     cases = {"affine 4": (lambda w, s, b: native.stack_matvec(x, [w], s, [b], [4], 64), [words, scales, biases])}
-    for format, (module, widths, _) in FORMATS.items():
+    for format, (module, widths, *_) in FORMATS.items():
         kernel = native.codebook_matvec if module is codebook else native.library_matvec
         for bits in widths:
             arrays = module.encode(weight, bits)
@@ -162,9 +173,10 @@ def measure_speed(megabytes: int, trials: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["error", "kl", "speed"])
+    parser.add_argument("what", choices=["error", "kl", "points", "speed"])
     parser.add_argument("--rows", type=int, default=1024, help="of the matrices of `error`; default: 1024")
     parser.add_argument("--problems", type=int, default=16, help="of `kl`; default: 16")
+    parser.add_argument("--target-bpw", type=float, default=6.0, help="of `points`; default: 6")
     parser.add_argument("--megabytes", type=int, default=96, help="read in a trial of `speed`; default: 96")
     parser.add_argument("--trials", type=int, default=5, help="of `speed`; default: 5")
     parser.add_argument("--page", type=Path, help="to write the table into, beside printing it")
@@ -172,6 +184,7 @@ def main() -> None:
     measures = {
         "error": lambda: measure_error(args.rows),
         "kl": lambda: measure_kl(args.problems),
+        "points": lambda: measure_points(args.target_bpw),
         "speed": lambda: measure_speed(args.megabytes, args.trials),
     }
     found = measures[args.what]()

@@ -16,7 +16,6 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
-from gearbx_mlx.evaluation.gsm8k import Attempt, final_number, finished, score
 from gearbx_mlx.evaluation.noise import noisy
 from gearbx_mlx.evaluation.policies import Planned, Route, SameToken, Static
 from gearbx_mlx.routing.acceptance import FixedLength
@@ -356,47 +355,3 @@ class TestMistakes:
         path = tmp_path / "four"
         mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
         assert_refused(evaluate(command, tmp_path / "out", "--model", path), path, "is quantized already")
-
-
-class TestFinalNumbers:
-    @pytest.mark.parametrize(
-        ("written", "number"),
-        [
-            ("so 6.\n#### 6", 6),
-            ("#### $1,200 dollars", 1200),
-            ("#### -3.50", -3.5),
-            ("#### 7\n\nQuestion: next\n#### 8", 7),
-            ("\nQuestion: next\nAnswer: #### 8", None),
-            ("the answer is 6", None),
-        ],
-    )
-    def test_found(self, written, number):
-        assert final_number(written) == number
-
-    def test_writing_ends_with_the_line_of_the_number(self):
-        assert not finished("#### 12")  # it may be the beginning of 120
-        assert finished("#### 12\n")
-        assert finished("\nQuestion:")
-
-    def test_scores_are_compared_on_the_same_problems(self):
-        def attempts(*right: int) -> list[Attempt]:
-            return [Attempt(str(i), bool(r), 10, 50) for i, r in enumerate(right)]
-
-        rows = score({"top": attempts(1, 1, 1, 0), "low": attempts(0, 0, 1, 0)}, "top")
-        assert [row["accuracy"] for row in rows] == [0.75, 0.25]
-        assert rows[1]["against_reference"]["difference"] == -0.5
-        assert rows[1]["against_reference"]["only_first"] == 2
-        assert rows[1]["against_reference"]["p_value"] == 0.5
-        assert rows[0]["weight_bytes_per_token"] == 5
-
-    def test_the_demo_model_writes_answers(self, command, tmp_path):
-        out = tmp_path / "out"
-        result = evaluate(command, out, "--task", "gsm8k", "--num-problems", 1, "--max-tokens", 160, "--gears", "4,16")
-        assert result.status == 0
-        rows = json.loads((out / "evaluation.json").read_text())["policies"]
-        assert [row["policy"] for row in rows] == ["static-16", "static-4", "route", "kickdown", "lossless"]
-        top, low, _, _, lossless = rows
-        assert top["answered"] > 0
-        assert top["same_answer_as_reference"] == lossless["same_answer_as_reference"] == 1
-        assert lossless["tokens"] == top["tokens"]
-        assert low["weight_bytes_per_token"] < lossless["weight_bytes_per_token"] < top["weight_bytes_per_token"]

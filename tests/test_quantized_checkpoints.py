@@ -5,6 +5,7 @@ import json
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
 from mlx_lm.quant import awq, dwq, dynamic_quant, gptq
@@ -77,6 +78,76 @@ def test_it_runs_watched(made, name):
     assert 4 < bits < 9  # with float32 scales
     with pytest.raises(GearbxError, match="quantized already"):
         gearbx_mlx.Gearbox(model)
+
+
+def run(model):
+    return model(DATA[:1, :6])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_is_the_low_gear(made, name):
+    quantized, _ = gearbx_mlx.load(made / name)
+    original, tokenizer = gearbx_mlx.load(made / "original")
+    alone, above = run(quantized), run(original)
+    gearbox = gearbx_mlx.Gearbox(original, "4,8,16", low_model=gearbx_mlx.load(made / name)[0])
+    for gear in ("low", "high", "low", "mid", "high"):
+        gearbox.shift(gear)
+        assert mx.array_equal(run(original), alone).item() == (gear == "low")
+        assert mx.array_equal(run(original), above).item() == (gear == "high")
+    stored = sum(array.nbytes for layer in gearbox.layers for array in layer_of(quantized, layer.path).values())
+    weights = sum(layer.module.weight.size for layer in gearbox.layers)
+    assert gearbox.bits_per_weight(gearbox.ladder[0]) == pytest.approx(8 * stored / weights)
+    text = original, tokenizer, [1, 2, 3], 12
+    responses = list(gearbx_mlx.stream_generate(*text, gearbox=gearbox, mode="lossless", drafting=3))
+    assert any(response.drafted for response in responses)
+    gearbox.shift("high")
+    assert [r.token for r in responses] == [r.token for r in mlx_lm.stream_generate(*text)]
+
+
+def layer_of(model, path):
+    return dict(model.named_modules())[path]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_low_gear_runs_natively(made, name, native):
+    original, _ = gearbx_mlx.load(made / "original")
+    quantized = gearbx_mlx.load(made / name)[0]
+    alone = run(quantized)
+    gearbox = gearbx_mlx.Gearbox(original, "4,16", low_model=quantized, kernels="native", activations="float")
+    gearbox.shift("low")
+    assert mx.abs(run(original) - alone).max().item() < 1e-4 * mx.abs(alone).max().item()
+    assert {type(layer_of(original, layer.path)).__name__ for layer in gearbox.layers} >= {"NativeQuantizedLinear"}
+
+
+class TestNoLowGear:
+    def test_another_model(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        other, _ = quantize_model(tiny_model(vocab_size=2048), {}, 64, 4)
+        with pytest.raises(GearbxError, match=r"another model: \(2048, 64\) in place of \(4096, 64\) at lm_head"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=other)
+
+    def test_one_that_is_not_quantized(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        with pytest.raises(GearbxError, match="not quantized"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=original_model())
+
+    def test_gears_that_are_not_kept(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        with pytest.raises(GearbxError, match="residency host gives idle gears up"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=gearbx_mlx.load(made / "gptq")[0], residency="host")
+
+    def test_none_above_it(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        with pytest.raises(GearbxError, match="gears 4 have none above"):
+            gearbx_mlx.Gearbox(original, "4", low_model=gearbx_mlx.load(made / "gptq")[0])
+
+    def test_by_the_command(self, made, command):
+        flags = "--max-tokens", 4, "--prompt", "Hello", "--gears", "4,16"
+        done = command("generate", "--model", made / "original", "--low-model", made / "awq", *flags)
+        assert done.status == 0, done.err
+        refused = command("generate", "--model", made / "original", "--low-model", made / "original", *flags)
+        assert refused.status == 2
+        assert "is not quantized" in refused.err
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -22,6 +22,7 @@ from .cost import token_bytes, whole_model_speedup
 from .description import LayerPath, fixed_layers, kernels_of
 from .discovery import Layer, Predicate, at_least, at_most, discover, is_quantized
 from .double_quantization import warn_if_quantized
+from .given import differing, given
 from .ladder import DENSE, Gear, Ladder
 from .residency import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
@@ -63,6 +64,7 @@ class Gearbox:
             bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
         tables: name of a gear to path to bits, for layers that have not the gear's own bits in it.
         widths: further bits that every layer is stored at, so that `cap` can put it there.
+        low_model: a quantized model whose layers, and whatever else a quantizer changed, are the lowest gear.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
@@ -84,6 +86,7 @@ class Gearbox:
         activations: str = DEFAULT_ACTIVATIONS,
         tables: Mapping[str, Mapping[str, int]] | None = None,
         widths: Sequence[int] = (),
+        low_model: nn.Module | None = None,
     ):
         self.saved = saved_gears(model)
         if self.saved is not None:
@@ -99,10 +102,8 @@ class Gearbox:
         if group_size not in GROUP_SIZES:
             raise GearbxError(f"group size {group_size} is not supported; choose from 32, 64, 128")
         if is_quantized(model) and self.saved is None:
-            raise GearbxError(
-                "the model is quantized already, by its checkpoint or by another gearbox: "
-                "run it with telemetry only, or load the original"
-            )
+            told = "the model is quantized already, by its checkpoint or by another gearbox"
+            raise GearbxError(f"{told}: run it with telemetry only, or load the original")
         self.model = model
         self.fingerprint = model_fingerprint(model)
         if self.saved is not None:
@@ -137,12 +138,18 @@ class Gearbox:
             if self.saved is not None and "bias" in layer.module:
                 layer.module.bias = layer.module.bias.astype(held_in[layer.path])
         self.group_size = group_size
+        self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
+        self._besides: dict[bool, dict[str, nn.Module]] = {}  # in the lowest gear or not: what changes with it
         self.source: Source
         if self.saved is None:
             settings = self.format, self.ladder, group_size, self.storage, self.compute_dtype
-            self.source = Original(*settings, self._tables, widths)
+            self.source = Original(*settings, self._shapes, self._tables, widths)
         else:
             self.source = FromFiles(self.saved, held_in, self.compute_dtype)
+        if low_model is not None:
+            self.source = given(low_model, self.layers, self.source, residency)
+            others = differing(model, low_model, self._shapes, self.compute_dtype)
+            self._besides = dict(zip((False, True), others))
         self.residency: Residency
         if self.saved is not None and residency == "disk":
             self.residency = SavedDisk(self.saved, held_in)
@@ -152,7 +159,6 @@ class Gearbox:
             warn_if_quantized([layer.module.weight for layer in self.layers])
 
         self._keeps_all = isinstance(self.residency, Resident)
-        self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self._made: dict[str, dict[int, nn.Module]] = {
             layer.path: {DENSE: layer.module} if self.saved is None else {} for layer in self.layers
@@ -168,7 +174,8 @@ class Gearbox:
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
         self.gear = first if as_loaded else self._original
-        self._trees = {self.gear: tree_unflatten([(layer.path, layer.module) for layer in self.layers])}
+        now = {layer.path: layer.module for layer in self.layers} | self._besides.get(False, {})
+        self._trees = {self.gear: tree_unflatten(list(now.items()))}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts = 0
         self.shift_seconds = 0.0
@@ -216,7 +223,7 @@ class Gearbox:
             return
         if self._keeps_all:
             self._prepared.add(gear)
-            mx.async_eval([module.parameters() for module in self._make(gear).values()])
+            mx.async_eval([m.parameters() for m in self._make(gear).values()])
         else:
             self._complete(gear)
             self._give_up_idle()
@@ -245,16 +252,8 @@ class Gearbox:
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
         """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
-        shape, size, read = self._shapes[layer.path], self.storage[layer.path].size, 0
-        if bits == DENSE:
-            read = math.prod(shape) * size
-        else:
-            made = self._made[layer.path].get(bits)
-            if made is not None:  # knows what a format can only expect: how many outliers there are
-                read = getattr(linear_of(made), "bytes_read", 0)
-            if not read:
-                read = self.format.bytes_read(shape, bits, self.source.stored(layer), self.group_size, size)
-        return read + self._biases[layer.path] * size
+        read = self.source.bytes_read(layer, bits, self._made[layer.path].get(bits))
+        return read + self._biases[layer.path] * self.storage[layer.path].size
 
     def bits_per_weight(self, gear: Gear) -> float:
         """Bits that a managed weight takes in a gear as it is read, scales included."""
@@ -322,7 +321,7 @@ class Gearbox:
         """
         other = copy.copy(self)
         other.ladder, other._token_bytes = ladder, {}
-        if isinstance(self.source, Original):
+        if isinstance(self.source, Original):  # else what it stores does not depend on the ladder
             other.source = dataclasses.replace(self.source, ladder=ladder)
         return other
 
@@ -350,7 +349,8 @@ class Gearbox:
             self.source.read(unread)
             for path in unread:
                 del self._unread[path]
-            self._trees[gear] = tree_unflatten(list(modules.items()))
+            besides = self._besides.get(gear == self.ladder[0], {})
+            self._trees[gear] = tree_unflatten(list((modules | besides).items()))
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._keeps_all:
             bits = {layer.path: self.bits_of(layer, gear) for layer in self.layers}

@@ -167,5 +167,5 @@ def search(
 def described(point: Point) -> str:
     return (
         f"floors {point.selection.floors.strict:g} and {point.selection.floors.lazy:g}, "
-        f"{point.selection.effective_bits:.2f} bits per weight, {point.spike / 1e9:.3f} GB at its peak"
+        f"{point.selection.effective_bits:.2f} bits per weight, {point.spike / 1e9:.3g} GB at its peak"
     )

@@ -1,6 +1,7 @@
 """Where the modules of gears come from: made of the weights that were loaded, or read from a geared checkpoint."""
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,8 +27,8 @@ class Source(Protocol):
         """Bits that a layer can be put to, ascending."""
         ...
 
-    def stored(self, layer: Layer) -> tuple[int, ...]:
-        """The quantized ones that are stored together, from which a format knows what one use reads."""
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        """What one use of a layer reads, its bias aside; of experts, all of them. made: its module, if there is one."""
         ...
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
@@ -39,12 +40,28 @@ class Source(Protocol):
         ...
 
 
+def bytes_of(
+    format: Format,
+    shape: tuple[int, ...],
+    bits: int,
+    stored: Sequence[int],
+    group_size: int,
+    size: int,
+    made: nn.Module | None,
+) -> int:
+    """What one use of a weight reads. A module knows what a format can only expect: how many outliers there are."""
+    if bits == DENSE:
+        return math.prod(shape) * size
+    counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
+    return counted or format.bytes_read(shape, bits, stored, group_size, size)
+
+
 @dataclass(frozen=True)
 class Original:
     """Gears of the original weights, whose values are rounded to the type that each layer is stored in.
 
-    tables: bits of a gear to path to bits, for layers that have not the gear's own. further: bits that every layer is
-    stored at besides.
+    shapes: of the weights, by path. tables: bits of a gear to path to bits, for layers that have not the gear's own.
+    further: bits that every layer is stored at besides.
     """
 
     format: Format
@@ -52,6 +69,7 @@ class Original:
     group_size: int
     storage: Mapping[str, mx.Dtype]
     compute_dtype: mx.Dtype
+    shapes: Mapping[str, tuple[int, ...]]
     tables: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     further: Sequence[int] = ()
 
@@ -61,6 +79,10 @@ class Original:
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
         return tuple(bits for bits in self.widths(layer) if bits != DENSE)
+
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        shape, size = self.shapes[layer.path], self.storage[layer.path].size
+        return bytes_of(self.format, shape, bits, self.stored(layer), self.group_size, size, made)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         if bits == DENSE:
@@ -92,8 +114,10 @@ class FromFiles:
     def widths(self, layer: Layer) -> tuple[int, ...]:
         return self.saved.widths(layer)
 
-    def stored(self, layer: Layer) -> tuple[int, ...]:
-        return self.saved.stored(layer)
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        shape, size = self.saved.manifest.layers[layer.path].shape, self.saved.storage(layer.path).size
+        stored, group_size = self.saved.stored(layer), self.saved.manifest.group_size
+        return bytes_of(self.saved.format, shape, bits, stored, group_size, size, made)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         linear = self.saved.module(layer, bits, self.held_in[layer.path])
