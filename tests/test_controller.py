@@ -224,6 +224,7 @@ class TestController:
         plant = Plant(controller, passes=(1, 0))
         plant.run(100)
         assert controller.position == 0
+        assert controller.out_of_reach is not None
 
     def test_a_decision_tells_what_and_why(self):
         controller = Controller(stairs(), 2.0)

@@ -144,7 +144,7 @@ class Controller:
 
     def _decide(self, share: float) -> Decision:
         before, limit = self.caps, self.stairs.within(share)
-        allowed, self._share = share > self._share, share
+        self._share = share
         self._notice_spread()
         measured, recent = self._measured(MEMORY), self._measured(self._new)
         if recent is not None and abs(recent.error) > self._tolerated(recent):
@@ -155,7 +155,7 @@ class Controller:
             self._rest()
         elif self.target is None:
             goal = limit
-            reason = f"the machine allows {share:.0%}" if allowed and goal != self.position else "nothing has changed"
+            reason = f"the machine allows {share:.0%}" if goal != self.position else "nothing has changed"
         elif measured is None:
             goal, reason = self.position, "no token has been timed yet under these caps"
         else:
@@ -184,7 +184,7 @@ class Controller:
             goal = self.position
         if goal != self.position:
             return goal, told
-        if error < 0 and self.position == self.stairs.last:
+        if error < 0 and read[self.position] == read[self.stairs.last]:
             self.out_of_reach = f"no table meets {self.target:.3g} tokens/s: every layer is at its fewest bits"
             return goal, f"{told}: every layer is at its fewest bits"
         if error > 0 and self.position == limit:
