@@ -273,6 +273,14 @@ class TestSpikes:
             spikes.update(self.times())
         assert not spikes.held
 
+    def test_times_that_jump_about_mean_nothing(self):
+        spikes, random = Spikes(), np.random.default_rng(0)
+        for _ in range(2000):
+            spikes.update(
+                {name: seconds * math.exp(0.25 * random.standard_normal()) for name, seconds in self.times().items()}
+            )
+            assert not spikes.held
+
     def test_all_at_once_is_the_machine(self):
         spikes = self.warm()
         for _ in range(5):

@@ -8,14 +8,16 @@ IN_A_ROW = 2  # tokens: one alone is mostly another program
 WARM_UP = 10  # tokens that an average takes
 HOLD = 50  # tokens that a layer is kept down
 WEIGHT = 0.1  # of a new time in the moving average
+UNUSUAL = 5.0  # times the mean deviation from it: on a busy machine times jump about without meaning anything
 
 
 class Spikes:
     """Told the time of every layer for every token, it names those that are to be lowered.
 
     A layer has a spike when its time is more than `ratio` times its moving average, relative to what the middle one of
-    the layers does: if all are slower at once it is the machine, which is the controller's business. After `hold`
-    tokens the layer is let go, and its average begins anew: a layer that stays slow is not lowered for ever.
+    the layers does, and more than it is usually off: if all are slower at once it is the machine, which is the
+    controller's business. After `hold` tokens the layer is let go, and its average begins anew: a layer that stays slow
+    is not lowered for ever.
     """
 
     def __init__(self, ratio: float = RATIO, hold: int = HOLD):
@@ -25,12 +27,13 @@ class Spikes:
         """Layer to the tokens for which it is still kept down."""
         self._average: dict[str, float] = {}
         self._count: dict[str, int] = {}
+        self._deviation: dict[str, float] = {}  # relative
         self._high: dict[str, int] = {}
 
     def forget(self, layers: Iterable[str]) -> None:
         """Begin these averages anew: the layers have other bits now."""
         for layer in layers:
-            for known in (self._average, self._count, self._high):
+            for known in (self._average, self._count, self._deviation, self._high):
                 known.pop(layer, None)
 
     def update(self, times: Mapping[str, float]) -> bool:
@@ -39,10 +42,13 @@ class Spikes:
         usual = statistics.median(ratios.values()) if ratios else 1.0
         before = set(self.held)
         for layer, taken in times.items():
-            self._high[layer] = self._high.get(layer, 0) + 1 if ratios.get(layer, 0) > self.ratio * usual else 0
+            ratio, deviation = ratios.get(layer, usual) / usual, self._deviation.get(layer, 0.0)
+            jumped = ratio > max(self.ratio, 1 + UNUSUAL * deviation)
+            self._high[layer] = self._high.get(layer, 0) + 1 if jumped else 0
             if self._high[layer] >= IN_A_ROW and layer not in self.held:
                 self.held[layer] = self.hold + 1
-            if not self._high[layer]:
+            if not jumped:
+                self._deviation[layer] = deviation + WEIGHT * (abs(ratio - 1) - deviation)
                 average = self._average.get(layer, taken)
                 count = self._count[layer] = self._count.get(layer, 0) + 1
                 self._average[layer] = average + max(WEIGHT, 1 / count) * (taken - average)
