@@ -277,7 +277,7 @@ class TestSpikes:
         spikes, random = Spikes(), np.random.default_rng(0)
         for _ in range(2000):
             spikes.update(
-                {name: seconds * math.exp(0.25 * random.standard_normal()) for name, seconds in self.times().items()}
+                {name: seconds * math.exp(0.15 * random.standard_normal()) for name, seconds in self.times().items()}
             )
             assert not spikes.held
 

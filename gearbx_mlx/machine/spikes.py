@@ -7,7 +7,7 @@ RATIO = 1.5  # the document's example is 14 ms after 8 ms
 IN_A_ROW = 2  # tokens: one alone is mostly another program
 WARM_UP = 10  # tokens that an average takes
 HOLD = 50  # tokens that a layer is kept down
-WEIGHT = 0.1  # of a new time in the moving average
+WEIGHT = 0.05  # of a new time in the moving average
 UNUSUAL = 5.0  # times the mean deviation from it: on a busy machine times jump about without meaning anything
 
 
@@ -38,24 +38,21 @@ class Spikes:
 
     def update(self, times: Mapping[str, float]) -> bool:
         """Take one token's times, in seconds; whether `held` names other layers than before."""
-        ratios = {layer: taken / self._average[layer] for layer, taken in times.items() if self._warm(layer)}
+        ratios = {layer: taken / self._average.get(layer, taken) for layer, taken in times.items()}
         usual = statistics.median(ratios.values()) if ratios else 1.0
         before = set(self.held)
         for layer, taken in times.items():
-            ratio, deviation = ratios.get(layer, usual) / usual, self._deviation.get(layer, 0.0)
-            jumped = ratio > max(self.ratio, 1 + UNUSUAL * deviation)
+            ratio, deviation, count = ratios[layer] / usual, self._deviation.get(layer, 0.0), self._count.get(layer, 0)
+            jumped = count >= WARM_UP and ratio > max(self.ratio, 1 + UNUSUAL * deviation)
             self._high[layer] = self._high.get(layer, 0) + 1 if jumped else 0
             if self._high[layer] >= IN_A_ROW and layer not in self.held:
                 self.held[layer] = self.hold + 1
             if not jumped:
-                self._deviation[layer] = deviation + WEIGHT * (abs(ratio - 1) - deviation)
-                average = self._average.get(layer, taken)
-                count = self._count[layer] = self._count.get(layer, 0) + 1
-                self._average[layer] = average + max(WEIGHT, 1 / count) * (taken - average)
+                average, weight = self._average.get(layer, taken), max(WEIGHT, 1 / (count + 1))
+                self._count[layer] = count + 1
+                self._deviation[layer] = deviation + weight * (abs(ratio - 1) - deviation)
+                self._average[layer] = average + weight * (taken - average)
         self.held = {layer: left - 1 for layer, left in self.held.items() if left > 1}
         changed = before ^ set(self.held)
         self.forget(changed)
         return bool(changed)
-
-    def _warm(self, layer: str) -> bool:
-        return self._count.get(layer, 0) >= WARM_UP
