@@ -276,9 +276,8 @@ class TestSpikes:
     def test_times_that_jump_about_mean_nothing(self):
         spikes, random = Spikes(), np.random.default_rng(0)
         for _ in range(2000):
-            spikes.update(
-                {name: seconds * math.exp(0.15 * random.standard_normal()) for name, seconds in self.times().items()}
-            )
+            noise = np.exp(0.15 * random.standard_normal(6))
+            spikes.update({f"layers.{number}": 0.01 * factor for number, factor in enumerate(noise)})
             assert not spikes.held
 
     def test_all_at_once_is_the_machine(self):
