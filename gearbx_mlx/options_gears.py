@@ -95,7 +95,7 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
             raise GearbxError(f"{args.model}: {error}") from error
     if args.gears is None:
         args.gears = default
-        if default and saved is None and args.format in CODEBOOKS:
+        if default and saved is None and getattr(args, "format", None) in CODEBOOKS:
             by_quality = any(getattr(args, flag, None) for flag in QUALITY)
             args.gears = QUALITY_LADDER if by_quality else CODEBOOK_LADDER
     for name, fallback in DEFAULTS.items():
