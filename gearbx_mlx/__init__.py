@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import GearbxError, GearbxWarning
 
 if TYPE_CHECKING:
+    from .decoding.governor import Governor
     from .decoding.kickdown import GearedModel
     from .decoding.lossless import LosslessModel
     from .decoding.paired_model import PairedModel
@@ -33,6 +34,7 @@ _HOME = {
     "Gear": ".gears.ladder",
     "GearResponse": ".decoding.response",
     "PairedModel": ".decoding.paired_model",
+    "Governor": ".decoding.governor",
     "GearedModel": ".decoding.kickdown",
     "LosslessModel": ".decoding.lossless",
     "ThresholdGate": ".routing.gates",
@@ -50,6 +52,7 @@ __all__ = [
     "GearedModel",
     "GearbxError",
     "GearbxWarning",
+    "Governor",
     "Ladder",
     "LosslessModel",
     "Monitor",

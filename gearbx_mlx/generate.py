@@ -24,7 +24,7 @@ DEFAULT_PROMPT = (
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    from . import options, options_gears, options_modes, pairing
+    from . import options, options_gears, options_machine, options_modes, pairing
 
     parser = argparse.ArgumentParser(
         prog="python -m gearbx_mlx.generate",
@@ -62,6 +62,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     options.add_routing_flags(parser)
     options_modes.add_mode_flags(parser)
     pairing.add_pair_flags(parser)
+    options_machine.add_machine_flags(parser)
 
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", type=str2bool, default=True, help="False: the text alone, when it is complete")
@@ -164,7 +165,7 @@ def check(args: argparse.Namespace) -> tuple[str, Path | None, Path | None]:
 def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
-    from . import options, options_gears, options_modes, pairing
+    from . import options, options_gears, options_machine, options_modes, pairing
     from .decoding.stream import TELEMETRY_ONLY, choose_mode, stream_generate
     from .gears.ladder import Ladder
     from .loading import model_name
@@ -175,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
     prompt, trace, summary = check(args)
     options_modes.apply_mode(args)
     options_gears.settle_gears(args)
+    options_machine.settle_machine(args)
     ladder = Ladder.parse(args.gears)
     options.check_routing(args, ladder)
     if args.seed is not None:
@@ -192,20 +194,22 @@ def run(args: argparse.Namespace) -> int:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
     if args.describe:
         terminal.messages.print(terminal.layers_table(ladder, gearbox.layer_paths()))
-    responses = stream_generate(
-        model,
-        tokenizer,
-        tokens,
-        max_tokens,
-        gearbox=gearbox,
-        mode=mode,
-        initial_gear=options.initial_gear(args, ladder, prompt),
-        **vars(routing),
-        **options_modes.mode_keywords(args),
-        **keywords,
-    )
-    status, tally, speed = write_out(args, responses, mode, [gear.name for gear in ladder], trace)
-    result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory())
+    with options_machine.governor(args, gearbox) as controller:
+        responses = stream_generate(
+            model,
+            tokenizer,
+            tokens,
+            max_tokens,
+            gearbox=gearbox,
+            mode=mode,
+            controller=controller,
+            initial_gear=options.initial_gear(args, ladder, prompt),
+            **vars(routing),
+            **options_modes.mode_keywords(args),
+            **keywords,
+        )
+        status, tally, speed = write_out(args, responses, mode, [gear.name for gear in ladder], trace)
+    result = summary_of(model_name(args.model), gearbox, mode, tally, speed, mx.get_peak_memory(), controller)
     tell(args, result, terminal.summary_table, summary)
     return status
 

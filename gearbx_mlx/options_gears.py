@@ -161,7 +161,8 @@ def of_manifest(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> d
     if uniform:
         note(f"{args.manifest}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx.allocate makes one")
     manage = with_clamps(args.manage, manifest.clamps) if manifest.clamps else args.manage
-    return {"manage": manage, "tables": tables, "widths": manifest.bits}
+    widths = sorted({*manifest.bits, *getattr(args, "widths", ())})
+    return {"manage": manage, "tables": tables, "widths": widths}
 
 
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
@@ -189,5 +190,5 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         dtype=args.dtype,
         kernels=args.kernels,
         activations=args.activations,
-        **{"manage": manage, **further},
+        **{"manage": manage, "widths": getattr(args, "widths", ()), **further},
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .decoding.governor import Governor
 from .gears.activations import dtype_name
 from .gears.gearbox import Gearbox
 from .gears.observer import Observer
@@ -36,9 +37,18 @@ class Speed:
 
 
 def summary_of(
-    name: str, gearbox: Gearbox | Observer, mode: str, tally: Tally, speed: Speed, peak_memory: int
+    name: str,
+    gearbox: Gearbox | Observer,
+    mode: str,
+    tally: Tally,
+    speed: Speed,
+    peak_memory: int,
+    controller: Governor | None = None,
 ) -> dict[str, Any]:
-    """The summary of one run; `peak_memory` in bytes."""
+    """The summary of one run; `peak_memory` in bytes. With a controller, gears had fewer bits at times than by name."""
+    capped: dict[str, Any] = {}
+    if controller is not None:
+        capped = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
     reasons: dict[str, int] = {}
     for reason in gearbox.unmanaged.values():
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -60,4 +70,5 @@ def summary_of(
         unmanaged_reasons=reasons,
         compute_dtype=dtype_name(gearbox.compute_dtype),
         storage_dtype=dtype_name(gearbox.storage[""]),
+        **capped,
     )

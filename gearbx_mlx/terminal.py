@@ -114,6 +114,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_row("would shift", f"{summary['shifts']} times")
     else:
         table.add_row("shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all")
+    if "controller" in summary:
+        table.add_row("controller", controller_line(summary["controller"]))
     if "drafted" in summary:
         ties = summary["near_ties"]
         table.add_row(
@@ -148,6 +150,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
         )
         table.add_row("computed in", f"{computed} ({stored} checkpoint), {kept}")
     return table
+
+
+def controller_line(summary: dict[str, Any]) -> str:
+    """What it was to hold, what it did."""
+    target = summary["target_tps"]
+    wanted = "the machine's state" if target is None else f"target {target:g} tokens/s"
+    changes, bits = summary["cap_changes"], summary["capped_bits_per_weight"]
+    moved = f"caps moved {changes} times, the top gear now {bits:.2f} bits per weight"
+    machine = "".join(f"; {name} {value}" for name, value in summary["machine"].items())
+    return f"{wanted}; {moved}{machine}" + ("; out of reach" if summary["out_of_reach"] else "")
 
 
 def layers_table(ladder: "Ladder", layers: Sequence["LayerPath"]) -> Table:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from mlx_lm.generate import GenerationResponse
 
+from ..machine.controller import Decision
+
 
 @dataclass
 class GearResponse(GenerationResponse):
@@ -21,6 +23,7 @@ class GearResponse(GenerationResponse):
     near_tie: lossless: whether the check's two best logits are so close that rounding might have decided, and a pass of
         its own might have decided otherwise. Not where a row has the same bits in any company (docs/architecture.md).
     caught_up: pair: tokens that the model ("small" or "large", for the gear) had missed and read for this one.
+    decision: of the controller after this token, where there was one.
     """
 
     entropy: float = 0.0
@@ -32,3 +35,4 @@ class GearResponse(GenerationResponse):
     drafted: int = 0
     near_tie: bool = False
     caught_up: int = 0
+    decision: Decision | None = None

@@ -18,8 +18,9 @@ from ..routing.entropy import entropy_bits
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor
 from .drop_in import Step
+from .governor import Governor
 from .response import GearResponse
-from .tachometer import Reading, entropy_function, measured, single_pass, told
+from .tachometer import Reading, entropy_function, governed, measured, single_pass, told
 
 
 def measured_speculative(
@@ -41,12 +42,14 @@ def route(
     gearbox: Gearbox | Observer,
     gate: Gate,
     monitor: Monitor,
+    controller: Governor | None = None,
     **kwargs: Any,
 ) -> Iterator[GearResponse]:
     """Generate, and shift by the rolling entropy. Begins in the gear that is engaged.
 
     Args:
         gearbox: an Observer makes this telemetry only.
+        controller: caps the gears.
         kwargs: of mlx-lm's stream_generate.
     """
     ladder = gearbox.ladder
@@ -59,10 +62,10 @@ def route(
     else:
         responses = measured(model, tokenizer, prompt, step, entropy_function(gearbox), **kwargs)
     before: Gear | None = None
-    for response, reading in responses:
+    for response, reading, decision in governed(responses, controller):
         entropy = float(reading.entropy)
         seen = monitor.update(entropy)
         gearbox.shift(ladder[gate.update(seen)])
         gearbox.prepare(ladder[gate.peek(seen.forecast)])
-        yield told(response, reading.step, entropy, seen.mean, before)
+        yield told(response, reading.step, entropy, seen.mean, before, decision=decision)
         before = reading.step.gear

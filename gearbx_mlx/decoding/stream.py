@@ -20,6 +20,7 @@ from ..routing.prompt import first_gear
 from ..routing.thresholds import check_thresholds, default_thresholds
 from .drafting import make_lossless
 from .drop_in import DropIn
+from .governor import Governor
 from .kickdown import Decision, GearedModel
 from .pair import stream_pair
 from .response import GearResponse
@@ -81,6 +82,7 @@ def stream_generate(
     small_model: nn.Module | None = None,
     decision: Decision | None = None,
     drafting: DraftFile | DraftRule | str | Path | int | None = None,
+    controller: Governor | None = None,
     **kwargs: Any,
 ) -> Iterator[GearResponse]:
     """Generate text while the gearbox changes the precision of the weights.
@@ -102,6 +104,7 @@ def stream_generate(
         decision: kickdown: in place of thresholds.
         drafting: lossless: what `calibrate --mode lossless` wrote (a path or a DraftFile), a number of tokens, or a
             DraftRule; otherwise what ships for this model, or a rule for any.
+        controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
 
     Yields:
         GearResponse for each token. In route, a shift acts two tokens after the one that caused it, since mlx-lm runs
@@ -110,7 +113,11 @@ def stream_generate(
     Raises:
         GearbxError: arguments that do not fit together.
     """
+    if controller is not None and gearbox is None:
+        gearbox = controller.gearbox
     mode = choose_mode(model, gearbox, mode, small_model)
+    if controller is not None:
+        check_controller(controller, gearbox, mode, kwargs.get("draft_model") is not None)
     if small_model is not None:
         settings = {
             "threshold": single(thresholds),
@@ -140,7 +147,7 @@ def stream_generate(
         else:
             prompt = encoded(tokenizer, prompt)
             geared = make_lossless(gearbox, tokenizer, drafting, prompt_tokens=len(prompt), **kwargs)
-        return drive(geared, tokenizer, prompt, monitor=monitor, **kwargs)
+        return drive(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
     if gate is None:
         chosen = default_thresholds(gears, vocab_size) if thresholds is None else tuple(thresholds)
         check_thresholds(chosen, gears)
@@ -155,7 +162,20 @@ def stream_generate(
         first = gearbox.ladder.find(initial_gear)
     gate.reset(first.index)
     gearbox.shift(first)
-    return route(model, tokenizer, prompt, gearbox=gearbox, gate=gate, monitor=monitor, **kwargs)
+    shared: dict[str, Any] = {"gearbox": gearbox, "gate": gate, "monitor": monitor, "controller": controller}
+    return route(model, tokenizer, prompt, **shared, **kwargs)
+
+
+def check_controller(controller: Governor, gearbox: Any, mode: str, has_draft_model: bool) -> None:
+    """Raises GearbxError where gears cannot be capped."""
+    if mode == LOSSLESS:
+        raise GearbxError("mode 'lossless' writes the top gear's text, which a cap would change; use mode 'route'")
+    if mode not in (ROUTE, KICKDOWN):
+        raise GearbxError(f"mode '{mode}' changes no gear, so there is nothing to cap; use mode 'route'")
+    if has_draft_model:
+        raise GearbxError("with a draft model tokens come several at a time and cannot be timed; leave one of them out")
+    if gearbox is not controller.gearbox:
+        raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
 
 def single(thresholds: Sequence[float] | None) -> float | None:

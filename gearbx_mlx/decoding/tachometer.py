@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +19,10 @@ from ..routing.entropy import entropy_bits
 from ..routing.monitor import Monitor
 from .drop_in import DropIn, Step
 from .response import GearResponse
+
+if TYPE_CHECKING:
+    from ..machine.controller import Decision
+    from .governor import Governor
 
 Sampler = Callable[[mx.array], mx.array]
 Entropy = Callable[[mx.array], mx.array]
@@ -82,6 +86,15 @@ def measured(
         yield response, tachometer.readings.popleft()
 
 
+def governed(
+    responses: Iterator[tuple[GenerationResponse, Reading]], governor: "Governor | None"
+) -> "Iterator[tuple[GenerationResponse, Reading, Decision | None]]":
+    """What is generated, with what a governor decided after each token."""
+    if governor is not None:
+        return governor.govern(responses)
+    return ((response, reading, None) for response, reading in responses)
+
+
 def single_pass(gearbox: Gearbox | Observer, gear: Gear) -> Step:
     """A token that took one pass in one gear."""
     passes = tuple(int(gear == other) for other in gearbox.ladder)
@@ -104,18 +117,27 @@ def told(
     return GearResponse(**{**vars(response), **seen, **further})
 
 
-def drive(model: DropIn, tokenizer: Any, prompt: Any, *, monitor: Monitor, **kwargs: Any) -> Iterator[GearResponse]:
+def drive(
+    model: DropIn,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    monitor: Monitor,
+    controller: "Governor | None" = None,
+    **kwargs: Any,
+) -> Iterator[GearResponse]:
     """Generate with a model that changes gear by itself.
 
     Args:
+        controller: caps its gears.
         kwargs: of mlx-lm's stream_generate.
     """
     before: Gear | None = None
-    for response, reading in measured(
-        model, tokenizer, prompt, lambda: model.step, entropy_function(model.gearbox), **kwargs
-    ):
+    responses = measured(model, tokenizer, prompt, lambda: model.step, entropy_function(model.gearbox), **kwargs)
+    for response, reading, decision in governed(responses, controller):
         entropy, step = float(reading.entropy), reading.step.given(response.token)
         near_tie = reading.near_tie is not None and bool(reading.near_tie)
         mean = monitor.update(entropy).mean
-        yield told(response, step, entropy, mean, before, from_draft=step.accepted, near_tie=near_tie)
+        further = {"from_draft": step.accepted, "near_tie": near_tie, "decision": decision}
+        yield told(response, step, entropy, mean, before, **further)
         before = step.gear

@@ -249,9 +249,9 @@ class Gearbox:
         self.active_memory[gear.name] = mx.get_active_memory()
         return seconds
 
-    def layer_bytes(self, layer: Layer, gear: Gear) -> int:
-        """Bytes that one use of a layer reads in a gear, scales and bias included; of experts, all of them."""
-        bits = self.bits_of(layer, gear)
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
         read = self.source.bytes_read(layer, bits, self._made[layer.path].get(bits))
         return read + self._biases[layer.path] * self.storage[layer.path].size
 

@@ -32,12 +32,17 @@ class Token(Protocol):
     from_draft: bool
     near_tie: bool
     caught_up: int
+    decision: Any
 
 
 def record(index: int, response: Token, extra: Mapping[str, Any] | None = None, mode: str = "route") -> dict[str, Any]:
-    """`index` counts from 0; entropies in bits; `extra` comes first (the prompt's number, say)."""
+    """`index` counts from 0; entropies in bits; `extra` comes first (the prompt's number, say).
+
+    A token after which a controller decided something has that as `decision`.
+    """
     fields = (*FIELDS, *MODE_FIELDS.get(mode, ()))
-    return {**(extra or {}), "index": index, **{name: getattr(response, name) for name in fields}}
+    entry = {**(extra or {}), "index": index, **{name: getattr(response, name) for name in fields}}
+    return entry if response.decision is None else entry | {"decision": response.decision.record()}
 
 
 class TraceWriter:

@@ -1,0 +1,191 @@
+"""The governor: while a gearbox generates, it caps the gears by speed and by the state of the machine.
+
+The router (or kickdown) chooses the gear of a token; the governor says how many bits a layer may have in any gear.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from mlx_lm.generate import GenerationResponse
+
+from ..errors import GearbxError, GearbxWarning
+from ..gears.cost import used_share
+from ..gears.default_sensitivity import default_sensitivity
+from ..gears.discovery import Layer
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import DENSE
+from ..machine.budget import SteadyBudget
+from ..machine.controller import Controller, Decision
+from ..machine.spikes import Spikes
+from ..machine.stairs import Range, Sensitivity, Stairs
+from ..machine.state import MachineState
+from ..machine.watch import Watch
+from .block_timer import BlockTimer
+from .drop_in import Step
+from .tachometer import Reading
+
+Bounds = Mapping[str, tuple[int, int]]
+"""Path to the fewest and the most bits that a layer may be capped to."""
+
+
+class Governor:
+    """Caps a gearbox while it generates: `stream_generate(..., controller=Governor(gearbox, target_tps=15))`.
+
+    What it has learnt stays from text to text; between texts there is no cap.
+
+    Args:
+        gearbox: of the model.
+        target_tps: tokens per second; None: the machine's state alone caps.
+        watch: of the machine; None: speed alone caps.
+        sensitivity: cost of a layer at so many bits; by kind and place of the layer, if not given.
+        bounds: of layers that may not have all bits that they are stored at.
+        time_layers: lower a block whose time jumps. On a CPU alone, and there it costs some speed.
+        clock: seconds.
+
+    Raises:
+        GearbxError: a target that is not positive, layers with a single width, blocks that cannot be timed.
+    """
+
+    def __init__(
+        self,
+        gearbox: Gearbox,
+        target_tps: float | None = None,
+        *,
+        watch: Watch | None = None,
+        sensitivity: Sensitivity | None = None,
+        bounds: Bounds | None = None,
+        time_layers: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.gearbox = gearbox
+        self.watch = watch
+        self.clock = clock
+        self.controller = Controller(stairs_of(gearbox, sensitivity, bounds or {}), target_tps)
+        self.timer = BlockTimer(gearbox.model, clock) if time_layers else None
+        self.spikes = Spikes()
+        self.budget = SteadyBudget()
+        self.state = MachineState()
+        self.decisions: list[Decision] = []
+        """Those that moved a cap."""
+        self.bits_read = 0.0
+        """Bits per weight, added up over all passes."""
+        self._warned = False
+        self._began: float | None = None
+
+    def govern(
+        self, responses: Iterator[tuple[GenerationResponse, Reading]]
+    ) -> Iterator[tuple[GenerationResponse, Reading, Decision | None]]:
+        """Pass on what is generated, with the decision after each token where there was one."""
+        first = True
+        if self._began is None:
+            self._began = self.clock()
+        with ExitStack() as stack:
+            stack.callback(self.gearbox.cap, {})
+            self.gearbox.cap(self.controller.caps)
+            if self.timer is not None:
+                stack.enter_context(self.timer)
+            while True:
+                start = self.clock()
+                try:
+                    response, reading = next(responses)
+                except StopIteration:
+                    return
+                # The time in here: what a caller does between two tokens is not the machine's speed. That of the first
+                # token has the prompt in it.
+                seconds = None if first else self.clock() - start
+                first = False
+                yield response, reading, self.after(reading.step, seconds)
+
+    def after(self, step: Step, seconds: float | None) -> Decision | None:
+        """Take a token, decide where it is time to, and put the caps into the model."""
+        controller = self.controller
+        self.bits_read += controller.stairs.bits(step.weight_bytes, sum(step.passes))
+        if controller.due:
+            self._look()
+        decision = controller.token(seconds, step.passes, self.budget.share)
+        spike = self._spike() if self.timer is not None else None
+        if decision is not None and spike is not None:
+            reason = f"{decision.reason}; {spike.reason}"
+            spike = replace(spike, reason=reason, moved=decision.moved + spike.moved)
+        decision = spike or decision
+        if decision is None:
+            return None
+        decision = replace(decision, machine=self.state.known)
+        if decision.moved:
+            self.decisions.append(decision)
+            self.gearbox.cap(controller.caps)
+            self.spikes.forget({block for move in decision.moved if (block := self._block(move.path))})
+        if controller.out_of_reach and not self._warned:
+            self._warned = True
+            warnings.warn(controller.out_of_reach, GearbxWarning, stacklevel=2)
+        return decision
+
+    def summary(self) -> dict[str, Any]:
+        """What a run came to, for the summary."""
+        controller = self.controller
+        bits = controller.stairs.bits(controller.stairs.read(controller.top)[controller.position], 1)
+        return {
+            "target_tps": controller.target,
+            "cap_changes": len(self.decisions),
+            "capped_bits_per_weight": bits,
+            "out_of_reach": controller.out_of_reach,
+            "machine": self.state.known,
+        }
+
+    def _look(self) -> None:
+        """At the machine."""
+        if self.watch is None:
+            return
+        self.state = self.watch.state(self.clock() - (self._began or 0.0), self.controller.tokens)
+        self.budget.update(self.state)
+        for problem in self.watch.problems():
+            warnings.warn(problem, GearbxWarning, stacklevel=2)
+
+    def _spike(self) -> Decision | None:
+        """Lower the layers of blocks whose time has jumped, and let those go that were kept down long enough."""
+        assert self.timer is not None
+        before = set(self.spikes.held)
+        if not self.spikes.update(self.timer.take()):
+            return None
+        held = set(self.spikes.held)
+        told = [f"the time of {block} has jumped" for block in sorted(held - before)]
+        told += [f"{block} is let go" for block in sorted(before - held)]
+        paths = {path for path in self.controller.stairs.layers if self._block(path) in held}
+        return self.controller.lower(paths, ", ".join(told))
+
+    def _block(self, path: str) -> str | None:
+        """The timed block that a layer is in."""
+        blocks = self.timer.blocks if self.timer is not None else {}
+        return next((block for block in blocks if path.startswith(f"{block}.")), None)
+
+
+def stairs_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> Stairs:
+    """All tables of caps of a gearbox that has no cap."""
+    modules = dict(gearbox.model.named_modules())
+    layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
+    if sensitivity is None:
+        sensitivity = default_sensitivity({layer.path: layer.module for layer in gearbox.layers})
+    top = gearbox.ladder.top
+    managed = sum(layer.read[layer.gears[top.index]] for layer in layers)
+    return Stairs(layers, sensitivity, max(0, gearbox.weight_bytes_per_token(top) - managed))
+
+
+def range_of(gearbox: Gearbox, layer: Layer, bounds: Bounds, share: float) -> Range:
+    """What a layer may be capped to, and what a token reads of it; `share` of its experts is used.
+
+    Raises:
+        GearbxError: none of the bits that the layer is stored at is within its bounds.
+    """
+    stored = gearbox.widths_of(layer)
+    least, most = bounds.get(layer.path, (0, DENSE))
+    widths = tuple(bits for bits in stored if least <= bits <= most)
+    if not widths:
+        raise GearbxError(f"{layer.path} is stored at {stored} bits, and none is from {least} to {most}; add one")
+    read = {bits: round(share * gearbox.layer_bytes(layer, bits)) for bits in stored}
+    gears = tuple(gearbox.bits_of(layer, gear) for gear in gearbox.ladder)
+    weights = round(share * gearbox.layer_bytes(layer, DENSE) / gearbox.storage[layer.path].size)
+    return Range(layer.path, widths, gears, read, weights)

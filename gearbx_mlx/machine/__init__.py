@@ -1,0 +1,1 @@
+"""What the machine can bear, and what follows from it for the weights. Knows numbers, no models."""

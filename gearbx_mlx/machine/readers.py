@@ -1,0 +1,191 @@
+"""Readers of the machine's state: heat, battery, memory. Each is there, or is not and says why."""
+
+import importlib
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from ..errors import GearbxError
+from .state import THERMAL, MachineState
+
+ZONES = Path("/sys/class/thermal")
+CLOSE = 10_000  # millidegrees Celsius under the trip point
+INSTALL = "install it with: pip install 'gearbx-mlx[{extra}]'"
+
+
+class Reader(Protocol):
+    """Tells a part of the machine's state. It may fail, and take its time: `Watch` sees to that."""
+
+    name: str
+
+    def read(self) -> MachineState:
+        """Raises GearbxError, OSError or whatever a library likes."""
+        ...
+
+
+def optional(module: str, package: str, extra: str) -> ModuleType:
+    """Raises GearbxError where a library of an extra is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise GearbxError(f"{package} is not installed; {INSTALL.format(extra=extra)}") from error
+
+
+class MacThermal:
+    """`NSProcessInfo.thermalState` of macOS 10.10.3 and later, through pyobjc.
+
+    Raises:
+        GearbxError: another system, or no pyobjc.
+    """
+
+    name = "heat"
+
+    def __init__(self) -> None:
+        if platform.system() != "Darwin":
+            raise GearbxError("NSProcessInfo is of macOS alone")
+        self._process = optional("Foundation", "pyobjc-framework-Cocoa", "macos").NSProcessInfo.processInfo()
+
+    def read(self) -> MachineState:
+        return MachineState(thermal=THERMAL[int(self._process.thermalState())])
+
+
+class LinuxThermal:
+    """Thermal zones of Linux (Documentation/driver-api/thermal/sysfs-api.rst): the worst zone.
+
+    A zone has a temperature and trip points. At a passive or a hot one the kernel slows the processor down, at a
+    critical one it turns the machine off. Serious is from the first of the former on (or 10 degrees below critical,
+    where there is none), fair is within 10 degrees of it, critical within 5 degrees of turning off.
+
+    Args:
+        zones: the directory of the zones.
+
+    Raises:
+        GearbxError: no zone has a temperature and a trip point.
+    """
+
+    name = "heat"
+
+    def __init__(self, zones: Path = ZONES):
+        self.zones = zones
+        if not any(True for _ in self._states()):
+            raise GearbxError(f"no thermal zone with trip points in {zones}")
+
+    def read(self) -> MachineState:
+        states = list(self._states())
+        if not states:
+            raise GearbxError(f"no thermal zone in {self.zones} can be read")
+        return MachineState(thermal=max(states, key=THERMAL.index))
+
+    def _states(self) -> Iterator[str]:
+        for zone in sorted(self.zones.glob("thermal_zone*")):
+            try:
+                temperature = number(zone / "temp")
+                trips = trip_points(zone)
+            except (OSError, ValueError):  # a sensor that is asleep, or gone
+                continue
+            if trips:
+                yield thermal_state(temperature, trips)
+
+
+def number(file: Path) -> int:
+    return int(file.read_text().strip())
+
+
+def trip_points(zone: Path) -> dict[str, int]:
+    """The lowest temperature of each type of trip point, in millidegrees; those that are off are 0 or below."""
+    found: dict[str, int] = {}
+    for file in sorted(zone.glob("trip_point_*_type")):
+        kind = file.read_text().strip()
+        at = number(file.with_name(file.name.replace("_type", "_temp")))
+        if kind in ("passive", "hot", "critical") and at > 0:
+            found[kind] = min(at, found.get(kind, at))
+    return found
+
+
+def thermal_state(temperature: int, trips: dict[str, int]) -> str:
+    """One of THERMAL; millidegrees Celsius."""
+    off = trips.get("critical")
+    slower = min((trips[kind] for kind in ("passive", "hot") if kind in trips), default=None)
+    if slower is None:
+        assert off is not None
+        slower = off - CLOSE
+    if off is not None and temperature >= off - CLOSE // 2:
+        return "critical"
+    return "serious" if temperature >= slower else "fair" if temperature >= slower - CLOSE else "nominal"
+
+
+class Battery:
+    """Charge and charger, by psutil.
+
+    Raises:
+        GearbxError: no psutil, or no battery.
+    """
+
+    name = "battery"
+
+    def __init__(self) -> None:
+        self._psutil = optional("psutil", "psutil", "machine")
+        if not hasattr(self._psutil, "sensors_battery") or self._psutil.sensors_battery() is None:
+            raise GearbxError("there is none")
+
+    def read(self) -> MachineState:
+        battery = self._psutil.sensors_battery()
+        if battery is None:
+            raise GearbxError("the battery is gone")
+        plugged = battery.power_plugged  # None where that cannot be told
+        return MachineState(
+            battery=min(1.0, max(0.0, battery.percent / 100)), charging=None if plugged is None else bool(plugged)
+        )
+
+
+class Memory:
+    """How much of the machine's memory is in use, by psutil: what is not available to new programs.
+
+    Raises:
+        GearbxError: no psutil.
+    """
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._psutil = optional("psutil", "psutil", "machine")
+
+    def read(self) -> MachineState:
+        return MachineState(memory=min(1.0, max(0.0, self._psutil.virtual_memory().percent / 100)))
+
+
+def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
+    """The readers that this machine has, and why it has not the others, by name.
+
+    Args:
+        timeout: seconds that looking for one may take.
+    """
+    thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
+    found: list[Reader] = []
+    absent = {}
+    for kind in (thermal, Battery, Memory):
+        made = within(timeout, kind)
+        if isinstance(made, Exception):
+            absent[kind.name] = str(made)
+        else:
+            found.append(made)
+    return found, absent
+
+
+def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
+    """What is made, or why it could not be: what a library raised, or that it took too long."""
+    outcome: list[Reader | Exception] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append(make())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else GearbxError(f"no answer for {seconds:g} s")

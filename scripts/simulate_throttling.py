@@ -1,0 +1,337 @@
+"""Play a machine that gets hot, empty and full, and see what the controller makes of it.
+
+    python scripts/simulate_throttling.py docs/images/throttling.png --page docs/machine.md --json throttling.json
+
+The model really generates, with the caps that the controller puts into it. Time is the machine's, so that a run is the
+same everywhere: a token takes a fixed time and that of the bytes of weights that it reads, at a bandwidth which the
+script throttles, and some noise. With --real-time every token is drawn out to that time.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import make_sampler
+from pages import fill, table
+
+from gearbx_mlx import Gearbox, Governor, load, stream_generate
+from gearbx_mlx.machine.scripted import Point, Scripted
+from gearbx_mlx.machine.state import THERMAL, MachineState
+from gearbx_mlx.machine.watch import Watch
+
+TOP_SPEED = 18.0  # tokens per second that the machine makes in the top gear, as long as nothing throttles it
+FIXED_SHARE = 0.2  # of a token's time in the top gear that is not reading weights
+PROMPTS = (
+    "A baker makes 36 rolls in the morning and half as many in the afternoon. How many rolls does she make in 5 days?",
+    "Tom has 12 red and 15 blue marbles. He gives 9 of them to Ann. How many marbles does he have left?",
+    "A train goes 60 miles in an hour. How many miles does it go in a day, if it rests for 8 hours?",
+)
+GEARS, CAP_BITS = "8", (4, 5, 6)  # a single gear, so that all that changes is the controller's doing
+SETTLED = 0.10  # of the target: as near as this, and staying there, is settled
+IN_TOKENS = 60
+
+
+@dataclass
+class Scenario:
+    """What the machine does: seconds to how many times slower reading is, and to its state."""
+
+    name: str
+    target: float
+    seconds: float
+    slower: Sequence[tuple[float, float]] = ()
+    states: Sequence[tuple[float, dict]] = ()
+    noise: float = 0.05
+
+
+STORY = Scenario(
+    "a hot afternoon",
+    target=15.0,
+    seconds=130,
+    slower=((30, 1.7), (60, 1.0)),
+    states=(
+        (0, {"thermal": "nominal", "battery": 0.9, "charging": False, "memory": 0.5}),
+        (30, {"thermal": "fair"}),
+        (45, {"thermal": "serious"}),
+        (60, {"thermal": "nominal"}),
+        *((65 + 3 * step, {"battery": 0.55 - 0.05 * step}) for step in range(10)),
+        (100, {"charging": True}),
+        (112, {"memory": 0.93}),
+        (120, {"memory": 0.6}),
+    ),
+)
+
+
+class Machine:
+    """Seconds per token, and the clock that shows them."""
+
+    def __init__(self, scenario: Scenario, gearbox: Gearbox, seed: int = 0, real_time: bool = False):
+        self.scenario, self.gearbox, self.real_time = scenario, gearbox, real_time
+        self.time = 0.0
+        self.random = np.random.default_rng(seed)
+        self.fixed = FIXED_SHARE / TOP_SPEED
+        self.per_byte = (1 - FIXED_SHARE) / TOP_SPEED / gearbox.weight_bytes_per_token(gearbox.ladder.top)
+        self.sampler = make_sampler(0.0)
+
+    def clock(self) -> float:
+        return self.time
+
+    def slower(self) -> float:
+        return [1.0, *(factor for since, factor in self.scenario.slower if since <= self.time)][-1]
+
+    def seconds(self, read: float) -> float:
+        """For a token that reads so many bytes, without noise."""
+        return self.fixed + self.slower() * self.per_byte * read
+
+    def sample(self, logprobs: mx.array) -> mx.array:
+        """A sampler is called once for every pass."""
+        began = time.perf_counter()
+        read = self.gearbox.weight_bytes_per_token(self.gearbox.gear)
+        seconds = self.seconds(read) * math.exp(self.scenario.noise * self.random.standard_normal())
+        token = self.sampler(logprobs)
+        if self.real_time:
+            mx.eval(token)
+            time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
+        self.time += seconds
+        return token
+
+
+@dataclass
+class Token:
+    """seconds: when it came. speed: tokens per second with its caps, without noise; top: what no cap would give."""
+
+    seconds: float
+    taken: float
+    speed: float
+    top: float
+    bits: float
+    position: int
+    caps: dict[str, int]
+    state: MachineState
+    slower: float
+    share: float
+    moved: int = 0
+    reason: str = ""
+
+
+@dataclass
+class Run:
+    scenario: Scenario
+    tokens: list[Token] = field(default_factory=list)
+    fastest: list[float] = field(default_factory=list)
+    """Tokens per second with every layer at its fewest bits."""
+    out_of_reach: str | None = None
+
+
+def made(gears: str = GEARS) -> tuple[Gearbox, Any]:
+    """The model that ships, in a gearbox, and its tokenizer."""
+    model, tokenizer = load(None)
+    return Gearbox(model, gears, widths=CAP_BITS, kernels="auto"), tokenizer
+
+
+def simulate(
+    scenario: Scenario,
+    gearbox: Gearbox,
+    tokenizer: Any,
+    seed: int = 0,
+    real_time: bool = False,
+    controlled: bool = True,
+) -> Run:
+    """Generate one text after the other until the scenario's time is over."""
+    machine = Machine(scenario, gearbox, seed, real_time)
+    script = Scripted([Point(at, MachineState(**state)) for at, state in scenario.states])
+    target = scenario.target if controlled else 1e-9  # which no cap is ever needed for
+    governor = Governor(gearbox, target, watch=Watch([script]), clock=machine.clock)
+    top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
+    stairs = governor.controller.stairs
+    fewest = stairs.read(governor.controller.top)[-1]
+    run = Run(scenario)
+    number = 0
+    while machine.time < scenario.seconds:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        number += 1
+        before = math.nan  # the first token has the prompt in it
+        for response in stream_generate(
+            gearbox.model, tokenizer, prompt, 150, gearbox=gearbox, controller=governor, sampler=machine.sample
+        ):
+            now, before = machine.time - before, machine.time
+            read = gearbox.weight_bytes_per_token(gearbox.gear)
+            decision = response.decision
+            token = Token(
+                machine.time,
+                now,
+                1 / machine.seconds(read),
+                1 / machine.seconds(top),
+                stairs.bits(read, 1),
+                governor.controller.position,
+                governor.controller.caps,
+                governor.state,
+                machine.slower(),
+                governor.budget.share,
+                len(decision.moved) if decision else 0,
+                decision.reason if decision else "",
+            )
+            run.tokens.append(token)
+            run.fastest.append(1 / machine.seconds(fewest))
+            if machine.time >= scenario.seconds:
+                break
+    run.out_of_reach = governor.controller.out_of_reach
+    return run
+
+
+@dataclass
+class Settling:
+    """After a change of the machine: tokens until the speed stays near the best there is, how far it went beyond,
+    how often caps moved later than 60 tokens after the change, and how often in turn up and down."""
+
+    at: float
+    slower: float
+    goal: float
+    tokens: int
+    overshoot: float
+    late_changes: int
+    reversals: int
+    error: float
+
+
+def settling(run: Run) -> list[Settling]:
+    """Of every change of the machine's speed, and of the beginning.
+
+    The goal is the target, or the nearest that tables can meet. Overshoot is relative to the goal, on its far side.
+    """
+    found = []
+    changes = [place for place, t in enumerate(run.tokens) if not place or t.slower != run.tokens[place - 1].slower]
+    for first, end in zip(changes, [*changes[1:], len(run.tokens)]):
+        tokens = run.tokens[first:end]
+        goal = max(min(run.scenario.target, run.fastest[first]), tokens[0].top)
+        away = np.array([token.speed / goal - 1 for token in tokens])
+        outside = np.flatnonzero(np.abs(away) > SETTLED)
+        side = -np.sign(away[0]) if abs(away[0]) > SETTLED else 0
+        beyond = away * side if side else np.abs(away)
+        moves = np.diff([token.position for token in tokens[IN_TOKENS:]])
+        moves = moves[moves != 0]
+        found.append(
+            Settling(
+                tokens[0].seconds,
+                tokens[0].slower,
+                goal,
+                int(outside[-1]) + 1 if len(outside) else 0,
+                float(max(0.0, beyond.max())),
+                len(moves),
+                int(np.count_nonzero(np.diff(np.sign(moves)))),
+                float(away[-1]),
+            )
+        )
+    return found
+
+
+def steps(target: float, noise: float, slower: float = 1.7, seconds: float = 30) -> Scenario:
+    """A step down and a step up again, and nothing else."""
+    back = ((seconds / 3, slower), (2 * seconds / 3, 1.0))
+    return Scenario(f"target {target:g}, noise {noise:.0%}", target, seconds, back, noise=noise)
+
+
+def draw(run: Run, bare: Run, path: Path) -> None:
+    """Speed, caps, bits and the machine over time."""
+    from gearbx_mlx.telemetry.colors import gear_color
+    from gearbx_mlx.telemetry.files import replacing
+    from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
+
+    pyplot = get_pyplot()
+    times = [token.seconds for token in run.tokens]
+    figure, (speed, caps, bits, state) = pyplot.subplots(
+        4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)
+    )
+    window = 10
+    taken = np.array([token.taken for token in run.tokens])
+    measured = [1 / np.nanmean(taken[i - window : i]) for i in range(window, len(times))]
+    speed.plot(times[window:], measured, color="#2e6f9e", linewidth=1, label="measured, over 10 tokens")
+    speed.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
+    speed.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")
+    speed.set(ylabel="tokens/s", title="A machine that is throttled, empty and full, and what the controller does")
+    speed.set_ylim(0, None)
+
+    widths = sorted({bits for token in run.tokens for bits in token.caps.values()})
+    counts = [[sum(cap == width for cap in token.caps.values()) for token in run.tokens] for width in widths]
+    colors = [gear_color(place, len(widths)) for place in range(len(widths))]
+    caps.stackplot(times, counts, labels=[f"{width} bits" for width in widths], colors=colors, step="post")
+    caps.set(ylabel="layers capped to")
+
+    bits.step(times, [token.bits for token in run.tokens], where="post", color="0.2", linewidth=1)
+    bits.set(ylabel="bits per weight")
+
+    heat = [THERMAL.index(token.state.thermal or "nominal") / (len(THERMAL) - 1) for token in run.tokens]
+    state.step(times, heat, where="post", color="#d0453b", linewidth=1.4, label="heat: nominal to critical")
+    charge = [1.0 if token.state.battery is None else token.state.battery for token in run.tokens]
+    state.step(times, charge, where="post", color="#2e9e6b", linewidth=1.2, label="battery")
+    memory = [token.state.memory or 0.0 for token in run.tokens]
+    state.step(times, memory, where="post", color="#7a5aa6", linewidth=1.2, label="memory in use")
+    state.step(times, [token.share for token in run.tokens], where="post", color="0.2", linestyle=":", label="budget")
+    state.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
+    for axes in (speed, caps, state):
+        axes.legend(**OUTSIDE)
+    for axes in (speed, caps, bits, state):
+        axes.spines[["top", "right"]].set_visible(False)
+    with replacing(path) as place:
+        figure.savefig(place, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def rows(measured: list[dict]) -> str:
+    """One row for each target and noise: the worst of its steps and seeds."""
+    names = list(dict.fromkeys((entry["target"], entry["noise"]) for entry in measured))
+    found = []
+    for target, noise in names:
+        of = [entry for entry in measured if (entry["target"], entry["noise"]) == (target, noise)]
+        down = max(entry["tokens"] for entry in of if entry["slower"] > 1)
+        up = max(entry["tokens"] for entry in of if entry["slower"] == 1)
+        found.append(
+            [
+                f"{target:g}",
+                f"{noise:.0%}",
+                len(of),
+                down,
+                up,
+                f"{max(entry['overshoot'] for entry in of):.1%}",
+                f"{np.mean([entry['late_changes'] for entry in of]):.2f}",
+                sum(entry["reversals"] for entry in of),
+            ]
+        )
+    head = ["target", "noise", "steps", "settled, throttled", "settled, not throttled", "overshoot", "late changes"]
+    return table([*head, "up and down"], found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", type=Path, help="Where to draw it.")
+    parser.add_argument("--page", type=Path, help="A page whose table of steps is to be written.")
+    parser.add_argument("--json", type=Path, help="Every token of the picture, and every step that was measured.")
+    parser.add_argument("--real-time", action="store_true", help="Let the tokens of the picture take their time.")
+    parser.add_argument("--seeds", type=int, default=3, help="Runs of every target and noise. Default: 3")
+    args = parser.parse_args()
+    loaded = made()
+    run = simulate(STORY, *loaded, real_time=args.real_time)
+    draw(run, simulate(STORY, *loaded, controlled=False), args.picture)
+    measured = []
+    for target in (12.0, 15.0, 20.0, 100.0):
+        for noise in (0.0, 0.05, 0.1):
+            for seed in range(args.seeds):
+                scenario = steps(target, noise)
+                for found in settling(simulate(scenario, *loaded, seed)):
+                    measured.append({"target": target, "noise": noise, "seed": seed, **asdict(found)})
+    print(rows(measured))
+    if args.json:
+        told = [{**asdict(token), "state": token.state.known} for token in run.tokens]
+        args.json.write_text(json.dumps({"steps": measured, "tokens": told}, indent=1) + "\n")
+    if args.page:
+        fill(args.page, {"steps": lambda: rows(measured)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The controller, as numbers: what it does to machines of many kinds."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, Controller
+from gearbx_mlx.machine.pid import PID, Gains
+from gearbx_mlx.machine.spikes import HOLD, WARM_UP, Spikes
+from gearbx_mlx.machine.stairs import Range, Stairs
+
+WIDTHS = (4, 5, 6, 8)
+
+
+def stairs(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, sensitivity=None) -> Stairs:
+    """Layers of three sizes, the first the least sensitive."""
+    found = []
+    for number in range(layers):
+        weights = 4096 * (1 + number % 3)
+        read = {bits: weights * bits // 8 for bits in {*widths, *gears}}
+        found.append(Range(f"layers.{number}", widths, gears, read, weights))
+    return Stairs(found, sensitivity or (lambda path, bits: 4.0**-bits * (1 + int(path.split(".")[1]))), fixed)
+
+
+class Plant:
+    """A machine whose time per token is that of the bytes, and something besides; caps act LAG tokens late."""
+
+    def __init__(self, controller: Controller, overhead: float = 0.0, noise: float = 0.0, seed: int = 0, passes=(1,)):
+        self.controller, self.overhead, self.noise, self.passes = controller, overhead, noise, passes
+        self.read = controller.stairs.read(passes)
+        self.random = np.random.default_rng(seed)
+        self.positions = [0] * (LAG + 1)
+        self.decisions = []
+
+    def speeds(self, slower: float) -> np.ndarray:
+        """Tokens per second at every position; 1 at the top where nothing is slower."""
+        return 1 / (slower * (self.overhead + (1 - self.overhead) * self.read / self.read[0]))
+
+    def run(self, tokens: int, slower: float = 1.0, share: float = 1.0) -> np.ndarray:
+        """Speeds without noise, of so many tokens."""
+        speeds, found = self.speeds(slower), []
+        for _ in range(tokens):
+            self.positions.append(self.controller.position)
+            speed = speeds[self.positions[-1 - LAG]]
+            found.append(speed)
+            seconds = math.exp(self.noise * self.random.standard_normal()) / speed
+            decision = self.controller.token(seconds, self.passes, share)
+            if decision:
+                self.decisions.append(decision)
+        return np.array(found)
+
+    def goal(self, slower: float) -> float:
+        speeds = self.speeds(slower)
+        return float(np.clip(self.controller.target, speeds.min(), speeds.max()))
+
+
+class TestStairs:
+    def test_goes_down_from_the_least_sensitive_and_up_from_the_most(self):
+        found = stairs(3, (4, 8), sensitivity=lambda path, bits: {"layers.0": 2, "layers.1": 3, "layers.2": 1}[path])
+        assert [step.path for step in found.steps] == ["layers.2", "layers.0", "layers.1"]
+        assert found.caps(1) == {"layers.0": 8, "layers.1": 8, "layers.2": 4}
+        assert found.caps(2)["layers.0"] == 4  # which is the first to be taken back
+
+    def test_a_layer_goes_down_in_order_whatever_was_measured(self):
+        found = stairs(2, (4, 6, 8), sensitivity=lambda path, bits: float(bits))
+        for path in found.layers:
+            assert [(s.before, s.after) for s in found.steps if s.path == path] == [(8, 6), (6, 4)]
+
+    def test_bytes_are_those_of_the_caps(self):
+        found = stairs(5, gears=(4, 8))
+        for position in (0, 3, 8, found.last):
+            caps = found.caps(position)
+            read = sum(layer.read[min(8, caps[path])] for path, layer in found.layers.items())
+            assert found.read([0, 1])[position] == read + found.fixed
+            low = sum(layer.read[4] for layer in found.layers.values())
+            assert found.read([2, 0])[position] == 2 * (low + found.fixed)
+
+    def test_within_is_a_share_of_the_way(self):
+        found = stairs()
+        read = found.read([1])
+        assert found.within(1.0) == 0
+        assert found.within(0.0) == found.last
+        half = found.within(0.5)
+        assert read[half] <= (read[0] + read[-1]) / 2 < read[half - 1]
+
+    def test_held_layers_are_at_their_fewest_and_counted_so(self):
+        found = stairs(4)
+        found.hold({"layers.3"})
+        assert found.caps(0) == {"layers.0": 8, "layers.1": 8, "layers.2": 8, "layers.3": 4}
+        assert found.read([1])[0] == found.fixed + sum(found.layers[p].read[b] for p, b in found.caps(0).items())
+        assert found.read([1])[-1] == found.fixed + sum(layer.read[4] for layer in found.layers.values())
+
+
+class TestPID:
+    def test_is_what_its_formula_says(self):
+        pid, errors = PID(Gains(0.5, 0.25, 2.0)), [1.0, 3.0, -2.0]
+        told = [pid.update(error) for error in errors]
+        expected = [
+            0.5 * e + 0.25 * sum(errors[: i + 1]) + 2.0 * (e - ([0.0, *errors])[i]) for i, e in enumerate(errors)
+        ]
+        assert told == pytest.approx(expected)
+
+    def test_does_not_wind_up(self):
+        free, stuck = PID(), PID()
+        for _ in range(1000):
+            stuck.update(5.0)
+            stuck.track(0.0)  # the actuator cannot
+        free.update(5.0)
+        free.track(0.0)
+        free.update(5.0)
+        free.track(0.0)
+        assert stuck.update(-1.0) == pytest.approx(free.update(-1.0))
+        assert stuck.update(-1.0) < 0
+
+
+class TestController:
+    @given(
+        target=st.floats(0.3, 4.0),
+        slower=st.floats(0.5, 3.0),
+        overhead=st.floats(0.0, 0.6),
+        widths=st.sampled_from([(4, 8), WIDTHS, (3, 4, 5, 6, 8), (2, 8)]),
+        layers=st.integers(12, 60),
+    )
+    def test_settles_on_any_machine_and_stays(self, target, slower, overhead, widths, layers):
+        controller = Controller(stairs(layers, widths), target)
+        plant = Plant(controller, overhead)
+        plant.run(95)
+        speeds = plant.run(160, slower)
+        goal, nearest = plant.goal(slower), plant.speeds(slower)
+        step = np.max(np.abs(np.diff(np.log(nearest))))  # of the stairs
+        late = np.abs(np.log(speeds[60:] / goal))
+        assert np.all(late <= max(DEAD_BAND, step) + 1e-9)
+        assert len({*plant.positions[-100:]}) == 1  # not a single change
+
+    @given(
+        target=st.floats(0.8, 1.8), noise=st.floats(0.0, 0.5), slower=st.floats(0.2, 5.0), seed=st.integers(0, 2**31)
+    )
+    def test_never_leaves_the_bits_that_layers_may_have(self, target, noise, slower, seed):
+        controller = Controller(stairs(12, (5, 6, 8)), target)
+        plant = Plant(controller, 0.1, noise, seed)
+        for factor in (1.0, slower, 1.0):
+            plant.run(40, factor)
+            assert 0 <= controller.position <= controller.stairs.last
+            assert {*controller.caps.values()} <= {5, 6, 8}
+
+    @pytest.mark.parametrize("overhead", [0.0, 0.3, 0.5])
+    @pytest.mark.parametrize("target", [0.8, 1.0, 1.2, 1.5])
+    @pytest.mark.parametrize("noise", [0.0, 0.05])
+    def test_a_step_down_and_up(self, target, noise, overhead):
+        for seed in range(5):
+            plant = Plant(Controller(stairs(), target), overhead, noise, seed)
+            plant.run(103)
+            for slower in (1.7, 1.0):
+                speeds, goal = plant.run(200, slower), plant.goal(slower)
+                beyond = np.sign(goal - speeds[0]) * (speeds / goal - 1)
+                assert np.all(np.abs(speeds[60:] / goal - 1) < 0.10)
+                assert beyond.max() < 0.15
+                changes = np.flatnonzero(np.diff(plant.positions[-140:]))
+                assert len(changes) <= 1  # a last correction, once enough tokens have been seen
+
+    def test_almost_every_step_settles_in_much_noise(self):
+        late = 0
+        for seed in range(40):
+            plant = Plant(Controller(stairs(), 1.2), 0.2, 0.1, seed)
+            plant.run(103)
+            for slower in (1.7, 1.0):
+                late += np.any(np.abs(plant.run(150, slower)[60:] / plant.goal(slower) - 1) > 0.10)
+        assert late <= 1  # of 80
+
+    def test_holds_still_in_noise(self):
+        moved = 0
+        for seed in range(10):
+            plant = Plant(Controller(stairs(), 1.3), 0.2, 0.1, seed)
+            plant.run(200)
+            plant.run(1000)
+            moved += np.count_nonzero(np.diff(plant.positions[-1000:]))
+        assert moved <= 5  # of 1000 decisions
+
+    def test_a_pause_of_the_machine_is_not_its_speed(self):
+        controller = Controller(stairs(), 1.0)
+        plant = Plant(controller)
+        plant.run(100)
+        for _ in range(10):
+            controller.token(20.0, (1,))  # another program had the machine
+            plant.run(19)
+        assert {*plant.positions} == {0}
+
+    def test_no_table_meets_the_target(self):
+        controller = Controller(stairs(), 50.0)
+        plant = Plant(controller)
+        plant.run(100)
+        assert controller.position == controller.stairs.last
+        assert controller.out_of_reach == "no table meets 50 tokens/s: every layer is at its fewest bits"
+        assert "fewest bits" in plant.decisions[-1].reason
+        plant.run(500)
+        controller.target = 0.9  # nothing has wound up in the meantime: the way back takes as long as the way there
+        plant.run(45)
+        assert controller.position == 0
+
+    def test_the_budget_goes_before_the_target(self):
+        controller = Controller(stairs(), 0.5)
+        plant = Plant(controller)
+        plant.run(EVERY, share=0.5)
+        assert controller.position == controller.stairs.within(0.5)
+        plant.run(100, share=0.5)
+        assert controller.position == controller.stairs.within(0.5)
+        assert "the machine allows no more" in plant.decisions[-1].reason
+        plant.run(60)
+        assert controller.position == 0
+
+    def test_without_a_target_the_budget_alone_caps(self):
+        controller = Controller(stairs())
+        plant = Plant(controller)
+        for share in (1.0, 0.3, 0.0, 0.6):
+            plant.run(EVERY, share=share)
+            assert controller.position == controller.stairs.within(share)
+
+    def test_gears_that_do_not_feel_a_cap_move_none(self):
+        controller = Controller(stairs(gears=(4, 8)), 5.0)
+        plant = Plant(controller, passes=(1, 0))
+        plant.run(100)
+        assert controller.position == 0
+        assert controller.out_of_reach is not None
+
+    def test_a_decision_tells_what_and_why(self):
+        controller = Controller(stairs(), 2.0)
+        plant = Plant(controller)
+        plant.run(EVERY)
+        (decision,) = plant.decisions
+        record = decision.record()
+        assert record["token"] == EVERY
+        assert record["tokens_per_second"] == pytest.approx(1.0)
+        assert record["reason"] == "1 tokens/s for a target of 2"
+        assert record["position"] == controller.position > 0
+        assert {(m["path"], m["after"]) for m in record["moved"]} == {
+            (path, bits) for path, bits in controller.caps.items() if bits < 8
+        }
+
+    @pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
+    def test_a_target_that_cannot_be(self, target):
+        with pytest.raises(GearbxError, match="give more than 0"):
+            Controller(stairs(), target)
+
+    def test_nothing_to_cap(self):
+        with pytest.raises(GearbxError, match="nothing to cap"):
+            Controller(stairs(widths=(8,)), 1.0)
+
+
+class TestSpikes:
+    def times(self, **change):
+        return {"a": 0.010, "b": 0.008, "c": 0.009} | change
+
+    def warm(self) -> Spikes:
+        spikes = Spikes()
+        for _ in range(WARM_UP + 5):
+            assert not spikes.update(self.times())
+        return spikes
+
+    def test_lowers_the_layer_that_jumps(self):
+        spikes = self.warm()
+        assert not spikes.update(self.times(b=0.014))
+        assert spikes.update(self.times(b=0.014))
+        assert set(spikes.held) == {"b"}
+
+    def test_one_token_alone_is_let_be(self):
+        spikes = self.warm()
+        for _ in range(20):
+            spikes.update(self.times(b=0.014))
+            spikes.update(self.times())
+        assert not spikes.held
+
+    def test_times_that_jump_about_mean_nothing(self):
+        spikes, random = Spikes(), np.random.default_rng(0)
+        for _ in range(2000):
+            noise = np.exp(0.15 * random.standard_normal(6))
+            spikes.update({f"layers.{number}": 0.01 * factor for number, factor in enumerate(noise)})
+            assert not spikes.held
+
+    def test_all_at_once_is_the_machine(self):
+        spikes = self.warm()
+        for _ in range(5):
+            spikes.update({name: 2 * seconds for name, seconds in self.times().items()})
+        assert not spikes.held
+
+    def test_lets_go_and_does_not_lower_for_ever(self):
+        spikes = self.warm()
+        changes = [token for token in range(1000) if spikes.update(self.times(b=0.014))]
+        assert changes == [1, 1 + HOLD]
+        assert not spikes.held

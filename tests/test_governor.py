@@ -1,0 +1,334 @@
+"""The controller on a model: what it puts into it, what it tells, and the simulated machine from end to end."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conftest import ON_A_CPU, tiny_model
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, stream_generate
+from gearbx_mlx.decoding.block_timer import BlockTimer
+from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.gears.default_sensitivity import default_sensitivity
+from gearbx_mlx.machine.scripted import Point, Scripted
+from gearbx_mlx.machine.state import MachineState
+from gearbx_mlx.machine.watch import Watch
+
+PROMPT = "Tom has 3 apples and 4 pears. How many"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def bits_in(gearbox: Gearbox) -> dict[str, int]:
+    """What the modules in the model are, whatever the gearbox says of them."""
+    modules = dict(gearbox.model.named_modules())
+    return {layer.path: getattr(linear_of(modules[layer.path]), "bits", 16) for layer in gearbox.layers}
+
+
+def told(responses) -> list:
+    return [response.decision for response in responses if response.decision]
+
+
+class Ticking:
+    """A clock that shows a millisecond more whenever it is looked at."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        self.time += 0.001
+        return self.time
+
+
+@pytest.fixture
+def geared(fresh_demo):
+    return Gearbox(fresh_demo.model, "4,8", widths=[5, 6], kernels="mlx"), fresh_demo.tokenizer
+
+
+class TestOrder:
+    def test_without_a_manifest_it_is_the_documents(self):
+        model = tiny_model(num_hidden_layers=8)
+        modules = {layer.path: layer.module for layer in Gearbox(model).layers}
+        cost = default_sensitivity(modules)
+        order = sorted(modules, key=lambda path: cost(path, 4))
+        assert all("self_attn" in path and 2 <= int(path.split(".")[2]) < 6 for path in order[:16])
+        assert all("mlp" in path and 2 <= int(path.split(".")[2]) < 6 for path in order[16:28])
+        assert {path.split(".")[2] for path in order[28:-1]} == {"0", "1", "6", "7"}
+        assert order[-1] == "lm_head"
+
+    def test_a_measured_order_and_bounds_are_kept(self, geared):
+        gearbox, tokenizer = geared
+        paths = [layer.path for layer in gearbox.layers]
+        first = paths[10]
+        governor = Governor(
+            gearbox,
+            1e6,
+            clock=Ticking(),
+            sensitivity=lambda path, bits: float(path != first),
+            bounds={paths[3]: (6, 6), paths[4]: (5, 8)},
+        )
+        assert governor.controller.stairs.steps[0].path == first
+        with pytest.warns(GearbxWarning, match="no table meets"):
+            list(stream_generate(gearbox.model, tokenizer, PROMPT, 60, gearbox=gearbox, controller=governor))
+        caps = governor.controller.caps
+        assert (caps[paths[3]], caps[paths[4]]) == (6, 5)
+        assert {bits for path, bits in caps.items() if path not in paths[3:5]} == {4}
+
+    def test_bounds_that_no_width_is_in(self, geared):
+        with pytest.raises(GearbxError, match="none is from 7 to 7"):
+            Governor(geared[0], bounds={geared[0].layers[0].path: (7, 7)})
+
+
+class TestGoverned:
+    @pytest.mark.parametrize("mode", ["route", "kickdown"])
+    def test_caps_are_in_the_model_while_it_generates_and_not_afterwards(self, geared, mode):
+        gearbox, tokenizer = geared
+        script = Scripted([Point(0, MachineState("critical"))])
+        governor = Governor(gearbox, watch=Watch([script]))
+        seen = []
+        for response in stream_generate(
+            gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, mode=mode, controller=governor, initial_gear="high"
+        ):
+            seen.append({*bits_in(gearbox).values()})
+            if response.decision:
+                assert response.decision.machine == {"thermal": "critical"}
+                assert response.decision.share == 0.0
+        assert all(bits == {4} for bits in seen[10:])
+        assert {8} in seen[:10]
+        gearbox.shift("high")
+        assert {*bits_in(gearbox).values()} == {8}
+        assert governor.summary()["machine"] == {"thermal": "critical"}
+
+    def test_the_next_text_begins_where_this_one_ended(self, geared):
+        gearbox, tokenizer = geared
+        governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
+        options = {"gearbox": gearbox, "controller": governor}
+        list(stream_generate(gearbox.model, tokenizer, PROMPT, 12, **options))
+        first = next(iter(stream_generate(gearbox.model, tokenizer, PROMPT, 5, **options)))
+        assert first.weight_bytes == gearbox.weight_bytes_per_token(gearbox.ladder[0])
+
+    def test_bytes_and_bits_are_those_of_the_caps(self, geared):
+        gearbox, tokenizer = geared
+        gearbox.shift("low")
+        low = gearbox.weight_bytes_per_token(gearbox.gear)
+        governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
+        responses = list(
+            stream_generate(
+                gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, controller=governor, thresholds=[0.0001]
+            )
+        )
+        assert {response.weight_bytes for response in responses[12:]} == {low}
+        assert any(response.gear == "high" for response in responses[12:])
+        read = sum(response.weight_bytes for response in responses)
+        stairs = governor.controller.stairs
+        assert governor.bits_read == pytest.approx(8 * (read - len(responses) * stairs.fixed) / stairs.weights)
+        assert stairs.read([1, 0])[0] == low
+
+    def test_a_reader_that_fails_and_a_target_that_is_not_met_are_said_once(self, geared):
+        class Fails:
+            name = "heat"
+
+            def read(self):
+                raise OSError("no sensor")
+
+        gearbox, tokenizer = geared
+        with Watch([Fails()], interval=0.001) as watch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            while not watch.polls[0].wrong:
+                time.sleep(0.001)
+            governor = Governor(gearbox, 1e7, watch=watch)
+            tokens = list(stream_generate(gearbox.model, tokenizer, PROMPT, 90, gearbox=gearbox, controller=governor))
+        assert len(tokens) == 90
+        messages = [str(w.message) for w in caught if issubclass(w.category, GearbxWarning)]
+        assert sorted(message.split(" (")[0] for message in messages) == [
+            "heat cannot be read",
+            "no table meets 1e+07 tokens/s: every layer is at its fewest bits",
+        ]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"mode": "lossless"}, "mode 'lossless' writes the top gear's text"),
+            ({"mode": "route", "draft_model": object()}, "leave one of them out"),
+        ],
+    )
+    def test_where_gears_cannot_be_capped(self, geared, options, message):
+        gearbox, tokenizer = geared
+        with pytest.raises(GearbxError, match=message):
+            stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=Governor(gearbox), **options)
+
+    def test_another_gearbox(self, geared):
+        gearbox, tokenizer = geared
+        other = Governor(Gearbox(tiny_model()))
+        with pytest.raises(GearbxError, match="belongs to another gearbox"):
+            stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=other)
+
+    def test_a_thousand_changes_copy_nothing(self):
+        gearbox = Gearbox(tiny_model(), "4,8", widths=[5, 6])
+        governor = Governor(gearbox, 1.0)
+        x = mx.array([[1, 5, 9]])
+        stairs, last = governor.controller.stairs, governor.controller.stairs.last
+
+        def change(number: int) -> None:
+            gearbox.cap(stairs.caps(number * 7 % (last + 1)))
+            mx.eval(gearbox.model(x))
+
+        for position in range(last + 1):  # every table once: planes are made when first used
+            change(position)
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        held = []
+        for number in range(1000):
+            change(number)
+            if number % 100 == 99:
+                held.append(mx.get_active_memory())
+        assert max(held) <= before
+
+
+@ON_A_CPU
+class TestTimedLayers:
+    def test_a_text_is_the_same_and_blocks_are_what_they_were(self, geared):
+        gearbox, tokenizer = geared
+        plain = [r.token for r in stream_generate(gearbox.model, tokenizer, PROMPT, 20, gearbox=gearbox)]
+        kinds = [type(block) for block in gearbox.model.layers]
+        governor = Governor(gearbox, watch=Watch([]), time_layers=True)
+        timed = [
+            r.token for r in stream_generate(gearbox.model, tokenizer, PROMPT, 20, gearbox=gearbox, controller=governor)
+        ]
+        assert timed == plain
+        assert [type(block) for block in gearbox.model.layers] == kinds
+
+    def test_every_block_is_timed(self, geared):
+        gearbox, _ = geared
+        with BlockTimer(gearbox.model) as timer:
+            gearbox.model(mx.array([[1]]))
+            times = timer.take()
+            gearbox.model(mx.array([[1, 2]]))  # a prompt says nothing
+            assert timer.take() == {}
+        assert list(times) == [f"model.layers.{number}" for number in range(6)]
+        assert all(seconds > 0 for seconds in times.values())
+
+    def test_a_block_whose_time_jumps_is_lowered_at_once(self, geared, monkeypatch):
+        gearbox, tokenizer = geared
+        tokens = itertools.count()
+
+        def take(self):
+            number = next(tokens)
+            return {path: 0.014 if path.endswith(".2") and number >= 20 else 0.008 for path in self.blocks}
+
+        monkeypatch.setattr(BlockTimer, "take", take)
+        governor = Governor(gearbox, 1e-6, time_layers=True)
+        found = told(stream_generate(gearbox.model, tokenizer, PROMPT, 35, gearbox=gearbox, controller=governor))
+        (lowered,) = (decision for decision in found if decision.moved)
+        assert lowered.token == 22
+        assert lowered.reason == "the time of model.layers.2 has jumped"
+        assert {move.after for move in lowered.moved} == {4}
+        inside = [layer.path for layer in gearbox.layers if layer.path.startswith("model.layers.2.")]
+        assert [move.path for move in lowered.moved] == inside
+
+
+class TestCommand:
+    def test_a_scripted_machine(self, command, tmp_path):
+        script, trace, summary = (tmp_path / name for name in ("machine.jsonl", "trace.jsonl", "summary.json"))
+        script.write_text('{"tokens": 0, "thermal": "nominal"}\n{"tokens": 15, "thermal": "critical"}\n')
+        ran = command(
+            "generate", "--gears", "4,8", "--machine", script, "-m", 30, "--trace", trace, "--summary", summary
+        )
+        assert ran.status == 0
+        assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical" in (
+            " ".join(ran.err.split())
+        )
+        records = [json.loads(line) for line in trace.read_text().splitlines()]
+        decided = {record["index"]: record["decision"] for record in records if "decision" in record}
+        assert list(decided) == [9, 19, 29]
+        assert [len(decision["moved"]) > 0 for decision in decided.values()] == [False, True, False]
+        assert decided[19]["reason"] == "the machine allows 0%"
+        assert decided[19]["machine"] == {"thermal": "critical"}
+        result = json.loads(summary.read_text())
+        assert result["controller"]["cap_changes"] == 1
+        assert result["effective_bits_per_weight"] > 4.5
+
+    def test_a_target(self, command):
+        ran = command("generate", "--target-tps", "0.001", "-m", 12)
+        assert ran.status == 0
+        assert "watching" in ran.err
+        assert "target 0.001 tokens/s; caps moved 0 times" in " ".join(ran.err.split())
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--target-tps", "0"], "--target-tps is 0.0; give tokens per second, more than 0"),
+            (["--target-tps", "nan"], "--target-tps is nan"),
+            (["--target-tps", "5", "--mode", "lossless"], "--mode lossless keeps the top gear's text"),
+            (["--target-tps", "5", "--telemetry-only"], "--mode telemetry-only changes no gear"),
+            (["--cap-bits", "5"], "--cap-bits goes with --target-tps or --watch-machine"),
+            (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),
+            (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits is 'a'; give whole numbers"),
+            (["--machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+            (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),
+        ],
+    )
+    def test_flags_that_cannot_be(self, command, flags, message):
+        ran = command("generate", *flags)
+        assert ran.status == 2
+        assert message in " ".join(ran.err.split())
+
+
+class TestSimulation:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def script(cls):
+        sys.path.insert(0, str(SCRIPTS))
+        try:
+            spec = importlib.util.spec_from_file_location("simulate_throttling", SCRIPTS / "simulate_throttling.py")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            yield module
+        finally:
+            sys.path.remove(str(SCRIPTS))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def loaded(cls, script):
+        return script.made()
+
+    @pytest.mark.parametrize(("target", "noise"), [(15.0, 0.05), (20.0, 0.1)])
+    def test_settles_after_steps_and_stays(self, script, loaded, target, noise):
+        run = script.simulate(script.steps(target, noise, seconds=24), *loaded)
+        found = script.settling(run)
+        assert [step.slower for step in found] == [1.0, 1.7, 1.0]
+        for step in found:
+            assert step.tokens <= 60
+            assert step.overshoot < 0.15
+            assert step.late_changes <= 1
+            assert step.reversals == 0
+        assert run.out_of_reach is None
+
+    def test_settles_at_the_nearest(self, script, loaded):
+        with pytest.warns(GearbxWarning, match="no table meets 100 tokens/s"):
+            run = script.simulate(script.steps(100.0, 0.05, seconds=15), *loaded)
+        assert all(step.tokens <= 60 and step.error == 0 for step in script.settling(run))
+
+    def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded, monkeypatch):
+        monkeypatch.setattr(script, "TOP_SPEED", 6.0)  # a third of the tokens as in the picture
+        story = dataclasses.replace(script.STORY, target=5.0)
+        run = script.simulate(story, *loaded)
+
+        def at(seconds):
+            return next(token for token in run.tokens if token.seconds >= seconds)
+
+        assert at(29).position == 0
+        throttled = [token for token in run.tokens if 30 + 60 / 5 < token.seconds < 44]
+        assert all(abs(token.speed / story.target - 1) < 0.1 for token in throttled)
+        assert at(50).share == pytest.approx(1 / 3)
+        assert at(50).bits < at(44).bits
+        assert {*at(99).caps.values()} == {4}  # the battery is as good as empty
+        assert at(111).position == 0  # on a charger
+        assert at(118).share == pytest.approx(0.2)  # memory

@@ -1,0 +1,250 @@
+"""Readers of the machine, what they come to, and what becomes of those that fail."""
+
+import json
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.machine import readers
+from gearbx_mlx.machine.budget import SteadyBudget, budget
+from gearbx_mlx.machine.readers import Battery, LinuxThermal, MacThermal, Memory, this_machine
+from gearbx_mlx.machine.scripted import Scripted
+from gearbx_mlx.machine.state import MachineState, merged
+from gearbx_mlx.machine.watch import Watch
+
+
+class Told:
+    """A reader that tells what it is given, or does it."""
+
+    def __init__(self, name: str, act):
+        self.name = name
+        self.read = act if callable(act) else lambda: act
+
+
+def until(condition, seconds: float = 10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert condition()
+
+
+class TestState:
+    @pytest.mark.parametrize(
+        ("wrong", "told"),
+        [
+            ({"thermal": "warm"}, "thermal is 'warm'; choose from nominal, fair, serious, critical"),
+            ({"battery": 1.5}, "battery is 1.5; give a fraction, 0 to 1"),
+            ({"memory": float("nan")}, "memory is nan"),
+            ({"battery": True}, "battery is True"),
+            ({"charging": 1}, "charging is 1; give true or false"),
+        ],
+    )
+    def test_values_that_there_are_not(self, wrong, told):
+        with pytest.raises(GearbxError, match=told):
+            MachineState(**wrong)
+
+    def test_the_worse_of_two(self):
+        one = MachineState("fair", 0.5, True, 0.3)
+        other = MachineState("serious", 0.4, None, 0.2)
+        assert merged([one, other]) == MachineState("serious", 0.4, True, 0.3)
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("state", "share"),
+        [
+            (MachineState(), 1.0),
+            (MachineState("nominal", 0.51, False), 1.0),
+            (MachineState("nominal", 0.2, True), 1.0),  # on a charger
+            (MachineState("nominal", 0.3), 0.5),  # not known to be on one
+            (MachineState("nominal", 0.05, False), 0.0),
+            (MachineState("fair"), 2 / 3),
+            (MachineState("serious", 0.9, True), 1 / 3),
+            (MachineState("critical"), 0.0),
+            (MachineState(memory=0.8), 1.0),
+            (MachineState(memory=0.9), 0.5),
+            (MachineState("fair", memory=0.99), 0.0),
+        ],
+    )
+    def test_is_what_the_worst_of_them_allows(self, state, share):
+        assert budget(state) == pytest.approx(share)
+
+    def test_falls_at_once_and_rises_after_a_while(self):
+        steady = SteadyBudget(patience=3)
+        hot, cool = MachineState("serious"), MachineState("nominal")
+        assert [steady.update(state) for state in (cool, hot, cool, hot, cool, cool, cool)] == pytest.approx(
+            [1, 1 / 3, 1 / 3, 1 / 3, 1 / 3, 1 / 3, 1]
+        )
+
+    def test_readings_that_waver_move_nothing(self):
+        steady = SteadyBudget()
+        shares = {steady.update(MachineState(memory=0.900 + 0.001 * (i % 2))) for i in range(100)}
+        assert len(shares) <= 2
+
+
+def zone(root, number: int, temperature: object, **trips: int) -> None:
+    """A thermal zone as Linux shows it; degrees."""
+    directory = root / f"thermal_zone{number}"
+    directory.mkdir(parents=True)
+    (directory / "temp").write_text(f"{temperature}\n")
+    for place, (kind, at) in enumerate(trips.items()):
+        (directory / f"trip_point_{place}_type").write_text(f"{kind}\n")
+        (directory / f"trip_point_{place}_temp").write_text(f"{at}\n")
+
+
+class TestReaders:
+    @pytest.mark.parametrize(
+        ("temperature", "state"),
+        [(50_000, "nominal"), (76_000, "fair"), (85_000, "serious"), (94_000, "serious"), (101_000, "critical")],
+    )
+    def test_linux_zones(self, tmp_path, temperature, state):
+        zone(tmp_path, 0, temperature, passive=85_000, critical=105_000)
+        zone(tmp_path, 1, 30_000, critical=100_000, passive=-274_000)
+        assert LinuxThermal(tmp_path).read() == MachineState(thermal=state)
+
+    def test_a_zone_that_only_turns_off(self, tmp_path):
+        zone(tmp_path, 0, 91_000, critical=100_000)
+        assert LinuxThermal(tmp_path).read().thermal == "serious"
+
+    def test_a_zone_that_is_asleep_is_left_out(self, tmp_path):
+        zone(tmp_path, 0, "", passive=85_000)
+        zone(tmp_path, 1, 90_000, hot=85_000)
+        assert LinuxThermal(tmp_path).read().thermal == "serious"
+
+    def test_no_zone(self, tmp_path):
+        zone(tmp_path, 0, 40_000)
+        with pytest.raises(GearbxError, match="no thermal zone with trip points"):
+            LinuxThermal(tmp_path)
+
+    def test_macos(self, monkeypatch):
+        monkeypatch.setattr(readers.platform, "system", lambda: "Darwin")
+        info = SimpleNamespace(thermalState=lambda: 2)
+        process = SimpleNamespace(processInfo=lambda: info)
+        monkeypatch.setitem(sys.modules, "Foundation", SimpleNamespace(NSProcessInfo=process))
+        assert MacThermal().read() == MachineState(thermal="serious")
+        monkeypatch.setitem(sys.modules, "Foundation", None)
+        with pytest.raises(GearbxError, match=r"pip install 'gearbx-mlx\[macos\]'"):
+            MacThermal()
+
+    def test_battery_and_memory(self, monkeypatch):
+        battery = SimpleNamespace(percent=42.0, power_plugged=None)
+        stand_in = SimpleNamespace(
+            sensors_battery=lambda: battery, virtual_memory=lambda: SimpleNamespace(percent=63.0)
+        )
+        monkeypatch.setitem(sys.modules, "psutil", stand_in)
+        assert Battery().read() == MachineState(battery=0.42)
+        battery.power_plugged = True
+        assert Battery().read() == MachineState(battery=0.42, charging=True)
+        assert Memory().read() == MachineState(memory=0.63)
+
+    def test_what_a_machine_has_not_is_told(self, monkeypatch, tmp_path):
+        monkeypatch.setitem(sys.modules, "psutil", None)
+        monkeypatch.setattr(readers.platform, "system", lambda: "Linux")
+        monkeypatch.setattr(LinuxThermal.__init__, "__defaults__", (tmp_path,))
+        found, absent = this_machine()
+        assert not found
+        assert absent["heat"].startswith("no thermal zone")
+        missing = "psutil is not installed; install it with: pip install 'gearbx-mlx[machine]'"
+        assert absent["battery"] == absent["memory"] == missing
+
+    def test_psutil_itself(self):
+        pytest.importorskip("psutil")
+        assert 0 < Memory().read().memory <= 1
+
+
+class TestScript:
+    LINES = '{"seconds": 0, "thermal": "nominal", "battery": 0.8}\n\n{"seconds": 30, "thermal": "serious"}\n'
+
+    def read(self, tmp_path, text: str) -> Scripted:
+        file = tmp_path / "machine.jsonl"
+        file.write_text(text)
+        return Scripted.from_file(file)
+
+    @pytest.mark.parametrize("array", [False, True])
+    def test_plays_a_file(self, tmp_path, array):
+        lines = [json.loads(line) for line in self.LINES.splitlines() if line]
+        text = json.dumps(lines, indent=1) if array else self.LINES
+        watch = Watch([self.read(tmp_path, text)])
+        assert watch.state(29.9) == MachineState("nominal", 0.8)
+        assert watch.state(30.0) == MachineState("serious", 0.8)
+
+    def test_counts_tokens_too(self, tmp_path):
+        watch = Watch([self.read(tmp_path, '{"tokens": 100, "memory": 0.9}')])
+        assert watch.state(1e9, 99) == MachineState()
+        assert watch.state(0.0, 100) == MachineState(memory=0.9)
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("", "no states in it"),
+            ('{"seconds": 0}\n{"seconds": 1', "line 2: not JSON"),
+            ("[1]", "entry 1: not an object"),
+            ('{"seconds": 0, "heat": 1}', "line 1: 'heat' is not known; choose from seconds, tokens, thermal"),
+            ('{"thermal": "fair"}', "line 1: give either seconds or tokens"),
+            ('{"seconds": 0}\n{"tokens": 1}', "line 2: tokens, where the lines before have seconds"),
+            ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds is 1, before the line above"),
+            ('{"seconds": -1}', "line 1: seconds is -1"),
+            ('\n{"seconds": 0, "thermal": "hot"}', "line 2: thermal is 'hot'"),
+        ],
+    )
+    def test_what_is_wrong_is_named_with_its_line(self, tmp_path, text, told):
+        with pytest.raises(GearbxError, match=told) as raised:
+            self.read(tmp_path, text)
+        assert "machine.jsonl" in str(raised.value)
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(GearbxError, match="cannot be read"):
+            Scripted.from_file(tmp_path / "nowhere")
+
+
+class TestWatch:
+    def test_puts_together_what_readers_tell(self):
+        with Watch([Told("heat", MachineState("fair")), Told("memory", MachineState(memory=0.5))]) as watch:
+            until(lambda: watch.state() == MachineState("fair", memory=0.5))
+            assert watch.problems() == []
+
+    def test_a_reader_that_fails_is_left_out_and_told_of_once(self):
+        def fails():
+            raise OSError("the sensor is gone")
+
+        with Watch([Told("heat", fails), Told("memory", MachineState(memory=0.5))], interval=0.001) as watch:
+            until(lambda: watch.state() == MachineState(memory=0.5) and watch.polls[0].wrong)
+            watch.state()
+            assert watch.problems() == ["heat cannot be read (OSError: the sensor is gone); going on without it"]
+            time.sleep(0.02)
+            watch.state()
+            assert watch.problems() == []
+
+    def test_a_reader_that_blocks_holds_nothing_up(self):
+        released = threading.Event()
+
+        def blocks():
+            released.wait(30)
+            return MachineState("critical")
+
+        with Watch([Told("heat", blocks), Told("memory", MachineState(memory=0.5))], timeout=0.05) as watch:
+            until(lambda: watch.state() == MachineState(memory=0.5))
+            until(lambda: watch.state() == MachineState(memory=0.5) and watch._problems)
+            assert watch.problems() == ["heat cannot be read (no answer for 0.05 s); going on without it"]
+            released.set()  # and when it answers it is listened to again
+            until(lambda: watch.state().thermal == "critical")
+            assert watch.problems() == []
+
+    def test_what_was_told_before_a_reader_blocked_is_not_believed_for_ever(self):
+        answers = iter([MachineState("critical")])
+        released = threading.Event()
+
+        def blocks_later():
+            told = next(answers, None)
+            if told is None:
+                released.wait(30)
+                return MachineState("nominal")
+            return told
+
+        with Watch([Told("heat", blocks_later)], interval=0.001, timeout=0.05) as watch:
+            until(lambda: watch.state() == MachineState() and watch._problems)
+            released.set()
