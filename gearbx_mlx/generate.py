@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.note(f"{model_name(args.model)} is quantized already: telemetry only, no layer changes gear")
     if args.describe:
         terminal.messages.print(terminal.layers_table(ladder, gearbox.layer_paths()))
-    with options_machine.governor(args, gearbox) as controller:
+    with options_machine.governor(args, gearbox, **options_gears.for_governor(args)) as controller:
         responses = stream_generate(
             model,
             tokenizer,

@@ -165,6 +165,14 @@ def of_manifest(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> d
     return {"manage": manage, "tables": tables, "widths": widths}
 
 
+def for_governor(args: argparse.Namespace) -> dict[str, Any]:
+    """What a Governor is told by --manifest: which layers to cap first, and how far."""
+    if args.manifest is None:
+        return {}
+    manifest = read_precision(Path(args.manifest))
+    return {"sensitivity": manifest.sensitivity, "bounds": manifest.bounds}
+
+
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
     """A Gearbox, or an Observer where nothing can or may shift."""
     if args.telemetry_only or without_gears(model):

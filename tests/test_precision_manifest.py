@@ -142,6 +142,27 @@ class TestFile:
         assert manifest().tables(Ladder.parse("3,16")) == {}
 
 
+class TestForTheController:
+    def test_ranges_and_costs(self):
+        made = manifest()
+        assert made.bounds == {UP: (3, 16), DOWN: (4, 8)}
+        assert [made.sensitivity(UP, bits) for bits in (3, 4, 8, 16)] == [0.01, 0.0025, 0.0, 0.0]
+        assert made.sensitivity(UP, 2) == pytest.approx(0.04)  # fourfold
+        assert made.sensitivity("another", 8) > made.sensitivity(UP, 2)
+
+    def test_caps_within_the_ranges(self, command, tmp_path, for_demo):
+        content = copy.deepcopy(for_demo)
+        for layer in content["layers"].values():
+            layer["min_bits"] = 8
+        (tmp_path / "m.json").write_text(json.dumps(content))
+        result = command(
+            *("generate", "--manifest", tmp_path / "m.json", "--gears", "8,16", "-m", 40),
+            *("--target-tps", 100000, "--summary", tmp_path / "s.json"),
+        )
+        assert result.status == 0, result.err
+        assert json.loads((tmp_path / "s.json").read_text())["effective_bits_per_weight"] >= 8.5
+
+
 class TestGenerate:
     def run(self, command, tmp_path, content, *arguments):
         file = tmp_path / "m.json"

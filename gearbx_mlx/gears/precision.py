@@ -87,6 +87,24 @@ class PrecisionManifest:
     def clamps(self) -> dict[str, float]:
         return {path: layer.clamp for path, layer in self.layers.items() if layer.clamp is not None}
 
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Path to range."""
+        return {path: (layer.min_bits, layer.max_bits) for path, layer in self.layers.items()}
+
+    def sensitivity(self, path: str, bits: int) -> float:
+        """The KL of a layer at any width: where it was not measured, fourfold for every bit below the nearest.
+
+        Nothing at 16 bits. A layer that is not known costs more than any other.
+        """
+        if bits == DENSE:
+            return 0.0
+        if path not in self.layers:
+            return 1 + max(layer.kl[min(layer.kl)] for layer in self.layers.values())
+        kl = self.layers[path].kl
+        nearest = min(kl, key=lambda width: abs(width - bits))
+        return kl[nearest] * 4.0 ** (nearest - bits)
+
     def as_json(self) -> str:
         content = dataclasses.asdict(self)
         content["layers"] = {
