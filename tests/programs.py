@@ -1,5 +1,6 @@
 """Programs in C over the CPU kernels, without Python and MLX: built with sanitizers, or for another processor."""
 
+import fcntl
 import os
 import platform
 import shutil
@@ -37,12 +38,16 @@ def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[s
 
 def kernels(directory: Path, command: Sequence[str]) -> list[str]:
     """The kernels' object files, compiled once in a session for each command, since that takes most of the time."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which has a directory of its own in that of the session
+        directory = directory.parent
     held = directory / f"kernels-{zlib.crc32(' '.join(command).encode()):08x}"
     sources = [file for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
-    if not held.exists():
-        made = Path(tempfile.mkdtemp(dir=directory))
-        compile_all([[*command, "-c", str(file), "-o", str(made / f"{file.stem}.o")] for file in sources])
-        made.rename(held)
+    with open(f"{held}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not held.exists():
+            made = Path(tempfile.mkdtemp(dir=directory))
+            compile_all([[*command, "-c", str(file), "-o", str(made / f"{file.stem}.o")] for file in sources])
+            made.rename(held)
     return [str(held / f"{file.stem}.o") for file in sources]
 
 
