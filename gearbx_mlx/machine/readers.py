@@ -117,6 +117,11 @@ def thermal_state(temperature: int, trips: dict[str, int]) -> str:
     return "serious" if temperature >= slower else "fair" if temperature >= slower - CLOSE else "nominal"
 
 
+def share(percent: float) -> float:
+    """0 to 1."""
+    return round(min(100.0, max(0.0, percent)) / 100, 4)
+
+
 class Battery:
     """Charge and charger, by psutil.
 
@@ -136,9 +141,7 @@ class Battery:
         if battery is None:
             raise GearbxError("the battery is gone")
         plugged = battery.power_plugged  # None where that cannot be told
-        return MachineState(
-            battery=min(1.0, max(0.0, battery.percent / 100)), charging=None if plugged is None else bool(plugged)
-        )
+        return MachineState(battery=share(battery.percent), charging=None if plugged is None else bool(plugged))
 
 
 class Memory:
@@ -154,7 +157,7 @@ class Memory:
         self._psutil = optional("psutil", "psutil", "machine")
 
     def read(self) -> MachineState:
-        return MachineState(memory=min(1.0, max(0.0, self._psutil.virtual_memory().percent / 100)))
+        return MachineState(memory=share(self._psutil.virtual_memory().percent))
 
 
 def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
