@@ -177,8 +177,7 @@ class Gearbox:
         now = {layer.path: layer.module for layer in self.layers} | self._besides.get(False, {})
         self._trees = {self.gear: tree_unflatten(list(now.items()))}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
-        self.shifts = 0
-        self.shift_seconds = 0.0
+        self.shifts, self.shift_seconds = 0, 0.0
         self.active_memory: dict[str, int] = {self.gear.name: mx.get_active_memory()}
         setattr(model, ATTACHED, self)
         if self.gear != first:
@@ -208,6 +207,8 @@ class Gearbox:
         unknown = bits.keys() - self._shapes.keys()
         if unknown:
             raise GearbxError(f"no layer {min(unknown)} changes gear, and so none can be capped")
+        if bits == self._caps:
+            return
         before, gear = self._caps, self.gear
         self._bound(dict(bits))
         try:
