@@ -16,8 +16,7 @@ from .decoding.garbage import KL_BOUND, GarbageCheck, Sense, continuation
 from .errors import GearbxError
 from .floors import wanted_floors
 from .formats import get_format
-from .formats.codebook import Codebook
-from .formats.codebook_library import CodebookLibrary
+from .formats.codebook import CodebookFormat
 from .gears.activations import stored_dtype
 from .gears.codebook_selection import Floors, Selection, measure
 from .gears.cost import layer_bytes
@@ -74,7 +73,7 @@ def wanted_budget(args: argparse.Namespace) -> dict[str, Any] | None:
     size = None if args.memory_budget is None else parse_bytes(args.memory_budget)
     if args.target_bpw is not None and not 0 < args.target_bpw < 16:
         raise GearbxError(f"--target-bpw is {args.target_bpw:g}; give bits between 0 and 16")
-    if not isinstance(get_format(args.format), Codebook | CodebookLibrary):
+    if not isinstance(get_format(args.format), CodebookFormat):
         raise GearbxError(f"a budget is met by codebooks, and the format is {args.format}; give --format codebook")
     if wanted_floors(args) is not None:
         raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
@@ -84,7 +83,7 @@ def wanted_budget(args: argparse.Namespace) -> dict[str, Any] | None:
 def fit(model: nn.Module, tokenizer: Any, format: str, manage: str, budget: Mapping[str, Any]) -> Found:
     """`fit_budget` for what `wanted_budget` says, on text that the model writes itself, with progress."""
     codebooks = get_format(format)
-    assert isinstance(codebooks, Codebook | CodebookLibrary)
+    assert isinstance(codebooks, CodebookFormat)
     own = MIXED + TRIVIAL + HARD if budget["prompts"] is None else read_prompts(Path(budget["prompts"]))
     ends = tokenizer.eos_token_ids
     prompts = [tokenizer.encode(prompt) for prompt in own[:MOST_PROMPTS]]
@@ -111,7 +110,7 @@ def fit(model: nn.Module, tokenizer: Any, format: str, manage: str, budget: Mapp
 def fit_budget(
     model: nn.Module,
     texts: Sequence[Sequence[int]],
-    format: Codebook | CodebookLibrary,
+    format: CodebookFormat,
     manage: str | Predicate = "all",
     memory_budget: int | None = None,
     target_bpw: float | None = None,
@@ -154,7 +153,7 @@ def fit_budget(
     return search(operating_points(measured, rest, spike), judge, memory_budget, target_bpw, progress)
 
 
-def geared(model: nn.Module, format: Codebook | CodebookLibrary, manage: str | Predicate) -> Gearbox:
+def geared(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
     """A model in its top gear that writes text as fast as it can here: natively, else from a weight that is kept."""
     native = choose("native", "float").native
     fast = format if native else type(format)(cache=True, rounds=format.rounds)

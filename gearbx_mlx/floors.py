@@ -10,8 +10,7 @@ from rich.progress import Progress
 
 from .errors import GearbxError
 from .formats import get_format
-from .formats.codebook import Codebook
-from .formats.codebook_library import CodebookLibrary
+from .formats.codebook import CodebookFormat
 from .gears.codebook_selection import LAZY, STRICT, Floors, Selection, measure, select
 from .gears.discovery import Layer, Predicate, discover
 from .gears.residency import EMPTY
@@ -50,7 +49,7 @@ def wanted_floors(args: argparse.Namespace) -> Floors | None:
     if not getattr(args, "auto_bits", False) and given == (None, None):
         return None
     floors = Floors.chosen(*given)
-    if not isinstance(get_format(args.format), Codebook | CodebookLibrary):
+    if not isinstance(get_format(args.format), CodebookFormat):
         raise GearbxError(f"quality floors choose codebooks, and the format is {args.format}; give --format codebook")
     return floors
 
@@ -64,7 +63,7 @@ def select_bits(
         give_up: weights, once they are judged, so that of a model that is read lazily one layer is in memory at a time.
     """
     codebooks = get_format(format)
-    assert isinstance(codebooks, Codebook | CodebookLibrary)
+    assert isinstance(codebooks, CodebookFormat)
     layers, _ = discover(model, manage, group_size, codebooks)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("judging codebooks", total=len(layers))

@@ -82,6 +82,11 @@ def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.
     return model
 
 
+def heavy(*shape: int, seed: int = 0, scale: float = 0.02) -> mx.array:
+    """Student t with 4 degrees of freedom."""
+    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * scale).astype(np.float32))
+
+
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | SwitchLinear)}
 

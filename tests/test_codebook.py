@@ -22,11 +22,6 @@ seeds = st.integers(0, 2**32 - 1)
 widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
 
 
-def heavy(*shape: int, seed: int = 0, scale: float = 0.02) -> mx.array:
-    """Student t with 4 degrees of freedom."""
-    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * scale).astype(np.float32))
-
-
 def gaussian(*shape: int, seed: int = 0) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)) * 0.02
 

@@ -3,40 +3,14 @@
 import math
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
-from hypothesis import strategies as st
+from conftest import ARCHITECTURES, PROMPT, heavy, linear_layers, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.formats import codebook, codebook_library
-from gearbx_mlx.formats.codebook_packing import LAYOUT
 
-MODULES = {"codebook": codebook, "codebook-library": codebook_library}
-CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
-seeds = st.integers(0, 2**32 - 1)
-widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
-
-
-def heavy(*shape: int, seed: int = 0, scale: float = 0.02) -> mx.array:
-    """Student t with 4 degrees of freedom."""
-    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * scale).astype(np.float32))
-
-
-def gaussian(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)) * 0.02
-
-
-def linear(weight: mx.array, bias: bool = True) -> nn.Linear:
-    dense = nn.Linear(weight.shape[1], weight.shape[0], bias=bias)
-    dense.weight = weight
-    return dense
-
-
-def error(made: mx.array, weight: mx.array) -> float:
-    return (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
+FORMATS = ("codebook", "codebook-library")
 
 
 class TestGearbox:
@@ -54,7 +28,7 @@ class TestGearbox:
         assert same_weights(weights_of(model), before)
         assert mx.array_equal(model(PROMPT), logits).item()
 
-    @pytest.mark.parametrize("name", MODULES)
+    @pytest.mark.parametrize("name", FORMATS)
     def test_a_hundred_random_shifts(self, name):
         gearbox = Gearbox(tiny_model(), "2,3,4,16", format=name)
         logits = {}
@@ -124,7 +98,7 @@ class TestGearbox:
         assert gearbox.bits_per_weight(low) > expected[0]
         assert gearbox.weight_bytes_per_token(low) > expected[1]
 
-    @pytest.mark.parametrize("name", MODULES)
+    @pytest.mark.parametrize("name", FORMATS)
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_weights_that_are_not_finite(self, name, value):
         model = tiny_model()

@@ -5,6 +5,7 @@ below an outlier is that of the mean of what is left in its row: one code for al
 that has summed all codes knows what to take back. Entries are rounded to fp16 before codes are fitted to them.
 """
 
+import abc
 import math
 from collections.abc import Sequence
 
@@ -104,13 +105,6 @@ def outlier_bytes(shape: Sequence[int], share: float) -> int:
     return matrices * (OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1]))
 
 
-def misfit(width: int) -> str | None:
-    """`Format.fits` of formats whose outliers are named by 16 bits."""
-    return (
-        f"input width {width} is more than {WIDEST}, the columns that an outlier can be in" if width > WIDEST else None
-    )
-
-
 class CodebookModule(Reconstructed):
     """A layer over codes, what they stand for, and outliers; `bytes_read` are those of one use."""
 
@@ -143,46 +137,70 @@ class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over codebooks."""
 
 
-class Codebook:
-    """Every gear has codes and codebooks of its own, fitted to the weights and nothing else.
+class CodebookFormat(abc.ABC):
+    """What formats of learned codebooks have in common: every gear has codes and tables of its own.
 
     Args:
         cache: whether the modules keep what they reconstruct until their gear is left.
         rounds: of Lloyd's iteration.
     """
 
-    name = "codebook"
-    layer_bits = tuple(LAYOUT)
+    name: str
+    layer_bits: tuple[int, ...]
+    linear: type[CodebookModule]
+    native_linear: type[CodebookModule]
+    experts: type[CodebookModule]
     native, native_experts = True, False
     scales: frozenset[str] = frozenset()  # float16, whatever is asked for
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
 
+    @abc.abstractmethod
+    def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
+        """The arrays that a module of so many bits holds."""
+
+    @abc.abstractmethod
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+        """Bytes of (..., O, I) if so many weights are outliers."""
+
     def check(self, bits: int) -> None:
-        if bits not in LAYOUT:
-            raise GearbxError(f"format 'codebook' has no gear of {bits} bits; choose from 2, 3, 4, 5, 6, 16")
+        if bits not in self.layer_bits:
+            held = ", ".join(map(str, self.layer_bits))
+            raise GearbxError(f"format '{self.name}' has no gear of {bits} bits; choose from {held}, 16")
 
     def fits(self, width: int, group_size: int) -> str | None:
-        return misfit(width)
+        if width > WIDEST:  # outliers are named by 16 bits
+            return f"input width {width} is more than {WIDEST}, the columns that an outlier can be in"
+        return None
 
     def modules(
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        return {wanted: self.module(dense, wanted, encode(dense.weight, wanted, self.rounds), ladder, group_size)}
+        return {wanted: self.module(dense, wanted, self.encode(dense.weight, wanted), ladder, group_size)}
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
-        linear = NativeCodebookLinear if isinstance(dense, Native) else CodebookLinear
-        kind = linear if dense.weight.ndim == 2 else CodebookSwitchLinear
+        linear = self.native_linear if isinstance(dense, Native) else self.linear
+        kind = linear if dense.weight.ndim == 2 else self.experts
         return kind(dense, bits, arrays, self.cache)
-
-    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
-        """Bytes of (..., O, I) if so many weights are outliers."""
-        rows = math.prod(shape[:-1])
-        return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
         """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
         return self.stored_bytes(shape, bits)
+
+
+class Codebook(CodebookFormat):
+    """A codebook for each row, fitted to the weights and nothing else."""
+
+    name = "codebook"
+    layer_bits = tuple(LAYOUT)
+    linear, native_linear, experts = CodebookLinear, NativeCodebookLinear, CodebookSwitchLinear
+
+    def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
+        return encode(weight, bits, self.rounds)
+
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+        rows = math.prod(shape[:-1])
+        return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)

@@ -13,14 +13,11 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from ..errors import GearbxError
-from .codebook import ENTRY_SIZE, CodebookModule, NativeProduct, bulk, misfit, outlier_bytes
+from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
-from .native import Native
 from .packing import pack, unpack
 from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
 
@@ -204,47 +201,17 @@ class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
     """mlx-lm's SwitchLinear over libraries of codebooks, one for each expert."""
 
 
-class CodebookLibrary:
-    """As `Codebook`, with 32 codebooks for a matrix in the place of one for each row: less to hold for a kernel.
-
-    Args:
-        cache: whether the modules keep what they reconstruct until their gear is left.
-        rounds: of Lloyd's iteration.
-    """
+class CodebookLibrary(CodebookFormat):
+    """32 codebooks for a matrix in the place of one for each row: less to hold for a kernel."""
 
     name = "codebook-library"
     layer_bits = BITS
-    native, native_experts = True, False
-    scales: frozenset[str] = frozenset()  # float16, whatever is asked for
+    linear, native_linear, experts = LibraryLinear, NativeLibraryLinear, LibrarySwitchLinear
 
-    def __init__(self, cache: bool = False, rounds: int = ROUNDS):
-        self.cache, self.rounds = cache, rounds
-
-    def check(self, bits: int) -> None:
-        if bits not in BITS:
-            raise GearbxError(f"format 'codebook-library' has no gear of {bits} bits; choose from 2, 3, 4, 16")
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return misfit(width)
-
-    def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
-        return {wanted: self.module(dense, wanted, encode(dense.weight, wanted, self.rounds), ladder, group_size)}
-
-    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
-        linear = NativeLibraryLinear if isinstance(dense, Native) else LibraryLinear
-        kind = linear if dense.weight.ndim == 2 else LibrarySwitchLinear
-        return kind(dense, bits, arrays, self.cache)
+    def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
+        return encode(weight, bits, self.rounds)
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
-        """Bytes of (..., O, I) if so many weights are outliers."""
         groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
         libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
         return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
-
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
-        """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
-        return self.stored_bytes(shape, bits)

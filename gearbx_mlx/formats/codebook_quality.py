@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import codebook_library
-from .codebook import Codebook
-from .codebook_library import CodebookLibrary
+from .codebook import Codebook, CodebookFormat
 from .codebook_lloyd import SortedRows, lloyd
 from .codebook_outliers import find_all
 
@@ -83,7 +82,7 @@ def some_experts(weight: mx.array) -> mx.array:
     return weight[mx.arange(EXPERTS_JUDGED) * len(weight) // EXPERTS_JUDGED]
 
 
-def by_row(format: Codebook, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
+def by_row(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
     rows, outlying = sample(weight, mask)
     own = mx.square(rows).sum(-1)
     kept = mx.where(outlying, mx.square(rows), 0).sum(-1)
@@ -96,7 +95,7 @@ def by_row(format: Codebook, weight: mx.array, mask: np.ndarray) -> Iterator[tup
         )
 
 
-def by_library(format: CodebookLibrary, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
+def by_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
     rows, outlying = sample(weight, mask)
     for bits in format.layer_bits:
         made = []
@@ -106,7 +105,7 @@ def by_library(format: CodebookLibrary, weight: mx.array, mask: np.ndarray) -> I
         yield bits, made[0], made[1]
 
 
-def qualities(format: Codebook | CodebookLibrary, weight: mx.array) -> Iterator[Quality]:
+def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """The quality of (O, I), or of (E, O, I) by four experts, at each of the format's bits, ascending, as asked for."""
     judged = some_experts(weight)
     mask = find_all(judged)

@@ -13,8 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import GearbxError
-from ..formats.codebook import Codebook
-from ..formats.codebook_library import CodebookLibrary
+from ..formats.codebook import CodebookFormat
 from ..formats.codebook_quality import Quality, qualities
 from .cost import HEADS
 from .discovery import Layer, Predicate, is_attention, with_bits
@@ -89,7 +88,7 @@ class Measured:
 
 def measure(
     layers: Iterable[Layer],
-    format: Codebook | CodebookLibrary,
+    format: CodebookFormat,
     enough: Floors,
     progress: Callable[[str], None] = lambda path: None,
 ) -> list[Measured]:

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import GearbxError
-from ..formats.codebook import Codebook
-from ..formats.codebook_library import CodebookLibrary
+from ..formats.codebook import CodebookFormat
 from .codebook_selection import Floors, Measured, Selection, select
 from .discovery import Layer
 
@@ -74,7 +73,7 @@ class Found:
     tried: Sequence[Point]
 
 
-def encoding_spike(layers: Sequence[Layer], format: Codebook | CodebookLibrary, bits: int) -> int:
+def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
     """Bytes that encoding the largest layer needs at most, the layer itself included; measured by encoding it.
 
     MLX's peak memory is counted from here on.
