@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import heavy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten

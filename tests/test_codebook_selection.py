@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import heavy, tiny_model
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -16,10 +16,6 @@ from gearbx_mlx.gears import selection_report as report
 from gearbx_mlx.gears.codebook_selection import Floors, Measured, kind_of, measure, select
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.h_process import encoding_spike, operating_points, search
-
-
-def heavy(*shape: int, seed: int = 0) -> mx.array:
-    return mx.array((np.random.default_rng(seed).standard_t(4, shape) * 0.02).astype(np.float32))
 
 
 def cosine(made: mx.array, weight: mx.array) -> float:
