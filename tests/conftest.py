@@ -15,6 +15,7 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.packing import unpack
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.reference import plane_shifts
@@ -165,6 +166,14 @@ def demo():
     """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
     model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def geared_demo(demo):
+    """The demo model with a gearbox that all tests of a file share, and leave in the top gear."""
+    gearbox = Gearbox(demo.model, "3,16", kernels="auto")
+    yield gearbox
+    gearbox.shift("high")
 
 
 @pytest.fixture

@@ -21,14 +21,6 @@ QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he 
 TALE = "Once upon a time there was a king who"
 
 
-@pytest.fixture(scope="module")
-def geared(demo):
-    """The demo model with a gearbox that every test shares, and leaves in the top gear."""
-    gearbox = Gearbox(demo.model, "3,16", kernels="auto")
-    yield gearbox
-    gearbox.shift("high")
-
-
 class TestDraftingFiles:
     def test_what_ships_is_for_the_demo_model(self, fresh_demo):
         for made in shipped():
@@ -43,16 +35,16 @@ class TestDraftingFiles:
         assert rule.agreement(4.0) == 0.5
         assert draft is None
 
-    def test_recorded_agreement_is_that_of_single_steps(self, geared, demo):
+    def test_recorded_agreement_is_that_of_single_steps(self, geared_demo, demo):
         prompt = demo.tokenizer.encode(QUESTION)
-        geared.shift("high")
+        geared_demo.shift("high")
         text = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, prompt, 8)]
-        low, top = geared.ladder
-        (found,) = record_agreement(geared, top, [low], prompt, text)
+        low, top = geared_demo.ladder
+        (found,) = record_agreement(geared_demo, top, [low], prompt, text)
         # Within one block the low gear looks back at its own entries, as it does in a draft.
         cache = make_prompt_cache(demo.model)
         demo.model(mx.array(prompt[:-1])[None], cache=cache)
-        geared.shift("low")
+        geared_demo.shift("low")
         for token, wanted, entropy, agrees in zip([prompt[-1], *text], text, found.entropies, found.agrees):
             logits = demo.model(mx.array([[token]]), cache=cache)[0, -1]
             assert entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)

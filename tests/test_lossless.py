@@ -42,14 +42,6 @@ SAMPLERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def geared(demo):
-    """The demo model with a gearbox that every test shares, and leaves in the top gear."""
-    gearbox = Gearbox(demo.model, "3,16", kernels="auto")
-    yield gearbox
-    gearbox.shift("high")
-
-
 def told(responses):
     return [(r.token, r.text, r.finish_reason, np.array(r.logprobs)) for r in responses]
 
@@ -116,9 +108,9 @@ class TestIsTheTopGear:
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
     @pytest.mark.parametrize("prompt", [QUESTION, TALE])
-    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared, demo, sampler, prompt):
+    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
         (theirs, after), (ours, after_ours) = both(
-            geared, demo.tokenizer, prompt, max_tokens=50, sampler=SAMPLERS[sampler]
+            geared_demo, demo.tokenizer, prompt, max_tokens=50, sampler=SAMPLERS[sampler]
         )
         assert_same(told(ours), told(theirs))
         assert after == after_ours  # so that what is drawn next is the same too
@@ -156,22 +148,30 @@ class TestIsTheTopGear:
             "seven",
         ],
     )
-    def test_with_every_keyword_of_mlx_lm(self, geared, demo, keywords):
-        (theirs, after), (ours, after_ours) = both(geared, demo.tokenizer, QUESTION, **{"max_tokens": 45} | keywords)
+    def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords):
+        (theirs, after), (ours, after_ours) = both(
+            geared_demo, demo.tokenizer, QUESTION, **{"max_tokens": 45} | keywords
+        )
         assert_same(told(ours), told(theirs))
         assert after == after_ours
 
-    def test_processors_are_given_the_tokens_before_each_place(self, geared, demo):
+    def test_processors_are_given_the_tokens_before_each_place(self, geared_demo, demo):
         seen = []
 
         def processor(tokens, logits):
-            seen.append((geared.gear.name, tokens.tolist()))
+            seen.append((geared_demo.gear.name, tokens.tolist()))
             return logits
 
         prompt = demo.tokenizer.encode(QUESTION)
         responses = list(
             stream_generate(
-                geared.model, demo.tokenizer, prompt, 30, gearbox=geared, mode="lossless", logits_processors=[processor]
+                geared_demo.model,
+                demo.tokenizer,
+                prompt,
+                30,
+                gearbox=geared_demo,
+                mode="lossless",
+                logits_processors=[processor],
             )
         )
         made = [r.token for r in responses]
@@ -188,11 +188,11 @@ class TestIsTheTopGear:
             (theirs, _), (ours, _) = both(gearbox, tokenizer, prompt, max_tokens=40)
             assert_same(told(ours), told(theirs))
 
-    def test_stop_tokens_inside_a_draft_end_the_text(self, geared, demo):
+    def test_stop_tokens_inside_a_draft_end_the_text(self, geared_demo, demo):
         tokenizer = copy.deepcopy(demo.tokenizer)
-        (theirs, _), _ = both(geared, tokenizer, QUESTION, max_tokens=40)
+        (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
-        (theirs, _), (ours, _) = both(geared, tokenizer, QUESTION, max_tokens=40, drafting=FixedLength(15))
+        (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, drafting=FixedLength(15))
         assert_same(told(ours), told(theirs))
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
@@ -207,21 +207,21 @@ class TestIsTheTopGear:
 
 class TestCache:
     @pytest.mark.parametrize("ends", ["length", "stop", "closed"])
-    def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared, demo, ends):
+    def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared_demo, demo, ends):
         tokenizer = copy.deepcopy(demo.tokenizer)
-        geared.shift("high")
+        geared_demo.shift("high")
         if ends == "stop":
             made = [r.token for r in mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30)]
             tokenizer.eos_token_ids = {made[17]}
         caches = []
         for mode in (None, "lossless"):
             cache = make_prompt_cache(demo.model)
-            geared.shift("high")
+            geared_demo.shift("high")
             if mode is None:
                 run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=cache)
             else:
                 run = stream_generate(
-                    demo.model, tokenizer, QUESTION, 30, gearbox=geared, mode=mode, prompt_cache=cache
+                    demo.model, tokenizer, QUESTION, 30, gearbox=geared_demo, mode=mode, prompt_cache=cache
                 )
             taken = list(itertools.islice(run, 12)) if ends == "closed" else list(run)
             assert taken
@@ -232,26 +232,26 @@ class TestCache:
             for a, b in zip(mine.keys_and_values(), other.keys_and_values()):
                 assert mx.array_equal(a, b)
 
-    def test_goes_on_over_turns_as_the_top_gear_does(self, geared, demo):
+    def test_goes_on_over_turns_as_the_top_gear_does(self, geared_demo, demo):
         texts = []
         for mode in (None, "lossless"):
             cache, made = make_prompt_cache(demo.model), []
             for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many has he now?"):
-                geared.shift("high")
+                geared_demo.shift("high")
                 if mode is None:
                     run = mlx_lm.stream_generate(demo.model, demo.tokenizer, turn, 12, prompt_cache=cache)
                 else:
                     run = stream_generate(
-                        demo.model, demo.tokenizer, turn, 12, gearbox=geared, mode=mode, prompt_cache=cache
+                        demo.model, demo.tokenizer, turn, 12, gearbox=geared_demo, mode=mode, prompt_cache=cache
                     )
                 made.append([r.token for r in run])
             texts.append(made)
         assert texts[0] == texts[1]
 
-    def test_the_model_alone_runs_under_mlx_lm(self, geared, demo):
-        lossless = LosslessModel(geared)
+    def test_the_model_alone_runs_under_mlx_lm(self, geared_demo, demo):
+        lossless = LosslessModel(geared_demo)
         text = mlx_lm.generate(lossless, demo.tokenizer, QUESTION, max_tokens=30)
-        geared.shift("high")
+        geared_demo.shift("high")
         assert text == mlx_lm.generate(demo.model, demo.tokenizer, QUESTION, max_tokens=30)
 
     def test_one_that_cannot_be_taken_back_is_refused_by_name(self, tiny):
@@ -305,13 +305,13 @@ class TestCache:
 
 
 class TestWhatIsCounted:
-    def test_tokens_drafts_checks_and_bytes(self, geared, demo):
+    def test_tokens_drafts_checks_and_bytes(self, geared_demo, demo):
         responses = list(
             stream_generate(
-                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared, mode="lossless", drafting=FixedLength(4)
+                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode="lossless", drafting=FixedLength(4)
             )
         )
-        low, high = (geared.weight_bytes_per_token(gear) for gear in geared.ladder)
+        low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         drafted, checks = sum(r.drafted for r in responses), sum(r.passes[1] for r in responses)
         accepted = sum(r.from_draft for r in responses)
         assert accepted + checks == len(responses) == 40
@@ -341,6 +341,6 @@ class TestWhatIsCounted:
         checked = [r.near_tie for r in responses]
         assert sum(checked) >= len(checked) - 1
 
-    def test_text_without_near_ties_has_none(self, geared, demo):
-        run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared, mode="lossless")
+    def test_text_without_near_ties_has_none(self, geared_demo, demo):
+        run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared_demo, mode="lossless")
         assert not any(r.near_tie for r in run)
