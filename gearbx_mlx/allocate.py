@@ -82,11 +82,10 @@ def wishes_of(args: argparse.Namespace, gears: int) -> tuple[str, list[float]] |
 
 def run(args: argparse.Namespace) -> int:
     from . import measuring, options
-    from .errors import GearbxError
+    from .errors import GearbxError, about
     from .evaluation.allocating import Allocator, table_of
-    from .gears.attachment import model_fingerprint
     from .gears.ladder import Ladder
-    from .gears.precision import read_precision
+    from .gears.precision import fit, read_precision
 
     ladder = Ladder.parse(args.gears)
     bits = [gear.bits for gear in ladder if not gear.dense]
@@ -100,14 +99,11 @@ def run(args: argparse.Namespace) -> int:
     out = options.output_path(args.out or file)
     model, tokenizer, config = measuring.load_original(args)
     texts = measuring.windows(args, tokenizer, config)
-    try:
-        manifest.check_model(model_fingerprint(model))
+    with about(file):
+        manifest, _, missing = fit(manifest, model)
         terminal.show_compiling()
         settings = manifest.format, manifest.group_size, manifest.manage, manifest.clamps
         gearbox = measuring.geared(args, model, {*manifest.bits, *bits}, *settings)
-        manifest, missing = manifest.fitted([layer.path for layer in gearbox.layers])
-    except GearbxError as error:
-        raise GearbxError(f"{file}: {error}") from error
     for path in missing:
         terminal.note(f"{file}: has no {path}, which stays at full precision")
     gears = dict(manifest.gears)

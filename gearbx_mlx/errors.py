@@ -1,5 +1,8 @@
 """The one exception that a user is meant to read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class GearbxError(ValueError):
     """A mistake that the user can mend: the message is one line that names the thing, its value and the remedy."""
@@ -7,3 +10,12 @@ class GearbxError(ValueError):
 
 class GearbxWarning(UserWarning):
     """Something that works, but perhaps not as the user thinks."""
+
+
+@contextmanager
+def about(thing: object) -> Iterator[None]:
+    """Begins the message of an error inside with what it is about, such as a file."""
+    try:
+        yield
+    except GearbxError as error:
+        raise GearbxError(f"{thing}: {error}") from error

@@ -6,15 +6,14 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .errors import GearbxError
+from .errors import GearbxError, about
 from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
-from .formats import DEFAULT_FORMAT, FORMATS, get_format
-from .gears.attachment import model_fingerprint
-from .gears.discovery import MANAGE, Predicate, discover, with_clamps
+from .formats import DEFAULT_FORMAT, FORMATS
+from .gears.discovery import MANAGE, Predicate, with_clamps
 from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
-from .gears.precision import read_precision
+from .gears.precision import PrecisionManifest, fit, read_precision
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
 from .kernels.dispatch import ACTIVATIONS, KERNELS
@@ -97,12 +96,10 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
     if args.gears is not None:
         Ladder.parse(args.gears)
     saved = gears_of(args.model)
-    settle_manifest(args, saved is not None)
+    args.precision = precision_of(args, saved is not None)
     if saved is not None:
-        try:
+        with about(args.model):
             args.gears = str(saved.chosen(args.gears))
-        except GearbxError as error:
-            raise GearbxError(f"{args.model}: {error}") from error
     if args.gears is None:
         args.gears = default
         if default and saved is None and getattr(args, "format", None) in CODEBOOKS:
@@ -119,15 +116,15 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
         raise GearbxError(f"the gears of {args.model} have their bits; leave out the floors, or convert the original")
 
 
-def settle_manifest(args: argparse.Namespace, has_gears: bool) -> None:
-    """Fill in --format, --manage and --q-group-size from --manifest.
+def precision_of(args: argparse.Namespace, has_gears: bool) -> PrecisionManifest | None:
+    """What --manifest says, None without it; fills in --format, --manage and --q-group-size.
 
     Raises:
         GearbxError: a manifest that cannot be read, or a flag that says otherwise.
     """
     file = getattr(args, "manifest", None)
     if file is None:
-        return
+        return None
     if has_gears:
         raise GearbxError(f"the gears of {args.model} have their bits; leave out --manifest, or give the original")
     if wanted_floors(args):
@@ -139,21 +136,19 @@ def settle_manifest(args: argparse.Namespace, has_gears: bool) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise GearbxError(f"{flag} is {given}, and {file} was measured with {held}; leave out {flag}")
         setattr(args, name, held)
+    return manifest
 
 
-def of_manifest(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> dict[str, Any]:
+def for_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> dict[str, Any]:
     """What a Gearbox is told by --manifest: manage, tables and widths.
 
     Raises:
         GearbxError: it is another model's, or has a layer that this one does not have.
     """
-    try:
-        manifest = read_precision(Path(args.manifest))
-        manifest.check_model(model_fingerprint(model))
-        layers, _ = discover(model, args.manage, args.q_group_size, get_format(args.format))
-        manifest, missing = manifest.fitted([layer.path for layer in layers])
-    except GearbxError as error:
-        raise GearbxError(f"{args.manifest}: {str(error).removeprefix(f'{args.manifest}: ')}") from error
+    if args.precision is None:
+        return {}
+    with about(args.manifest):
+        manifest, _, missing = fit(args.precision, model)
     for path in missing:
         note(f"{args.manifest}: has no {path}, which stays at full precision in the tables")
     tables = manifest.tables(ladder)
@@ -167,10 +162,9 @@ def of_manifest(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> d
 
 def for_governor(args: argparse.Namespace) -> dict[str, Any]:
     """What a Governor is told by --manifest: which layers to cap first, and how far."""
-    if args.manifest is None:
+    if args.precision is None:
         return {}
-    manifest = read_precision(Path(args.manifest))
-    return {"sensitivity": manifest.sensitivity, "bounds": manifest.bounds}
+    return {"sensitivity": args.precision.sensitivity, "bounds": args.precision.bounds}
 
 
 def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> Gearbox | Observer:
@@ -179,7 +173,7 @@ def make_gearbox(args: argparse.Namespace, model: nn.Module, ladder: Ladder) -> 
         return Observer(model, ladder, dtype=args.dtype)
     show_compiling()
     manage: str | Predicate = args.manage
-    further = of_manifest(args, model, ladder) if getattr(args, "manifest", None) else {}
+    further = for_gearbox(args, model, ladder)
     floors = wanted_floors(args)
     if floors:
         selection = select_bits(model, args.format, manage, floors)

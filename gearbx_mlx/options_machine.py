@@ -10,7 +10,7 @@ from .decoding.governor import Governor
 from .decoding.stream import KICKDOWN, ROUTE
 from .errors import GearbxError
 from .gears.gearbox import Gearbox
-from .gears.ladder import DENSE, QUANTIZED, Ladder
+from .gears.ladder import SUPPORTED, WIDTHS, Ladder
 from .loading import gears_of
 from .machine.readers import this_machine
 from .machine.scripted import Scripted
@@ -90,9 +90,9 @@ def cap_bits(args: argparse.Namespace) -> tuple[int, ...]:
         widths = tuple(int(part) for part in args.cap_bits.split(","))
     except ValueError as error:
         raise GearbxError(f"--cap-bits is '{args.cap_bits}'; give whole numbers with commas between") from error
-    unknown = [bits for bits in widths if bits not in (*QUANTIZED, DENSE)]
+    unknown = [bits for bits in widths if bits not in WIDTHS]
     if unknown:
-        raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {', '.join(map(str, (*QUANTIZED, DENSE)))}")
+        raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
     if gears_of(args.model) is not None:
         raise GearbxError(f"the gears of {args.model} have their bits; leave out --cap-bits")
     return widths

@@ -12,11 +12,11 @@ import mlx.nn as nn
 from mlx_lm.utils import quantize_model, save
 
 from . import terminal
-from .errors import GearbxError
-from .gears.attachment import model_fingerprint
-from .gears.discovery import discover, is_quantized
+from .errors import GearbxError, about
+from .formats import get_format
+from .gears.discovery import is_quantized
 from .gears.ladder import DENSE
-from .gears.precision import PrecisionManifest, read_precision
+from .gears.precision import PrecisionManifest, fit, read_precision
 from .loading import load
 
 AFFINE = "affine"  # what mlx-lm's own quantized layers are
@@ -63,12 +63,8 @@ def convert(args: argparse.Namespace, source: Path, work: Path) -> dict[str, Any
     model, tokenizer, config = load(source, return_config=True, lazy=True, tokenizer_config=dict(trust), **trust)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
-    try:
-        manifest.check_model(model_fingerprint(model))
-        layers, _ = discover(model, manifest.manage, manifest.group_size)
-        manifest, missing = manifest.fitted([layer.path for layer in layers])
-    except GearbxError as error:
-        raise GearbxError(f"{args.manifest}: {error}") from error
+    with about(args.manifest):
+        manifest, layers, missing = fit(manifest, model, get_format(AFFINE))
     for path in missing:
         terminal.note(f"{args.manifest}: has no {path}, which stays as it is")
     table, clamps = manifest.gears[gear].bits, manifest.clamps

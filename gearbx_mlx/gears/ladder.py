@@ -8,6 +8,8 @@ from ..errors import GearbxError
 
 QUANTIZED = (2, 3, 4, 5, 6, 8)  # what MLX's affine kernels read
 DENSE = 16  # the weights as they are, whatever type the checkpoint has
+WIDTHS = (*QUANTIZED, DENSE)
+SUPPORTED = ", ".join(map(str, WIDTHS))
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,11 @@ class Ladder(Sequence[Gear]):
 
     def __init__(self, bits: Sequence[int]):
         shown = ",".join(map(str, bits))
-        supported = ", ".join(map(str, (*QUANTIZED, DENSE)))
         if not bits:
-            raise GearbxError(f"a ladder needs at least one gear; give bits in ascending order, each of {supported}")
+            raise GearbxError(f"a ladder needs at least one gear; give bits in ascending order, each of {SUPPORTED}")
         for b in bits:
-            if b not in (*QUANTIZED, DENSE):
-                raise GearbxError(f"gear of {b} bits in '{shown}' is not supported; choose from {supported}")
+            if b not in WIDTHS:
+                raise GearbxError(f"gear of {b} bits in '{shown}' is not supported; choose from {SUPPORTED}")
         if any(a >= b for a, b in itertools.pairwise(bits)):
             raise GearbxError(
                 f"gears must ascend, got '{shown}'; did you mean '{','.join(map(str, sorted(set(bits))))}'?"

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import GearbxError
-from .ladder import DENSE, QUANTIZED, Ladder
+import mlx.nn as nn
+
+from ..errors import GearbxError, about
+from ..formats import Format, get_format
+from .attachment import model_fingerprint
+from .discovery import Layer, discover
+from .ladder import DENSE, SUPPORTED, WIDTHS, Ladder
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
@@ -158,6 +163,23 @@ def least_bits(kl: Mapping[int, float], perplexity_change: Mapping[int, float]) 
     return next(good, widths[-1])
 
 
+def fit(
+    manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
+) -> tuple[PrecisionManifest, list[Layer], list[str]]:
+    """The manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
+
+    Args:
+        format: what the layers are to be stored in. Default: the manifest's.
+
+    Raises:
+        GearbxError: it is another model's, or has a layer that this one does not have.
+    """
+    manifest.check_model(model_fingerprint(model))
+    layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))
+    manifest, missing = manifest.fitted([layer.path for layer in layers])
+    return manifest, layers, missing
+
+
 def read_precision(file: Path) -> PrecisionManifest:
     """A precision manifest.
 
@@ -168,10 +190,8 @@ def read_precision(file: Path) -> PrecisionManifest:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise GearbxError(f"{file}: cannot be read as a precision manifest ({error}); {MAKE}") from error
-    try:
+    with about(file):
         return parse_precision(content)
-    except GearbxError as error:
-        raise GearbxError(f"{file}: {error}") from error
 
 
 def parse_precision(content: Any) -> PrecisionManifest:
@@ -246,9 +266,8 @@ def parse_table(gear: str, content: Mapping[str, Any], layers: Mapping[str, Any]
 
 def width(value: Any) -> int:
     """Raises GearbxError for bits that no kernel reads."""
-    if int(value) not in (*QUANTIZED, DENSE) or isinstance(value, float | bool):
-        supported = ", ".join(map(str, (*QUANTIZED, DENSE)))
-        raise GearbxError(f"has {value} bits; choose from {supported}")
+    if int(value) not in WIDTHS or isinstance(value, float | bool):
+        raise GearbxError(f"has {value} bits; choose from {SUPPORTED}")
     return int(value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import GearbxError, GearbxWarning
 from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
 from .discovery import Layer
-from .ladder import DENSE, QUANTIZED, Ladder
+from .ladder import SUPPORTED, WIDTHS, Ladder
 from .manifest import Manifest
 
 
@@ -35,9 +35,8 @@ def check_tables(
                 f"the table of {name} has {min(table.keys() - paths)}, which is no layer that changes gear"
             )
         for path, bits in table.items():
-            if bits not in (*QUANTIZED, DENSE):
-                supported = ", ".join(map(str, (*QUANTIZED, DENSE)))
-                raise GearbxError(f"the table of {name} has {bits} bits for {path}; choose from {supported}")
+            if bits not in WIDTHS:
+                raise GearbxError(f"the table of {name} has {bits} bits for {path}; choose from {SUPPORTED}")
     return {ladder.find(name).bits: table for name, table in tables.items()}
 
 

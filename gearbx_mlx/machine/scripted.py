@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import GearbxError
+from ..errors import GearbxError, about
 from .state import NAMES, MachineState
 
 TIMES = ("seconds", "tokens")
@@ -52,10 +52,8 @@ class Scripted:
         points: list[Point] = []
         unit = None
         for place, entry in entries(path, text):
-            try:
+            with about(f"{path}, {place}"):
                 unit, point = parsed(entry, unit, points)
-            except GearbxError as error:
-                raise GearbxError(f"{path}, {place}: {error}") from error
             points.append(point)
         if unit is None:
             raise GearbxError(f'{path}: no states in it; give lines such as {{"seconds": 30, "thermal": "serious"}}')
