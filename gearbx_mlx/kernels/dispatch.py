@@ -6,6 +6,7 @@
 | more (prefill, a batch), Linux    | native, 16 at a time                   | MLX's own  |
 | more, macOS                       | MLX's own: Accelerate has matrix units | MLX's own  |
 | experts on a CPU                  | by their vectors, as above             | MLX's own  |
+| norms and positions on a CPU      | native                                 | MLX's own  |
 
 "native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
 the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
@@ -209,6 +210,33 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
 def are_pairs(x: mx.array, indices: mx.array) -> bool:
     """Whether vectors (..., 1, I) and experts make pairs for a native kernel; MLX takes several vectors an expert."""
     return x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 and is_native(indices.size)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x (..., D) / sqrt(mean(x^2) + eps) * weight (D,), of x's type."""
+    kernel = between_products("rms_norm") if x.size else None
+    if kernel is None:
+        return mx.fast.rms_norm(x, weight.astype(x.dtype), eps)
+    return kernel(x, weight, eps).astype(x.dtype)
+
+
+def rope(
+    x: mx.array, frequencies: mx.array, offset: int, traditional: bool = False, scale: float = 1.0
+) -> mx.array | None:
+    """x (B, H, T, D) with rotary positions from `offset` on, of x's type; None: where MLX is to do it.
+
+    Args:
+        frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
+    """
+    takes = x.ndim == 4 and x.size > 0 and isinstance(offset, int)
+    kernel = between_products("rope") if takes else None
+    return None if kernel is None else kernel(x, frequencies, traditional, scale, offset).astype(x.dtype)
+
+
+def between_products(name: str) -> Callable[..., mx.array] | None:
+    """A kernel of the CPU for what stands between products; there MLX makes ten to twenty operations of it."""
+    module = cpu.native() if on_cpu() else None
+    return getattr(module, name, None)
 
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:

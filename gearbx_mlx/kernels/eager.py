@@ -58,6 +58,20 @@ class Pairs(ctypes.Structure):
     ]
 
 
+class Rotation(ctypes.Structure):
+    """gearbx_rotation of cpu/norm_rope.h."""
+
+    _fields_ = [
+        ("shape", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4),
+        ("frequencies", ctypes.c_void_p),
+        ("dims", ctypes.c_int),
+        ("traditional", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("offset", ctypes.c_int64),
+    ]
+
+
 def require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
@@ -81,6 +95,9 @@ class Library:
         for name in ("stack", "dense"):
             getattr(library, f"gearbx_{name}_product").argtypes = [pointer, pointer, ctypes.c_int64, pointer]
             getattr(library, f"gearbx_{name}_experts").argtypes = [pointer] * 4
+        shape = ctypes.c_int64, ctypes.c_int64
+        library.gearbx_rms_norm.argtypes = [pointer, *shape, pointer, ctypes.c_int, ctypes.c_float, pointer]
+        library.gearbx_rope.argtypes = [pointer] * 3
         library.gearbx_read_sum.argtypes = [pointer, ctypes.c_int64]
         library.gearbx_entropy_bits.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
         library.gearbx_read_sum.restype = ctypes.c_uint32
@@ -99,6 +116,30 @@ class Library:
         bits = np.empty(rows.shape[:-1], np.float32)
         self._library.gearbx_entropy_bits(rows.ctypes.data, bits.size, rows.shape[-1], bits.ctypes.data)
         return mx.array(bits)
+
+    def rms_norm(self, x, weight, eps) -> mx.array:
+        require(weight.ndim == 1, "the weight of a norm is a vector")
+        require(weight.dtype in TYPES, "weights are float32, bfloat16 or float16")
+        require(x.shape[-1] == weight.size and x.size > 0, "x and the weights differ in width")
+        rows, held = in_memory([x.astype(mx.float32), weight])
+        y = np.empty_like(rows)
+        shape = rows.size // weight.size, weight.size
+        self._library.gearbx_rms_norm(
+            rows.ctypes.data, *shape, held.ctypes.data, TYPES[weight.dtype], eps, y.ctypes.data
+        )
+        return mx.array(y)
+
+    def rope(self, x, frequencies, traditional, scale, offset) -> mx.array:
+        require(frequencies.ndim == 1 and frequencies.dtype == mx.float32, "frequencies are a vector of float32")
+        require(x.ndim == 4 and x.size > 0, "x is (batch, heads, length, width), and not empty")
+        require(2 * frequencies.size <= x.shape[3], "two numbers of x or more for each frequency")
+        rows, held = in_memory([x.astype(mx.float32), frequencies])
+        four = ctypes.c_int64 * 4
+        shape, strides = four(*rows.shape), four(*(stride // 4 for stride in rows.strides))
+        rotation = Rotation(shape, strides, held.ctypes.data, 2 * frequencies.size, traditional, scale, offset)
+        y = np.empty_like(rows)
+        self._library.gearbx_rope(ctypes.addressof(rotation), rows.ctypes.data, y.ctypes.data)
+        return mx.array(y)
 
     def stack_matvec(self, x, weights, scales, biases, widths, group, x_bits=0) -> mx.array:
         matrix, x, held = self._stack(x, weights, scales, biases, widths, group, x_bits, 2)

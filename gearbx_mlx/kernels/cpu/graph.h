@@ -152,4 +152,7 @@ void bind_experts(nb::module_& m);
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
+// Adds what stands between products (norm_rope_primitive.cpp).
+void bind_norm_rope(nb::module_& m);
+
 }  // namespace gearbx

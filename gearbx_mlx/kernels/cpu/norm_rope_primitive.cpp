@@ -1,0 +1,91 @@
+// RMS norms and rotary positions as operations of MLX's graph.
+
+#include "norm_rope.h"
+
+#include <algorithm>
+
+#include "graph.h"
+
+namespace gearbx {
+namespace {
+
+// Inputs: x, weight.
+class RmsNorm : public Operation {
+ public:
+  RmsNorm(mx::Stream s, float eps) : Operation(s), eps_(eps) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array& weight = inputs[1];
+    const int64_t columns = weight.shape(0), rows = vectors_of(inputs[0]);
+    dispatch(inputs, outputs[0],
+             [rows, columns, w = weight.data<void>(), type = type_of(weight), eps = eps_](const float* x, float* y) {
+               gearbx_rms_norm(x, rows, columns, w, type, eps, y);
+             });
+  }
+
+  const char* name() const override { return "GearbxRmsNorm"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return eps_ == static_cast<const RmsNorm&>(other).eps_;
+  }
+
+ private:
+  float eps_;
+};
+
+// Inputs: x, in any strides, frequencies.
+class Rope : public Operation {
+ public:
+  Rope(mx::Stream s, bool traditional, float scale, int64_t offset)
+      : Operation(s), traditional_(traditional), scale_(scale), offset_(offset) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array& frequencies = inputs[1];
+    gearbx_rotation r = {};
+    std::copy(inputs[0].shape().begin(), inputs[0].shape().end(), r.shape);
+    std::copy(inputs[0].strides().begin(), inputs[0].strides().end(), r.strides);
+    r.frequencies = frequencies.data<float>();
+    r.dims = 2 * frequencies.shape(0);
+    r.traditional = traditional_;
+    r.scale = scale_;
+    r.offset = offset_;
+    dispatch(inputs, outputs[0], [r](const float* x, float* y) { gearbx_rope(&r, x, y); });
+  }
+
+  const char* name() const override { return "GearbxRope"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const Rope&>(other);
+    return traditional_ == o.traditional_ && scale_ == o.scale_ && offset_ == o.offset_;
+  }
+
+ private:
+  bool traditional_;
+  float scale_;
+  int64_t offset_;
+};
+
+mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(weight.ndim() == 1, "the weight of a norm is a vector");
+  type_of(weight);
+  check_x(x, weight.shape(0));
+  return output(x.shape(), weight.shape(0), std::make_shared<RmsNorm>(s, eps),
+                {in_rows_and_float32(x, s), in_rows(weight, s)});
+}
+
+mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditional, float scale, int64_t offset) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(frequencies.ndim() == 1 && frequencies.dtype() == mx::float32, "frequencies are a vector of float32");
+  require(x.ndim() == 4 && x.size() > 0, "x is (batch, heads, length, width), and not empty");
+  require(2 * frequencies.shape(0) <= x.shape(3), "two numbers of x or more for each frequency");
+  return output(x.shape(), x.shape(3), std::make_shared<Rope>(s, traditional, scale, offset),
+                {mx::astype(x, mx::float32, s), in_rows(frequencies, s)});
+}
+
+}  // namespace
+
+void bind_norm_rope(nb::module_& m) {
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
+  m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a);
+}
+
+}  // namespace gearbx

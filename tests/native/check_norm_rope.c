@@ -1,0 +1,89 @@
+/* Norms and rotary positions without Python or MLX, to be built with sanitizers: over buffers of exactly the size that is
+   needed, against plain loops in double precision. */
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "matvec.h"
+#include "norm_rope.h"
+
+static uint64_t state = 1;
+
+static float random_float(void) {
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return (float)(int32_t)(state >> 32) / 1073741824.0f;
+}
+
+static float* random_floats(int64_t count) {
+  float* values = malloc((size_t)count * 4);
+  for (int64_t i = 0; i < count; i++) values[i] = random_float();
+  return values;
+}
+
+static int failures = 0, results = 0;
+
+static void compare(double found, double expected) {
+  results++;
+  if (!(fabs(found - expected) <= 1e-5 * (1 + fabs(expected)))) failures++;
+}
+
+static void check_norm(int64_t rows, int64_t columns, int type) {
+  float *x = random_floats(rows * columns), *weight = random_floats(columns), *y = malloc((size_t)(rows * columns) * 4);
+  uint16_t* halves = malloc((size_t)columns * 2);
+  for (int64_t i = 0; i < columns; i++) {
+    halves[i] = type == GEARBX_BFLOAT16 ? 0x3f80 + i % 128 : 0x3c00 + i % 1024; /* 1 to 2 */
+    if (type == GEARBX_BFLOAT16) weight[i] = 1 + (float)(i % 128) / 128;
+    if (type == GEARBX_FLOAT16) weight[i] = 1 + (float)(i % 1024) / 1024;
+  }
+  gearbx_rms_norm(x, rows, columns, type == GEARBX_FLOAT32 ? (const void*)weight : halves, type, 1e-5f, y);
+  for (int64_t r = 0; r < rows; r++) {
+    double squares = 0;
+    for (int64_t i = 0; i < columns; i++) squares += (double)x[r * columns + i] * x[r * columns + i];
+    const double factor = 1 / sqrt(squares / (double)columns + 1e-5);
+    for (int64_t i = 0; i < columns; i++) compare(y[r * columns + i], x[r * columns + i] * factor * weight[i]);
+  }
+  free(x), free(weight), free(halves), free(y);
+}
+
+/* x is (batch, length, heads, width) in memory, as a projection leaves it. */
+static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, int traditional) {
+  const int64_t batch = 2, offset = 3;
+  const int half = dims / 2;
+  float *x = random_floats(batch * length * heads * width), *frequencies = random_floats(half);
+  float* y = malloc((size_t)(batch * length * heads * width) * 4);
+  const gearbx_rotation rotation = {.shape = {batch, heads, length, width},
+                                    .strides = {length * heads * width, width, heads * width, 1},
+                                    .frequencies = frequencies,
+                                    .dims = dims,
+                                    .traditional = traditional,
+                                    .scale = 0.5f,
+                                    .offset = offset};
+  gearbx_rope(&rotation, x, y);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t t = 0; t < length; t++) {
+        const float *from = x + ((b * length + t) * heads + h) * width, *to = y + ((b * heads + h) * length + t) * width;
+        for (int i = 0; i < half; i++) {
+          const int one = traditional ? 2 * i : i, two = traditional ? 2 * i + 1 : i + half;
+          const double angle = (double)(t + offset) * 0.5 * frequencies[i];
+          compare(to[one], from[one] * cos(angle) - from[two] * sin(angle));
+          compare(to[two], from[one] * sin(angle) + from[two] * cos(angle));
+        }
+        for (int64_t i = dims; i < width; i++) compare(to[i], from[i]);
+      }
+  free(x), free(frequencies), free(y);
+}
+
+int main(void) {
+  const int64_t widths[] = {1, 7, 8, 9, 64, 203};
+  for (int type = GEARBX_FLOAT32; type <= GEARBX_FLOAT16; type++)
+    for (int w = 0; w < 6; w++) check_norm(3, widths[w], type);
+  for (int traditional = 0; traditional < 2; traditional++)
+    for (int dims = 2; dims <= 16; dims += 14) {
+      check_rope(3, 4, 16, dims, traditional);
+      check_rope(1, 1, 21, dims, traditional);
+    }
+  printf("%d numbers, %d wrong, %d threads\n", results, failures, gearbx_threads());
+  return failures != 0;
+}

@@ -1,0 +1,166 @@
+"""Norms and rotary positions in native CPU kernels."""
+
+import copy
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import programs
+import pytest
+from conftest import ON_A_CPU, PROMPT, float64, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.formats.native import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, with_kernels
+from gearbx_mlx.kernels import dispatch
+
+CHECK = Path(__file__).parent / "native" / "check_norm_rope.c"
+TYPES = [mx.float32, mx.bfloat16, mx.float16]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+pytestmark = ON_A_CPU
+
+
+def normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+@pytest.mark.usefixtures("native")
+class TestNorms:
+    @settings(max_examples=40)
+    @given(
+        rows=st.integers(1, 20), width=st.integers(1, 300), dtype=st.sampled_from(TYPES), seed=st.integers(0, 1 << 30)
+    )
+    def test_are_those_of_exact_arithmetic_and_the_same_in_any_company(self, rows, width, dtype, seed):
+        x, weight = normal(rows, width, seed=seed), normal(width, seed=seed + 1).astype(dtype)
+        y = dispatch.rms_norm(x, weight, 1e-5)
+        exact = float64(x) / np.sqrt((float64(x) ** 2).mean(-1, keepdims=True) + 1e-5) * float64(weight)
+        np.testing.assert_allclose(np.array(y), exact, rtol=1e-5, atol=1e-7)
+        assert mx.array_equal(dispatch.rms_norm(x[-1:], weight, 1e-5), y[-1:]).item()
+
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test_have_the_type_of_the_activations(self, dtype):
+        x = normal(2, 3, 40).astype(dtype)
+        y = dispatch.rms_norm(x, mx.ones(40), 1e-5)
+        assert y.dtype == dtype
+        assert y.shape == x.shape
+        assert mx.allclose(y, mx.fast.rms_norm(x, mx.ones(40, dtype), 1e-5), rtol=1e-2).item()
+
+    def test_of_nothing_zeros_and_what_is_no_number(self):
+        weight = mx.ones(8)
+        assert dispatch.rms_norm(mx.zeros((0, 8)), weight, 1e-5).shape == (0, 8)
+        y = dispatch.rms_norm(mx.array([[0.0] * 8, [1.0] * 7 + [float("nan")], [1.0] * 8]), weight, 1e-5)
+        assert (y[0] == 0).all().item()
+        assert mx.isnan(y[1]).all().item()
+        assert mx.allclose(y[2], weight).item()
+
+    def test_of_rows_that_do_not_lie_in_a_row(self):
+        x = normal(40, 6)
+        assert mx.allclose(dispatch.rms_norm(x.T, mx.ones(40), 1e-5), mx.fast.rms_norm(x.T, mx.ones(40), 1e-5)).item()
+
+    def test_a_weight_of_another_width_is_refused(self):
+        with pytest.raises(ValueError, match="x and the weights differ in width"):
+            dispatch.rms_norm(mx.ones((1, 8)), mx.ones(7), 1e-5)
+
+
+@pytest.mark.usefixtures("native")
+class TestRotaryPositions:
+    @settings(max_examples=40)
+    @given(
+        heads=st.integers(1, 4),
+        length=st.integers(1, 9),
+        half=st.integers(1, 20),
+        behind=st.integers(0, 5),
+        traditional=st.booleans(),
+        scale=st.sampled_from([1.0, 0.25]),
+        offset=st.integers(0, 5000),
+        dtype=st.sampled_from(TYPES),
+    )
+    def test_are_mlxs(self, heads, length, half, behind, traditional, scale, offset, dtype):
+        stock = nn.RoPE(2 * half, traditional, base=10000.0, scale=scale)
+        x = normal(2, length, heads, 2 * half + behind).astype(dtype).swapaxes(1, 2)
+        y = with_kernels(stock, native=True)(x, offset)
+        assert y.dtype == dtype
+        # Of half precision the result alone is rounded, where MLX rounds products too.
+        rounding = {mx.float32: 1e-5, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
+        assert mx.allclose(y, stock(x.astype(mx.float32), offset), rtol=rounding, atol=1e-5).item()
+
+    def test_of_llama_3(self):
+        stock = Llama3RoPE(16, 512, scaling_config=LLAMA3)
+        x = normal(1, 2, 5, 16)
+        assert mx.allclose(with_kernels(stock, native=True)(x, 100), stock(x, 100), atol=1e-5).item()
+
+    def test_one_position_has_the_same_bits_in_any_company(self):
+        turn, x = with_kernels(nn.RoPE(16), native=True), normal(1, 2, 7, 16)
+        together = turn(x, 40)
+        for t in range(7):
+            assert mx.array_equal(turn(x[:, :, t : t + 1], 40 + t), together[:, :, t : t + 1]).item()
+
+    def test_an_offset_for_each_sequence_and_other_shapes_go_to_mlx(self):
+        stock = nn.RoPE(8)
+        turn, x = with_kernels(stock, native=True), normal(2, 3, 4, 8)
+        for offset in (mx.array([1, 5]), mx.array(2)):
+            assert mx.array_equal(turn(x, offset), stock(x, offset)).item()
+        assert mx.array_equal(turn(x[0], 2), stock(x[0], 2)).item()
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(module) for _, module in model.named_modules()}
+
+
+@pytest.mark.usefixtures("native")
+class TestModels:
+    @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3_text", "mixtral"])
+    def test_differ_from_mlx_in_last_bits_only(self, architecture):
+        settings = {"activations": "float"}
+        stock, fast = (Gearbox(tiny_model(architecture), "4,16", kernels=k, **settings) for k in ("mlx", "native"))
+        for gear in ("low", "high"):
+            caches = []
+            for box in (stock, fast):
+                box.shift(gear)
+                caches.append(make_prompt_cache(box.model))
+            for tokens in (PROMPT, PROMPT[:, :1], PROMPT[:, 1:2]):
+                found, expected = (box.model(tokens, cache=cache) for box, cache in zip((fast, stock), caches))
+                assert mx.allclose(found, expected, rtol=1e-4, atol=2e-5).item()
+
+    def test_have_native_norms_and_positions_while_kernels_are_native(self):
+        model = tiny_model()
+        before = copy.deepcopy(dict(model.named_modules())["model.norm"]["weight"])
+        Gearbox(model, "4,16", kernels="native")
+        assert {NativeRMSNorm, NativeRoPE} <= kinds(model)
+        assert not {nn.RMSNorm, nn.RoPE} & kinds(model)
+        assert mx.array_equal(model.model.norm.weight, before).item()
+
+    def test_with_mlxs_kernels_they_are_mlxs_again(self):
+        model = tiny_model(rope_scaling=LLAMA3)
+        expected = model(PROMPT)
+        norm = with_kernels(with_kernels(model.model.norm, native=True), native=False)
+        assert type(norm) is nn.RMSNorm
+        assert norm.eps == model.model.norm.eps
+        turn = model.layers[0].self_attn.rope
+        again = with_kernels(with_kernels(turn, native=True), native=False)
+        assert type(again) is Llama3RoPE
+        assert mx.array_equal(again._freqs, turn._freqs).item()
+        assert mx.array_equal(model(PROMPT), expected).item()
+
+    def test_classes_that_are_not_known_stay_as_they_are(self):
+        class Norm(nn.RMSNorm):
+            """May compute something of its own."""
+
+        for module in (Norm(8), SuScaledRoPE(8)):
+            assert with_kernels(module, native=True) is module
+        assert type(with_kernels(Llama3RoPE(16, scaling_config=LLAMA3), native=True)) is NativeLlama3RoPE
+
+
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_the_core_under_sanitizers(tmp_path, flags):
+    programs.run_sanitized(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
+    programs.run_on_arm(CHECK, tmp_path, flags)
