@@ -1,14 +1,13 @@
 """Layers over the arrays of stock ones, computed as the table in `kernels/dispatch.py` says."""
 
-import functools
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..kernels.dispatch import dense_experts, dense_product, rms_norm, rope, stack_experts, stack_product
+from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
+from .between import BETWEEN, native_mlp, stock_mlp
 
 
 class Native:
@@ -67,49 +66,11 @@ class NativeEmbedding(Native, nn.Embedding):
         return dense_product(x, self["weight"])
 
 
-class NativeRMSNorm(nn.RMSNorm):
-    """An RMSNorm; like a position, it has no weights to speak of, and they have the type of the activations."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self["weight"], self.eps)
-
-
-class NativeRoPE(nn.RoPE):
-    """A RoPE."""
-
-    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
-        y = rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
-        return super().__call__(x, offset) if y is None else y
-
-
-class NativeLlama3RoPE(Llama3RoPE):
-    """The RoPE of Llama 3, whose low frequencies are slowed down."""
-
-    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
-        if "_inverse" not in self:
-            self._inverse = 1 / self._freqs
-            mx.eval(self._inverse)
-        y = rope(x, self._inverse, offset, self.traditional)
-        return super().__call__(x, offset) if y is None else y
-
-
-@functools.cache
-def inverse_frequencies(dims: int, base: float) -> mx.array:
-    """base^(-2i / dims), (dims / 2,), bit for bit as mx.fast.rope has them."""
-    step = mx.array(np.log(np.float32(base)) / np.float32(dims // 2))
-    with mx.stream(mx.cpu):
-        found = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
-        mx.eval(found)
-    return found
-
-
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NativeDense,
     SwitchLinear: NativeSwitchLinear,
     nn.Embedding: NativeEmbedding,
-    nn.RMSNorm: NativeRMSNorm,
-    nn.RoPE: NativeRoPE,
-    Llama3RoPE: NativeLlama3RoPE,
+    **BETWEEN,
 }
 STOCK = {native: stock for stock, native in NATIVE.items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)
@@ -120,12 +81,13 @@ def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.ar
 
 
 def with_kernels(module: nn.Module, native: bool) -> nn.Module:
-    """A layer over the same arrays, native or as MLX has it.
+    """A layer, or what stands between layers, over the same arrays, native or as MLX has it.
 
     The module itself where it is that already, where a subclass may compute something of its own, or where its weights
     are of a type that native kernels do not read.
     """
-    kind = (NATIVE if native else STOCK).get(type(module))
+    own: Any = type(module)
+    kind = NATIVE.get(own) or native_mlp(own) if native else STOCK.get(own) or stock_mlp(own)
     if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     made = bare(kind)

@@ -304,16 +304,14 @@ class Gearbox:
         return "\n".join(map(str, self.layer_paths()))
 
     def _use_kernels(self) -> list[nn.Module]:
-        """Put the layers of the chosen kernels into the model, and return those that are native.
-
-        Layers that change no gear, and an embedding that is the output head as well, run natively too.
-        """
-        chosen = {path: with_kernels(module, self.kernels.native) for path, module in self.model.named_modules()}
-        before = dict(self.model.named_modules())
-        changed = [(path, module) for path, module in chosen.items() if module is not before[path]]
-        self.model.update_modules(tree_unflatten(changed))
-        self.layers = [dataclasses.replace(layer, module=chosen[layer.path]) for layer in self.layers]
-        return [module for module in chosen.values() if isinstance(module, Native)]
+        """Have the whole model run on the chosen kernels, and return the layers that are native."""
+        for path, module in list(self.model.named_modules()):
+            made = with_kernels(module, self.kernels.native)
+            if made is not module:  # one by one, since some are in others
+                self.model.update_modules(tree_unflatten([(path, made)]))
+        now = dict(self.model.named_modules())
+        self.layers = [dataclasses.replace(layer, module=now[layer.path]) for layer in self.layers]
+        return [module for module in now.values() if isinstance(module, Native)]
 
     def costed_in(self, ladder: Ladder) -> "Gearbox":
         """As this one with another ladder, to be asked what its gears read, and not to be shifted.

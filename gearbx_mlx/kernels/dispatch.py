@@ -6,7 +6,7 @@
 | more (prefill, a batch), Linux    | native, 16 at a time                   | MLX's own  |
 | more, macOS                       | MLX's own: Accelerate has matrix units | MLX's own  |
 | experts on a CPU                  | by their vectors, as above             | MLX's own  |
-| norms and positions on a CPU      | native                                 | MLX's own  |
+| norms, positions, SwiGLU on a CPU | native                                 | MLX's own  |
 
 "native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
 the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
@@ -233,8 +233,14 @@ def rope(
     return None if kernel is None else kernel(x, frequencies, traditional, scale, offset).astype(x.dtype)
 
 
+def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
+    """silu(gate) * up, of gate's type; None: where MLX is to do it."""
+    kernel = between_products("swiglu") if gate.shape == up.shape and gate.size > 0 else None
+    return None if kernel is None else kernel(gate, up).astype(gate.dtype)
+
+
 def between_products(name: str) -> Callable[..., mx.array] | None:
-    """A kernel of the CPU for what stands between products; there MLX makes ten to twenty operations of it."""
+    """A kernel of the CPU for what stands between products (cpu/between.h says what it saves)."""
     module = cpu.native() if on_cpu() else None
     return getattr(module, name, None)
 

@@ -59,7 +59,7 @@ class Pairs(ctypes.Structure):
 
 
 class Rotation(ctypes.Structure):
-    """gearbx_rotation of cpu/norm_rope.h."""
+    """gearbx_rotation of cpu/between.h."""
 
     _fields_ = [
         ("shape", ctypes.c_int64 * 4),
@@ -98,6 +98,7 @@ class Library:
         shape = ctypes.c_int64, ctypes.c_int64
         library.gearbx_rms_norm.argtypes = [pointer, *shape, pointer, ctypes.c_int, ctypes.c_float, pointer]
         library.gearbx_rope.argtypes = [pointer] * 3
+        library.gearbx_swiglu.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
         library.gearbx_read_sum.argtypes = [pointer, ctypes.c_int64]
         library.gearbx_entropy_bits.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
         library.gearbx_read_sum.restype = ctypes.c_uint32
@@ -139,6 +140,13 @@ class Library:
         rotation = Rotation(shape, strides, held.ctypes.data, 2 * frequencies.size, traditional, scale, offset)
         y = np.empty_like(rows)
         self._library.gearbx_rope(ctypes.addressof(rotation), rows.ctypes.data, y.ctypes.data)
+        return mx.array(y)
+
+    def swiglu(self, gate, up) -> mx.array:
+        require(gate.shape == up.shape and gate.size > 0, "gate and up of one shape, and not empty")
+        first, second = in_memory([gate.astype(mx.float32), up.astype(mx.float32)])
+        y = np.empty_like(first)
+        self._library.gearbx_swiglu(first.ctypes.data, second.ctypes.data, y.size, y.ctypes.data)
         return mx.array(y)
 
     def stack_matvec(self, x, weights, scales, biases, widths, group, x_bits=0) -> mx.array:

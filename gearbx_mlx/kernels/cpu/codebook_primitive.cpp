@@ -54,7 +54,7 @@ mx::array product(const mx::array& x, std::vector<mx::array> held, int rows, int
           "outliers that do not go with their columns");
   require_array(held[OFFSETS - 1], mx::uint32, {rows + 1}, "an outlier offset for each row, and one more");
   check_x(x, x.shape(-1));
-  std::vector<mx::array> inputs = {in_rows_and_float32(x, s)};
+  std::vector<mx::array> inputs = {in_float32(x, s)};
   for (const auto& array : held) inputs.push_back(in_rows(array, s));
   return output(x.shape(), rows, std::make_shared<CodebookMatvec>(s, bits), std::move(inputs));
 }

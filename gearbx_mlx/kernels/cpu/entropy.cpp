@@ -1,21 +1,14 @@
-// Shannon entropy of a row of log-probabilities, as routing/entropy.py has it, with an exponential of many numbers at
-// once: MLX's takes 20 ns a number on x86, which over a vocabulary is a noticeable part of a token.
-//
-// Vectors are those of GCC and Clang, which any processor has.
+// Shannon entropy of a row of log-probabilities, as routing/entropy.py has it. With MLX's exponential, over a vocabulary, it
+// is a noticeable part of a token.
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
+#include "exponential.h"
 #include "matvec.h"
 
+namespace gearbx {
 namespace {
 
-constexpr int LANES = 8;
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-constexpr float LEAST = -80.0f;  // exp of less adds nothing to a sum that begins with 1
 constexpr float LARGEST = 3.4028235e38f;
 
 // NaN counts as 0, +inf as 1e4 and -inf as -1e4 (GEARBX 10.1).
@@ -23,21 +16,6 @@ inline Floats sane(Floats z) {
   z = z == z ? z : Floats{};
   z = z > LARGEST ? Floats{} + 1e4f : z;
   return z < -LARGEST ? Floats{} - 1e4f : z;
-}
-
-// exp(z) for LEAST <= z <= 0: 2^n exp(r), n whole, |r| <= log(2) / 2, by its Taylor polynomial; exp(0) is exactly 1.
-inline Floats exponential(Floats z) {
-  const float rounding = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers
-  const Floats n = (z * 1.44269504f + rounding) - rounding;
-  const Floats r = (z - n * 0.693359375f) - n * -2.12194440e-4f;
-  Floats p = Floats{} + 1.0f / 5040;
-  constexpr float NEXT[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  for (const float next : NEXT) p = p * r + next;
-  Ints bits;
-  std::memcpy(&bits, &p, sizeof p);
-  bits += __builtin_convertvector(n, Ints) * (1 << 23);
-  std::memcpy(&p, &bits, sizeof p);
-  return p;
 }
 
 // Numbers i to i + LANES of a row; -inf beyond its end.
@@ -83,7 +61,8 @@ float entropy_of_row(const float* row, int64_t count) {
 }
 
 }  // namespace
+}  // namespace gearbx
 
 extern "C" void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, float* bits) {
-  for (int64_t row = 0; row < rows; row++) bits[row] = entropy_of_row(logprobs + row * count, count);
+  for (int64_t row = 0; row < rows; row++) bits[row] = gearbx::entropy_of_row(logprobs + row * count, count);
 }

@@ -116,7 +116,7 @@ mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array i
   check_x(x, weight.shape(2));
   const auto pairs = broadcast(x, indices, s);
   return finish(x, pairs, weight.shape(1), std::make_shared<DenseExperts>(s, vectors_of_pairs(x, pairs)),
-                {in_rows_and_float32(x, s), in_rows(weight, s), indices});
+                {in_float32(x, s), in_rows(weight, s), indices});
 }
 
 }  // namespace

@@ -41,9 +41,38 @@ inline mx::array in_rows(const mx::array& a, mx::Stream s) {
   return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
 }
 
-inline mx::array in_rows_and_float32(const mx::array& x, mx::Stream s) {
-  return in_rows(mx::astype(x, mx::float32, s), s);
-}
+// The numbers of an input, row after row. Where they lie so already, which is the rule, nothing is copied: that is known
+// when the operation runs, and an operation of MLX's own to see to it would cost each product one more.
+class Rows {
+ public:
+  explicit Rows(const mx::array& a) : data_(a.data<float>()), size_(a.size()) {
+    if (a.flags().row_contiguous) return;
+    shape_ = a.shape();
+    strides_ = a.strides();
+  }
+
+  // `held` has them where they lie otherwise. Called on the stream, when the numbers are there.
+  const float* read(std::vector<float>& held) const {
+    if (shape_.empty()) return data_;
+    std::vector<int> at(shape_.size());
+    held.reserve(size_);
+    while (held.size() < size_) {
+      int64_t place = 0;
+      for (size_t d = 0; d < at.size(); d++) place += at[d] * strides_[d];
+      held.push_back(data_[place]);
+      for (size_t d = at.size(); d-- > 0 && ++at[d] == shape_[d];) at[d] = 0;
+    }
+    return held.data();
+  }
+
+ private:
+  const float* data_;
+  size_t size_;
+  mx::Shape shape_;  // empty where the rows lie one after the other
+  mx::Strides strides_;
+};
+
+inline mx::array in_float32(const mx::array& x, mx::Stream s) { return mx::astype(x, mx::float32, s); }
 
 inline int64_t vectors_of(const mx::array& x) {
   return x.shape(-1) ? static_cast<int64_t>(x.size()) / x.shape(-1) : 0;
@@ -64,15 +93,23 @@ class Operation : public mx::Primitive {
   }
 
  protected:
-  // Allocates the output, tells the encoder what is read and written, and hands run(x, y) to the stream; x is first
-  // among the inputs.
+  // Allocates the output, tells the encoder what is read and written, and hands run(y) to the stream.
   template <class Run>
-  void dispatch(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
+  void enqueue(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& input : inputs) encoder.set_input_array(input);
     encoder.set_output_array(out);
-    encoder.dispatch([run, x = inputs[0].data<float>(), y = out.data<float>()]() { run(x, y); });
+    encoder.dispatch([run, y = out.data<float>()]() { run(y); });
+  }
+
+  // As enqueue, with run(x, y); x is the first of the inputs.
+  template <class Run>
+  void dispatch(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
+    enqueue(inputs, out, [run, rows = Rows(inputs[0])](float* y) {
+      std::vector<float> held;
+      run(rows.read(held), y);
+    });
   }
 };
 
@@ -125,7 +162,7 @@ struct StackForm {
     check_x(x, columns);
     type_of(scales);
 
-    std::vector<mx::array> all = {in_rows_and_float32(x, s)};
+    std::vector<mx::array> all = {in_float32(x, s)};
     int bits = 0;
     for (size_t p = 0; p < planes; p++) {
       require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes of 1 to 6 or 8 bits");
@@ -152,7 +189,7 @@ void bind_experts(nb::module_& m);
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
-// Adds what stands between products (norm_rope_primitive.cpp).
-void bind_norm_rope(nb::module_& m);
+// Adds what stands between products (between_primitive.cpp).
+void bind_between(nb::module_& m);
 
 }  // namespace gearbx

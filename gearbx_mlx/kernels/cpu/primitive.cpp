@@ -97,7 +97,7 @@ mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx
   const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (x.shape(-1) + 31) / 32;
   require((by_row || by_group) && scales.shape(0) == weight.shape(0), "a scale for each row, or for each 32 of its inputs");
   return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, x_bits),
-                {in_rows_and_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
+                {in_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
 
 mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
@@ -106,7 +106,7 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
   type_of(weight);
   check_x(x, weight.shape(1));
   return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s),
-                {in_rows_and_float32(x, s), in_rows(weight, s)});
+                {in_float32(x, s), in_rows(weight, s)});
 }
 
 // Input: logprobs.
@@ -128,7 +128,7 @@ mx::array entropy_bits(const mx::array& logprobs) {
   require(logprobs.ndim() >= 1 && logprobs.size() > 0, "log-probabilities of at least one token");
   auto shape = logprobs.shape();
   shape.pop_back();
-  return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_rows_and_float32(logprobs, s)});
+  return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_float32(logprobs, s)});
 }
 
 // Eager, unlike the products: it is for timing. `words` is evaluated, contiguous uint32.
@@ -150,7 +150,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);
   bind_codebooks(m);
-  bind_norm_rope(m);
+  bind_between(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

@@ -1,4 +1,4 @@
-/* Norms and rotary positions without Python or MLX, to be built with sanitizers: over buffers of exactly the size that is
+/* Norms, rotary positions and SwiGLU without Python or MLX, to be built with sanitizers: over buffers of exactly the size that is
    needed, against plain loops in double precision. */
 
 #include <math.h>
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "matvec.h"
-#include "norm_rope.h"
+#include "between.h"
 
 static uint64_t state = 1;
 
@@ -75,6 +75,14 @@ static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, i
   free(x), free(frequencies), free(y);
 }
 
+static void check_swiglu(int64_t count) {
+  float *gate = random_floats(count), *up = random_floats(count), *y = malloc((size_t)count * 4);
+  for (int64_t i = 0; i < count; i++) gate[i] *= 10;
+  gearbx_swiglu(gate, up, count, y);
+  for (int64_t i = 0; i < count; i++) compare(y[i], gate[i] / (1 + exp(-(double)gate[i])) * up[i]);
+  free(gate), free(up), free(y);
+}
+
 int main(void) {
   const int64_t widths[] = {1, 7, 8, 9, 64, 203};
   for (int type = GEARBX_FLOAT32; type <= GEARBX_FLOAT16; type++)
@@ -84,6 +92,7 @@ int main(void) {
       check_rope(3, 4, 16, dims, traditional);
       check_rope(1, 1, 21, dims, traditional);
     }
+  for (int w = 0; w < 6; w++) check_swiglu(widths[w]);
   printf("%d numbers, %d wrong, %d threads\n", results, failures, gearbx_threads());
   return failures != 0;
 }

@@ -1,4 +1,4 @@
-"""Norms and rotary positions in native CPU kernels."""
+"""Norms, rotary positions and SwiGLU in native CPU kernels."""
 
 import copy
 from pathlib import Path
@@ -11,14 +11,16 @@ import pytest
 from conftest import ON_A_CPU, PROMPT, float64, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.formats.native import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, with_kernels
+from gearbx_mlx.formats.between import GatedMLP, NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, gated
+from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import dispatch
 
-CHECK = Path(__file__).parent / "native" / "check_norm_rope.c"
+CHECK = Path(__file__).parent / "native" / "check_between.c"
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
@@ -108,13 +110,46 @@ class TestRotaryPositions:
         assert mx.array_equal(turn(x[0], 2), stock(x[0], 2)).item()
 
 
+@pytest.mark.usefixtures("native")
+class TestSwiGLU:
+    @settings(max_examples=40)
+    @given(st.integers(1, 5), st.integers(1, 40), st.sampled_from(TYPES), st.integers(0, 1 << 30))
+    def test_is_that_of_exact_arithmetic(self, rows, width, dtype, seed):
+        gate, up = ((10 * normal(rows, width, seed=seed + i)).astype(dtype) for i in range(2))
+        y = dispatch.swiglu(gate, up)
+        exact = float64(gate) / (1 + np.exp(-float64(gate))) * float64(up)
+        rounding = {mx.float32: 1e-6, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
+        assert y.dtype == dtype
+        np.testing.assert_allclose(float64(y), exact, rtol=rounding, atol=1e-6)
+
+    def test_has_the_same_bits_wherever_a_number_lies(self):
+        gate, up = normal(3, 21), normal(3, 21, seed=1)
+        together = dispatch.swiglu(gate, up)
+        assert mx.array_equal(dispatch.swiglu(gate.T, up.T), together.T).item()
+        assert mx.array_equal(dispatch.swiglu(gate[:, 20:], up[:, 20:]), together[:, 20:]).item()
+
+    def test_of_what_is_large_or_no_number(self):
+        gate = mx.array([[200.0, -200.0, 0.0, float("nan"), float("inf")]])
+        y = dispatch.swiglu(gate, mx.full((1, 5), 2.0))[0]
+        assert y[0].item() == 400
+        assert abs(y[1].item()) < 1e-30
+        assert y[2].item() == 0
+        assert mx.isnan(y[3]).item()
+        assert y[4].item() == float("inf")
+
+    def test_of_nothing_and_of_other_shapes_goes_to_mlx(self):
+        assert dispatch.swiglu(mx.zeros((0, 4)), mx.zeros((0, 4))) is None
+        assert dispatch.swiglu(mx.zeros((2, 4)), mx.zeros((1, 4))) is None
+        assert mx.array_equal(gated(mx.ones((2, 4)), mx.ones((1, 4))), swiglu(mx.ones((2, 4)), mx.ones((1, 4)))).item()
+
+
 def kinds(model: nn.Module) -> set[type]:
     return {type(module) for _, module in model.named_modules()}
 
 
 @pytest.mark.usefixtures("native")
 class TestModels:
-    @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3_text", "mixtral"])
+    @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe"])
     def test_differ_from_mlx_in_last_bits_only(self, architecture):
         settings = {"activations": "float"}
         stock, fast = (Gearbox(tiny_model(architecture), "4,16", kernels=k, **settings) for k in ("mlx", "native"))
@@ -133,11 +168,16 @@ class TestModels:
         Gearbox(model, "4,16", kernels="native")
         assert {NativeRMSNorm, NativeRoPE} <= kinds(model)
         assert not {nn.RMSNorm, nn.RoPE} & kinds(model)
+        assert all(isinstance(layer.mlp, GatedMLP) for layer in model.layers)
         assert mx.array_equal(model.model.norm.weight, before).item()
 
     def test_with_mlxs_kernels_they_are_mlxs_again(self):
         model = tiny_model(rope_scaling=LLAMA3)
         expected = model(PROMPT)
+        mlp = with_kernels(model.layers[0].mlp, native=True)
+        assert isinstance(mlp, GatedMLP)
+        assert isinstance(mlp, type(model.layers[0].mlp))
+        assert type(with_kernels(mlp, native=False)) is type(model.layers[0].mlp)
         norm = with_kernels(with_kernels(model.model.norm, native=True), native=False)
         assert type(norm) is nn.RMSNorm
         assert norm.eps == model.model.norm.eps
@@ -151,7 +191,13 @@ class TestModels:
         class Norm(nn.RMSNorm):
             """May compute something of its own."""
 
-        for module in (Norm(8), SuScaledRoPE(8)):
+        class MLP(type(tiny_model().layers[0].mlp)):
+            """Has a call of its own."""
+
+            def __call__(self, x: mx.array) -> mx.array:
+                return 2 * self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+        for module in (Norm(8), SuScaledRoPE(8), MLP(tiny_model().args)):
             assert with_kernels(module, native=True) is module
         assert type(with_kernels(Llama3RoPE(16, scaling_config=LLAMA3), native=True)) is NativeLlama3RoPE
 

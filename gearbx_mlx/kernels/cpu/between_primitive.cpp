@@ -1,6 +1,6 @@
-// RMS norms and rotary positions as operations of MLX's graph.
+// What stands between products as operations of MLX's graph.
 
-#include "norm_rope.h"
+#include "between.h"
 
 #include <algorithm>
 
@@ -48,7 +48,7 @@ class Rope : public Operation {
     r.traditional = traditional_;
     r.scale = scale_;
     r.offset = offset_;
-    dispatch(inputs, outputs[0], [r](const float* x, float* y) { gearbx_rope(&r, x, y); });
+    enqueue(inputs, outputs[0], [r, x = inputs[0].data<float>()](float* y) { gearbx_rope(&r, x, y); });
   }
 
   const char* name() const override { return "GearbxRope"; }
@@ -63,13 +63,30 @@ class Rope : public Operation {
   int64_t offset_;
 };
 
+// Inputs: gate, up.
+class SwiGlu : public Operation {
+ public:
+  using Operation::Operation;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const int64_t count = static_cast<int64_t>(inputs[0].size());
+    dispatch(inputs, outputs[0], [count, second = Rows(inputs[1])](const float* gate, float* y) {
+      std::vector<float> held;
+      gearbx_swiglu(gate, second.read(held), count, y);
+    });
+  }
+
+  const char* name() const override { return "GearbxSwiGlu"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+};
+
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
   const auto s = mx::default_stream(mx::Device::cpu);
   require(weight.ndim() == 1, "the weight of a norm is a vector");
   type_of(weight);
   check_x(x, weight.shape(0));
   return output(x.shape(), weight.shape(0), std::make_shared<RmsNorm>(s, eps),
-                {in_rows_and_float32(x, s), in_rows(weight, s)});
+                {in_float32(x, s), in_rows(weight, s)});
 }
 
 mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditional, float scale, int64_t offset) {
@@ -78,13 +95,20 @@ mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditiona
   require(x.ndim() == 4 && x.size() > 0, "x is (batch, heads, length, width), and not empty");
   require(2 * frequencies.shape(0) <= x.shape(3), "two numbers of x or more for each frequency");
   return output(x.shape(), x.shape(3), std::make_shared<Rope>(s, traditional, scale, offset),
-                {mx::astype(x, mx::float32, s), in_rows(frequencies, s)});
+                {in_float32(x, s), in_rows(frequencies, s)});
+}
+
+mx::array swiglu(const mx::array& gate, const mx::array& up) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(gate.shape() == up.shape() && gate.ndim() > 0 && gate.size() > 0, "gate and up of one shape, and not empty");
+  return output(gate.shape(), gate.shape(-1), std::make_shared<SwiGlu>(s), {in_float32(gate, s), in_float32(up, s)});
 }
 
 }  // namespace
 
-void bind_norm_rope(nb::module_& m) {
+void bind_between(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
+  m.def("swiglu", &swiglu, "gate"_a, "up"_a);
   m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a);
 }
 

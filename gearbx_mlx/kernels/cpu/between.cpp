@@ -1,8 +1,10 @@
-#include "norm_rope.h"
+#include "between.h"
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
+#include "exponential.h"
 #include "matvec.h"
 #include "simd.h"
 
@@ -27,6 +29,12 @@ void norm_rows(const float* x, int64_t rows, int64_t columns, const Weight* weig
       store8(y + i, multiply8(multiply8(load8(x + i), all8(factor)), weight ? load8(weight + i) : all8(1.0f)));
     for (; i < columns; i++) y[i] = x[i] * factor * (weight ? to_float(weight[i]) : 1.0f);
   }
+}
+
+Floats swiglu(Floats gate, Floats up) {
+  const Floats size = gate < 0 ? gate : -gate;  // -|gate|, or NaN
+  const Floats e = exponential(size < LEAST ? Floats{} + LEAST : size);
+  return gate * ((gate < 0 ? e : Floats{} + 1.0f) / (e + 1.0f)) * up;
 }
 
 }  // namespace
@@ -66,4 +74,17 @@ extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, flo
       for (int64_t i = dims; i < width; i++) to[i] = from[i * strides[3]];
     }
   }
+}
+
+extern "C" void gearbx_swiglu(const float* gate, const float* up, int64_t count, float* y) {
+  using namespace gearbx;
+  Floats a = {}, b = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    std::memcpy(&a, gate + i, sizeof a);
+    std::memcpy(&b, up + i, sizeof b);
+    const Floats made = swiglu(a, b);
+    std::memcpy(y + i, &made, sizeof made);
+  }
+  for (; i < count; i++) y[i] = swiglu(Floats{} + gate[i], Floats{} + up[i])[0];
 }
