@@ -1,32 +1,34 @@
-"""What stands between the products of a layer, native: norms, rotary positions, SwiGLU.
+"""What stands between the products of a layer, native: norms, rotary positions, attention, SwiGLU.
 
 Their few weights have the type of the activations.
 """
 
 import functools
+from types import FunctionType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import activations, llama
+from mlx_lm.models import activations, base
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
-from ..kernels.dispatch import rms_norm, rope, swiglu
+from ..kernels import dispatch
 
 
 class NativeRMSNorm(nn.RMSNorm):
     """An RMSNorm."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self["weight"], self.eps)
+        return dispatch.rms_norm(x, self["weight"], self.eps)
 
 
 class NativeRoPE(nn.RoPE):
     """A RoPE."""
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
-        y = rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
+        y = dispatch.rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
         return super().__call__(x, offset) if y is None else y
 
 
@@ -37,7 +39,7 @@ class NativeLlama3RoPE(Llama3RoPE):
         if "_inverse" not in self:
             self._inverse = 1 / self._freqs
             mx.eval(self._inverse)
-        y = rope(x, self._inverse, offset, self.traditional)
+        y = dispatch.rope(x, self._inverse, offset, self.traditional)
         return super().__call__(x, offset) if y is None else y
 
 
@@ -58,12 +60,7 @@ class NativeSwiGLU(SwiGLU):
         return gated(gate, x)
 
 
-class GatedMLP:
-    """What a class of MLPs is combined with whose `__call__` is that of Llama's, word for word."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))  # type: ignore[attr-defined]
-
+STOCK = "stock_class"  # attribute of a class that was made of one of mlx-lm's
 
 BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: NativeRMSNorm,
@@ -74,22 +71,57 @@ BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def gated(gate: mx.array, up: mx.array) -> mx.array:
-    y = swiglu(gate, up)
+    y = dispatch.swiglu(gate, up)
     return activations.swiglu(gate, up) if y is None else y
 
 
+def attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: object,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """As base.scaled_dot_product_attention of mlx-lm, which does what is not native: quantized caches, masks, sinks."""
+    plain = sinks is None and not hasattr(cache, "bits")
+    y = dispatch.attention(queries, keys, values, scale, mask) if plain else None
+    if y is None:
+        return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    return y
+
+
+# Functions of mlx-lm that its models call by these names, and what is called in their place.
+FUNCTIONS = {
+    "swiglu": (activations.swiglu, gated),
+    "scaled_dot_product_attention": (base.scaled_dot_product_attention, attention),
+}
+
+
 @functools.cache
-def native_mlp(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The native class for one of the many that mlx-lm's models have for the same MLP; None for other classes."""
-    call, ours = kind.__call__, llama.MLP.__call__
-    code = getattr(call, "__code__", None)
-    if code is None or (code.co_code, code.co_names) != (ours.__code__.co_code, ours.__code__.co_names):
+def native_class(kind: Any) -> type[nn.Module] | None:
+    """A class of mlx-lm, but that its own `__call__` finds native functions by the names of mlx-lm's.
+
+    None where it calls none of them.
+    """
+    call = kind.__call__
+    if not isinstance(call, FunctionType):
         return None
-    if call.__globals__.get("swiglu") is not activations.swiglu:
+    found = {
+        name: ours
+        for name, (theirs, ours) in FUNCTIONS.items()
+        if name in call.__code__.co_names and call.__globals__.get(name) is theirs
+    }
+    if not found:
         return None
-    return type(f"Native{kind.__name__}", (GatedMLP, kind), {})
+    made = FunctionType(
+        call.__code__, {**call.__globals__, **found}, call.__name__, call.__defaults__, call.__closure__
+    )
+    made.__kwdefaults__ = call.__kwdefaults__
+    return type(f"Native{kind.__name__}", (kind,), {"__call__": made, STOCK: kind})
 
 
-def stock_mlp(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """What native_mlp made `kind` of; None if it did not."""
-    return kind.__bases__[1] if GatedMLP in kind.__bases__ else None
+def stock_class(kind: Any) -> type[nn.Module] | None:
+    """What native_class made `kind` of; None if it did not."""
+    return vars(kind).get(STOCK)

@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
-from .between import BETWEEN, native_mlp, stock_mlp
+from .between import BETWEEN, native_class, stock_class
 
 
 class Native:
@@ -87,7 +87,7 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
     are of a type that native kernels do not read.
     """
     own: Any = type(module)
-    kind = NATIVE.get(own) or native_mlp(own) if native else STOCK.get(own) or stock_mlp(own)
+    kind = NATIVE.get(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
     if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     made = bare(kind)

@@ -6,7 +6,8 @@
 | more (prefill, a batch), Linux    | native, 16 at a time                   | MLX's own  |
 | more, macOS                       | MLX's own: Accelerate has matrix units | MLX's own  |
 | experts on a CPU                  | by their vectors, as above             | MLX's own  |
-| norms, positions, SwiGLU on a CPU | native                                 | MLX's own  |
+| attention, norms, positions,      | native                                 | MLX's own  |
+| SwiGLU on a CPU                   |                                        |            |
 
 "native" reads packed weights, or dense ones of two bytes, once for 16 vectors, and accumulates in float32; a vector has
 the same bits in any company. MLX's wheels for Linux come with the reference BLAS and scalar quantized products, which
@@ -239,8 +240,29 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """softmax(scale * queries keys^T) values over heads (B, H, L, D), of float32; None: where MLX is to do it.
+
+    Args:
+        keys, values: (B, H / a whole number, S, D).
+        mask: "causal", or None: every query sees every key.
+    """
+    arrays = queries, keys, values
+    takes = (
+        not isinstance(mask, mx.array)
+        and all(a.ndim == 4 and a.dtype == mx.float32 and a.size > 0 for a in arrays)
+        and keys.shape == values.shape
+        and queries.shape[1] % keys.shape[1] == 0
+        and queries.shape[2] <= keys.shape[2]
+    )
+    kernel = between_products("attention") if takes else None
+    return None if kernel is None else kernel(*arrays, scale, mask == "causal")
+
+
 def between_products(name: str) -> Callable[..., mx.array] | None:
-    """A kernel of the CPU for what stands between products (cpu/between.h says what it saves)."""
+    """A kernel of the CPU for what is no product of weights (cpu/between.h, cpu/attention.h)."""
     module = cpu.native() if on_cpu() else None
     return getattr(module, name, None)
 

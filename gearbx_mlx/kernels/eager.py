@@ -72,6 +72,17 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class Attention(ctypes.Structure):
+    """gearbx_attention of cpu/attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "shared", "length", "keys", "width")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value")),
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int),
+    ]
+
+
 def require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
@@ -99,6 +110,7 @@ class Library:
         library.gearbx_rms_norm.argtypes = [pointer, *shape, pointer, ctypes.c_int, ctypes.c_float, pointer]
         library.gearbx_rope.argtypes = [pointer] * 3
         library.gearbx_swiglu.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
+        library.gearbx_attend.argtypes = [pointer] * 5
         library.gearbx_read_sum.argtypes = [pointer, ctypes.c_int64]
         library.gearbx_entropy_bits.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64, pointer]
         library.gearbx_read_sum.restype = ctypes.c_uint32
@@ -147,6 +159,25 @@ class Library:
         first, second = in_memory([gate.astype(mx.float32), up.astype(mx.float32)])
         y = np.empty_like(first)
         self._library.gearbx_swiglu(first.ctypes.data, second.ctypes.data, y.size, y.ctypes.data)
+        return mx.array(y)
+
+    def attention(self, queries, keys, values, scale, causal) -> mx.array:
+        arrays = queries, keys, values
+        require(
+            all(a.ndim == 4 and a.size > 0 and a.dtype == mx.float32 for a in arrays),
+            "float32 (batch, heads, positions, width)",
+        )
+        batch, heads, length, width = queries.shape
+        together = keys.shape == values.shape and keys.shape[0] == batch and keys.shape[3] == width
+        require(together, "queries, keys and values that go together")
+        require(heads % keys.shape[1] == 0, "a whole number of query heads for each head of keys")
+        require(not causal or keys.shape[2] >= length, "as many keys as queries, or more")
+        memory = in_memory(arrays)
+        strides = [(ctypes.c_int64 * 3)(*(stride // 4 for stride in rows.strides[:3])) for rows in memory]
+        shape = batch, heads, heads // keys.shape[1], length, keys.shape[2], width
+        form = Attention(*shape, *strides, scale, causal)
+        y = np.empty(queries.shape, np.float32)
+        self._library.gearbx_attend(ctypes.addressof(form), *(rows.ctypes.data for rows in memory), y.ctypes.data)
         return mx.array(y)
 
     def stack_matvec(self, x, weights, scales, biases, widths, group, x_bits=0) -> mx.array:

@@ -1,12 +1,13 @@
-/* Norms, rotary positions and SwiGLU without Python or MLX, to be built with sanitizers: over buffers of exactly the size that is
-   needed, against plain loops in double precision. */
+/* Norms, rotary positions, attention and SwiGLU without Python or MLX, to be built with sanitizers: over buffers of
+   exactly the size that is needed, against plain loops in double precision. */
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "matvec.h"
+#include "attention.h"
 #include "between.h"
+#include "matvec.h"
 
 static uint64_t state = 1;
 
@@ -83,6 +84,41 @@ static void check_swiglu(int64_t count) {
   free(gate), free(up), free(y);
 }
 
+/* Keys and values in a cache with room for two more. */
+static void check_attention(int64_t heads, int64_t shared, int64_t length, int64_t keys, int64_t width, int causal) {
+  const int64_t held = keys + 2;
+  float *q = random_floats(heads * length * width), *k = random_floats(heads / shared * held * width);
+  float *v = random_floats(heads / shared * held * width), *y = malloc((size_t)(heads * length * width) * 4);
+  const gearbx_attention form = {.batch = 1,
+                                 .heads = heads,
+                                 .shared = shared,
+                                 .length = length,
+                                 .keys = keys,
+                                 .width = width,
+                                 .query_strides = {0, width, heads * width},
+                                 .key_strides = {0, held * width, width},
+                                 .value_strides = {0, held * width, width},
+                                 .scale = 0.25f,
+                                 .causal = causal};
+  gearbx_attend(&form, q, k, v, y);
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < length; i++) {
+      const int64_t seen = causal ? keys - length + i + 1 : keys;
+      double* sums = calloc((size_t)width, sizeof(double));
+      double total = 0;
+      for (int64_t j = 0; j < seen; j++) {
+        const float *key = k + (h / shared * held + j) * width, *value = v + (h / shared * held + j) * width;
+        double score = 0;
+        for (int64_t d = 0; d < width; d++) score += 0.25 * q[(i * heads + h) * width + d] * key[d];
+        total += exp(score);
+        for (int64_t d = 0; d < width; d++) sums[d] += exp(score) * value[d];
+      }
+      for (int64_t d = 0; d < width; d++) compare(y[(h * length + i) * width + d], sums[d] / total);
+      free(sums);
+    }
+  free(q), free(k), free(v), free(y);
+}
+
 int main(void) {
   const int64_t widths[] = {1, 7, 8, 9, 64, 203};
   for (int type = GEARBX_FLOAT32; type <= GEARBX_FLOAT16; type++)
@@ -93,6 +129,11 @@ int main(void) {
       check_rope(1, 1, 21, dims, traditional);
     }
   for (int w = 0; w < 6; w++) check_swiglu(widths[w]);
+  for (int causal = 0; causal < 2; causal++) {
+    check_attention(4, 2, 3, 11, 20, causal);
+    check_attention(2, 1, 1, 1, 64, causal);
+    check_attention(8, 4, 40, 50, 72, causal); /* on several threads */
+  }
   printf("%d numbers, %d wrong, %d threads\n", results, failures, gearbx_threads());
   return failures != 0;
 }

@@ -189,6 +189,9 @@ void bind_experts(nb::module_& m);
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
+// Adds attention (attention_primitive.cpp).
+void bind_attention(nb::module_& m);
+
 // Adds what stands between products (between_primitive.cpp).
 void bind_between(nb::module_& m);
 

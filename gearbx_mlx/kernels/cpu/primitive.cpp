@@ -150,6 +150,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);
   bind_codebooks(m);
+  bind_attention(m);
   bind_between(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);

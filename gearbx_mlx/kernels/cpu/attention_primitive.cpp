@@ -1,0 +1,80 @@
+// Attention as an operation of MLX's graph.
+
+#include "attention.h"
+
+#include "graph.h"
+
+namespace gearbx {
+namespace {
+
+// Vectors (batch, heads, positions, width) where they lie, or, if the numbers of one do not lie in a row, a copy.
+class Vectors {
+ public:
+  Vectors(const mx::array& a, int64_t* strides) : data_(a.data<float>()), rows_(a) {
+    copied_ = a.strides(3) != 1 && a.shape(3) != 1;
+    const int64_t vector = a.shape(3), head = a.shape(2) * vector;
+    strides[0] = copied_ ? a.shape(1) * head : a.strides(0);
+    strides[1] = copied_ ? head : a.strides(1);
+    strides[2] = copied_ ? vector : a.strides(2);
+  }
+
+  const float* read(std::vector<float>& held) const { return copied_ ? rows_.read(held) : data_; }
+
+ private:
+  const float* data_;
+  Rows rows_;
+  bool copied_;
+};
+
+// Inputs: queries, keys, values.
+class Attention : public Operation {
+ public:
+  Attention(mx::Stream s, float scale, bool causal) : Operation(s), scale_(scale), causal_(causal) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const mx::array &q = inputs[0], &k = inputs[1];
+    gearbx_attention form = {};
+    form.batch = q.shape(0);
+    form.heads = q.shape(1);
+    form.shared = q.shape(1) / k.shape(1);
+    form.length = q.shape(2);
+    form.keys = k.shape(2);
+    form.width = q.shape(3);
+    form.scale = scale_;
+    form.causal = causal_;
+    const Vectors queries(q, form.query_strides), keys(k, form.key_strides), values(inputs[2], form.value_strides);
+    enqueue(inputs, outputs[0], [=](float* y) {
+      std::vector<float> held[3];
+      gearbx_attend(&form, queries.read(held[0]), keys.read(held[1]), values.read(held[2]), y);
+    });
+  }
+
+  const char* name() const override { return "GearbxAttention"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const Attention&>(other);
+    return scale_ == o.scale_ && causal_ == o.causal_;
+  }
+
+ private:
+  float scale_;
+  bool causal_;
+};
+
+mx::array attention(const mx::array& queries, const mx::array& keys, const mx::array& values, float scale, bool causal) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  for (const auto* a : {&queries, &keys, &values})
+    require(a->ndim() == 4 && a->size() > 0 && a->dtype() == mx::float32, "float32 (batch, heads, positions, width)");
+  require(keys.shape() == values.shape() && keys.shape(0) == queries.shape(0) && keys.shape(3) == queries.shape(3),
+          "queries, keys and values that go together");
+  require(queries.shape(1) % keys.shape(1) == 0, "a whole number of query heads for each head of keys");
+  require(!causal || keys.shape(2) >= queries.shape(2), "as many keys as queries, or more");
+  return output(queries.shape(), queries.shape(3), std::make_shared<Attention>(s, scale, causal), {queries, keys, values});
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("attention", &attention, "queries"_a, "keys"_a, "values"_a, "scale"_a, "causal"_a);
+}
+
+}  // namespace gearbx
