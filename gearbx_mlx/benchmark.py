@@ -38,6 +38,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     kernels.add_argument("--megabytes", type=int, default=256, help="Weights read in a trial. Default: 256")
     kernels.add_argument("--native-only", action="store_true", help="Leave MLX's own kernels out.")
     decode = commands.add_parser("decode", help="Tokens per second of each gear.")
+    decode.add_argument("--context", type=int, default=0, help="Tokens that the KV cache holds before. Default: 0")
     routing = commands.add_parser("routing", help="What entropy, monitor, gate and record add to a token.")
     for command in (decode, routing):
         command.add_argument("--model", help="Local directory or Hub repository. Default: a random Llama of --shape")

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import Progress
 
 from . import terminal
@@ -58,9 +59,21 @@ def model_of(args: argparse.Namespace) -> nn.Module:
     return load(args.model)[0] if args.model else random_llama(args.shape)
 
 
-def decode_seconds(model: nn.Module, tokens: int) -> float:
-    """Seconds per token of mlx-lm's greedy decoding, after the first token."""
-    steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1)
+def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
+    """Seconds per token of mlx-lm's greedy decoding, after the first token.
+
+    Args:
+        context: further tokens before the prompt, whose keys and values are random.
+    """
+    cache = make_prompt_cache(model)
+    if context:
+        model(mx.array([PROMPT]), cache=cache)  # to learn the shapes
+        for layer in cache:
+            batch, heads, _, width = layer.keys.shape
+            held = mx.random.normal((batch, heads, context, width), layer.keys.dtype, key=mx.random.key(0))
+            layer.update_and_fetch(held, held)
+        mx.eval([layer.state for layer in cache])
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1, prompt_cache=cache)
     next(steps)
     return timed(lambda: [token for token, _ in steps]) / tokens
 
@@ -69,8 +82,10 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each gear on each path; trials go through all of them in turn.
 
     Raises:
-        GearbxError: no native kernels, a shape or ladder that does not exist.
+        GearbxError: no native kernels, a shape or ladder that does not exist, a context below 0.
     """
+    if args.context < 0:
+        raise GearbxError(f"--context is {args.context}; give 0 or more")
     settle_gears(args)
     module, ladder = native_module(), Ladder.parse(args.gears)
     read_bandwidth = bandwidth_reader(module)
@@ -91,7 +106,8 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
                 bandwidths.append(read_bandwidth())
                 shift = boxes[path].shift(gear)
                 mx.reset_peak_memory()
-                spent = decode_seconds(boxes[path].model, args.tokens if path != MLX else SLOW_TOKENS)
+                tokens = args.tokens if path != MLX else SLOW_TOKENS
+                spent = decode_seconds(boxes[path].model, tokens, args.context)
                 peaks[case] = mx.get_peak_memory()
                 if number:  # the first round is a warm-up
                     seconds[case].append(spent)
@@ -107,6 +123,7 @@ def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
             "gear": gear.name,
             "bits": gear.bits,
             "path": path,
+            "context": args.context,
             "tokens_per_second": 1 / median[path, gear],
             "ratio": base / median[path, gear],
             "spread": [base / max(spent), base / min(spent)],

@@ -72,6 +72,8 @@ def test_decode(command, tmp_path):
         3,
         "--trials",
         1,
+        "--context",
+        40,
         "--json",
         tmp_path / "d",
     )
@@ -86,6 +88,7 @@ def test_decode(command, tmp_path):
         ("mlx", "high", 16),
     ]
     for row in rows:
+        assert row["context"] == 40
         assert row["tokens_per_second"] > 0
         assert row["peak_memory_bytes"] > 0
     assert rows[0]["weight_bytes_per_token"] < rows[1]["weight_bytes_per_token"]
@@ -106,6 +109,7 @@ def test_decode(command, tmp_path):
         (("decode", "--shape", "wide"), "not WIDTHxLAYERS"),
         (("decode", "--shape", "100x2"), "multiple of 256"),
         (("decode", "--gears", "8,4"), "ascend"),
+        (("decode", "--context", -1), "--context is -1; give 0 or more"),
         (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
     ],
 )

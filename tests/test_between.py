@@ -168,9 +168,30 @@ class TestAttention:
             dispatch.attention(mx.ones((1, 1, 1, 8)), keys, values, 1.0, None), values[:, :, :1]
         ).item()
 
-    def test_masks_half_precision_and_other_widths_go_to_mlx(self):
+    @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 5, 9), (2, 1, 5, 9), (2, 4, 5, 9), (2, 1, 1, 9)], ids=str)
+    def test_masks(self, shape):
+        mask = normal(*shape) > 0
+        mask[..., 3] = True  # each query sees some key
+        queries, keys, values = normal(2, 4, 5, 8), normal(2, 2, 9, 8, seed=1), normal(2, 2, 9, 8, seed=2)
+        expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.5, mask=mask)
+        assert mx.allclose(dispatch.attention(queries, keys, values, 0.5, mask), expected, atol=1e-5).item()
+
+    def test_a_mask_that_hides_the_last_keys_leaves_the_bits_of_the_others(self):
+        queries, keys, values = normal(1, 4, 1, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
+        mask = mx.arange(300)[None] < 123
+        hidden = dispatch.attention(queries, keys, values, 0.1, mask)
+        assert mx.array_equal(
+            hidden, dispatch.attention(queries, keys[:, :, :123], values[:, :, :123], 0.1, None)
+        ).item()
+
+    def test_a_query_that_sees_nothing_has_the_mean_of_all_values(self):
+        x, values = normal(1, 1, 4, 8), normal(1, 1, 4, 8, seed=1)
+        y = dispatch.attention(x, x, values, 1.0, mx.zeros((4, 4), mx.bool_))
+        assert mx.allclose(y, mx.broadcast_to(values.mean(2, keepdims=True), y.shape), atol=1e-6).item()
+
+    def test_masks_that_are_added_half_precision_and_other_widths_go_to_mlx(self):
         x = normal(1, 2, 3, 8)
-        assert dispatch.attention(x, x, x, 1.0, mx.ones((3, 3), mx.bool_)) is None
+        assert dispatch.attention(x, x, x, 1.0, mx.zeros((3, 3))) is None
         half = x.astype(mx.bfloat16)
         assert dispatch.attention(half, half, half, 1.0, None) is None
         assert dispatch.attention(x, x, normal(1, 2, 3, 4), 1.0, None) is None

@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,11 +240,17 @@ class TestGenerate:
         TintedText(["low", "high"], "always").write("a\tb\r\n\x0c[bold]c", "low")
         assert "a\tb\r\n\x0c[bold]c" in written.getvalue()
 
-    def test_half_written_nothing_when_interrupted(self, tmp_path):
+    def test_half_written_nothing_when_interrupted(self, tmp_path, tmp_path_factory):
+        endless = tmp_path_factory.mktemp("models") / "endless"  # no token ends its text
+        shutil.copytree(DEMO_MODEL, endless)
+        config = json.loads((endless / "config.json").read_text())
+        (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"]}))
         arguments = [
             sys.executable,
             "-m",
             "gearbx_mlx.generate",
+            "--model",
+            endless,
             "--ignore-chat-template",
             "-p",
             "KING:",

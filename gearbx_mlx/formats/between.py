@@ -60,7 +60,7 @@ class NativeSwiGLU(SwiGLU):
         return gated(gate, x)
 
 
-STOCK = "stock_class"  # attribute of a class that was made of one of mlx-lm's
+ORIGIN = "mlx_lm_class"  # attribute of a class that was made of one of mlx-lm's
 
 BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: NativeRMSNorm,
@@ -84,7 +84,7 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """As base.scaled_dot_product_attention of mlx-lm, which does what is not native: quantized caches, masks, sinks."""
+    """As base.scaled_dot_product_attention of mlx-lm, which is called where ours takes no such cache, mask or sinks."""
     plain = sinks is None and not hasattr(cache, "bits")
     y = dispatch.attention(queries, keys, values, scale, mask) if plain else None
     if y is None:
@@ -119,9 +119,9 @@ def native_class(kind: Any) -> type[nn.Module] | None:
         call.__code__, {**call.__globals__, **found}, call.__name__, call.__defaults__, call.__closure__
     )
     made.__kwdefaults__ = call.__kwdefaults__
-    return type(f"Native{kind.__name__}", (kind,), {"__call__": made, STOCK: kind})
+    return type(f"Native{kind.__name__}", (kind,), {"__call__": made, ORIGIN: kind})
 
 
 def stock_class(kind: Any) -> type[nn.Module] | None:
     """What native_class made `kind` of; None if it did not."""
-    return vars(kind).get(STOCK)
+    return vars(kind).get(ORIGIN)

@@ -247,18 +247,22 @@ def attention(
 
     Args:
         keys, values: (B, H / a whole number, S, D).
-        mask: "causal", or None: every query sees every key.
+        mask: "causal", or what each query sees, bool, that can be broadcast to (B, H, L, S); None: all keys.
     """
     arrays = queries, keys, values
     takes = (
-        not isinstance(mask, mx.array)
+        (mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None))
         and all(a.ndim == 4 and a.dtype == mx.float32 and a.size > 0 for a in arrays)
         and keys.shape == values.shape
         and queries.shape[1] % keys.shape[1] == 0
         and queries.shape[2] <= keys.shape[2]
     )
     kernel = between_products("attention") if takes else None
-    return None if kernel is None else kernel(*arrays, scale, mask == "causal")
+    if kernel is None:
+        return None
+    if isinstance(mask, mx.array):
+        return kernel(*arrays, scale, False, mask)
+    return kernel(*arrays, scale, mask == "causal")
 
 
 def between_products(name: str) -> Callable[..., mx.array] | None:

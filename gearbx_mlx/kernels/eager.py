@@ -80,6 +80,8 @@ class Attention(ctypes.Structure):
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value")),
         ("scale", ctypes.c_float),
         ("causal", ctypes.c_int),
+        ("mask", ctypes.c_void_p),
+        ("mask_strides", ctypes.c_int64 * 4),
     ]
 
 
@@ -161,7 +163,7 @@ class Library:
         self._library.gearbx_swiglu(first.ctypes.data, second.ctypes.data, y.size, y.ctypes.data)
         return mx.array(y)
 
-    def attention(self, queries, keys, values, scale, causal) -> mx.array:
+    def attention(self, queries, keys, values, scale, causal, mask=None) -> mx.array:
         arrays = queries, keys, values
         require(
             all(a.ndim == 4 and a.size > 0 and a.dtype == mx.float32 for a in arrays),
@@ -176,6 +178,10 @@ class Library:
         strides = [(ctypes.c_int64 * 3)(*(stride // 4 for stride in rows.strides[:3])) for rows in memory]
         shape = batch, heads, heads // keys.shape[1], length, keys.shape[2], width
         form = Attention(*shape, *strides, scale, causal)
+        if mask is not None:
+            require(mask.dtype == mx.bool_, "a mask of true and false")
+            seen = np.broadcast_to(np.array(mask), (batch, heads, length, keys.shape[2]))
+            form.mask, form.mask_strides = seen.ctypes.data, (ctypes.c_int64 * 4)(*seen.strides)
         y = np.empty(queries.shape, np.float32)
         self._library.gearbx_attend(ctypes.addressof(form), *(rows.ctypes.data for rows in memory), y.ctypes.data)
         return mx.array(y)

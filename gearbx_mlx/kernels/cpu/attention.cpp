@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -63,7 +64,21 @@ struct Job {
   int64_t taken;
 };
 
-// A query of a head sees the first `seen` keys.
+// How many of the first `seen` keys there are up to the last that the mask lets a query see; scores of others before it
+// become -inf. Where it lets it see none, all have one score.
+int64_t hide(const uint8_t* mask, int64_t stride, std::vector<float>& scores) {
+  int64_t seen = static_cast<int64_t>(scores.size());
+  while (seen > 0 && !mask[(seen - 1) * stride]) seen--;
+  if (seen == 0) {
+    std::fill(scores.begin(), scores.end(), 0.0f);
+    return static_cast<int64_t>(scores.size());
+  }
+  for (int64_t i = 0; i < seen; i++)
+    if (!mask[i * stride]) scores[static_cast<size_t>(i)] = -INFINITY;
+  return seen;
+}
+
+// A query of a head sees the first `seen` keys at most.
 void attend(const Job& job, int64_t batch, int64_t head, int64_t position, int64_t seen, std::vector<float>& weights) {
   const gearbx_attention& f = job.form;
   const auto start = [&](const int64_t* strides, int64_t h) { return batch * strides[0] + h * strides[1]; };
@@ -75,6 +90,10 @@ void attend(const Job& job, int64_t batch, int64_t head, int64_t position, int64
   weights.resize(static_cast<size_t>(seen));
   for (int64_t i = 0; i < seen; i++)
     weights[static_cast<size_t>(i)] = f.scale * dot(query, keys + i * f.key_strides[2], f.width);
+  if (f.mask) {
+    const int64_t* strides = f.mask_strides;
+    seen = hide(f.mask + start(strides, head) + position * strides[2], strides[3], weights);
+  }
   const float factor = 1.0f / exponentials(weights.data(), seen);
   int64_t d = 0;
   for (; d + 64 <= f.width; d += 64) weighted_sum<8>(weights.data(), seen, values + d, stride, factor, y + d);

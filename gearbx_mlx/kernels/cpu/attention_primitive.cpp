@@ -2,6 +2,11 @@
 
 #include "attention.h"
 
+#include <nanobind/stl/optional.h>
+
+#include <algorithm>
+#include <optional>
+
 #include "graph.h"
 
 namespace gearbx {
@@ -26,7 +31,7 @@ class Vectors {
   bool copied_;
 };
 
-// Inputs: queries, keys, values.
+// Inputs: queries, keys, values, and a mask of the shape of the scores if there is one.
 class Attention : public Operation {
  public:
   Attention(mx::Stream s, float scale, bool causal) : Operation(s), scale_(scale), causal_(causal) {}
@@ -42,6 +47,10 @@ class Attention : public Operation {
     form.width = q.shape(3);
     form.scale = scale_;
     form.causal = causal_;
+    if (inputs.size() > 3) {
+      form.mask = reinterpret_cast<const uint8_t*>(inputs[3].data<bool>());
+      std::copy(inputs[3].strides().begin(), inputs[3].strides().end(), form.mask_strides);
+    }
     const Vectors queries(q, form.query_strides), keys(k, form.key_strides), values(inputs[2], form.value_strides);
     enqueue(inputs, outputs[0], [=](float* y) {
       std::vector<float> held[3];
@@ -60,7 +69,8 @@ class Attention : public Operation {
   bool causal_;
 };
 
-mx::array attention(const mx::array& queries, const mx::array& keys, const mx::array& values, float scale, bool causal) {
+mx::array attention(const mx::array& queries, const mx::array& keys, const mx::array& values, float scale, bool causal,
+                    const std::optional<mx::array>& mask) {
   const auto s = mx::default_stream(mx::Device::cpu);
   for (const auto* a : {&queries, &keys, &values})
     require(a->ndim() == 4 && a->size() > 0 && a->dtype() == mx::float32, "float32 (batch, heads, positions, width)");
@@ -68,13 +78,19 @@ mx::array attention(const mx::array& queries, const mx::array& keys, const mx::a
           "queries, keys and values that go together");
   require(queries.shape(1) % keys.shape(1) == 0, "a whole number of query heads for each head of keys");
   require(!causal || keys.shape(2) >= queries.shape(2), "as many keys as queries, or more");
-  return output(queries.shape(), queries.shape(3), std::make_shared<Attention>(s, scale, causal), {queries, keys, values});
+  std::vector<mx::array> inputs = {queries, keys, values};
+  if (mask) {
+    require(mask->dtype() == mx::bool_, "a mask of true and false");
+    inputs.push_back(mx::broadcast_to(*mask, {queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)}, s));
+  }
+  return output(queries.shape(), queries.shape(3), std::make_shared<Attention>(s, scale, causal), std::move(inputs));
 }
 
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attention", &attention, "queries"_a, "keys"_a, "values"_a, "scale"_a, "causal"_a);
+  m.def("attention", &attention, "queries"_a, "keys"_a, "values"_a, "scale"_a, "causal"_a,
+        "mask"_a = nb::none());
 }
 
 }  // namespace gearbx
