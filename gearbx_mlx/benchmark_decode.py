@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from rich.progress import Progress
 
 from . import terminal
@@ -64,14 +64,20 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
 
     Args:
         context: further tokens before the prompt, whose keys and values are random.
+
+    Raises:
+        GearbxError: a context for a model whose cache is another.
     """
     cache = make_prompt_cache(model)
     if context:
         model(mx.array([PROMPT]), cache=cache)  # to learn the shapes
         for layer in cache:
-            batch, heads, _, width = layer.keys.shape
-            held = mx.random.normal((batch, heads, context, width), layer.keys.dtype, key=mx.random.key(0))
-            layer.update_and_fetch(held, held)
+            if not isinstance(layer, KVCache):
+                raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
+            shapes = ((*held.shape[:2], context, held.shape[3]) for held in (layer.keys, layer.values))
+            layer.update_and_fetch(
+                *(mx.random.normal(shape, layer.keys.dtype, key=mx.random.key(0)) for shape in shapes)
+            )
         mx.eval([layer.state for layer in cache])
     steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1, prompt_cache=cache)
     next(steps)

@@ -243,6 +243,7 @@ class TestGenerate:
     def test_half_written_nothing_when_interrupted(self, tmp_path, tmp_path_factory):
         endless = tmp_path_factory.mktemp("models") / "endless"  # no token ends its text
         shutil.copytree(DEMO_MODEL, endless)
+        (endless / "generation_config.json").unlink()
         config = json.loads((endless / "config.json").read_text())
         (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"]}))
         arguments = [

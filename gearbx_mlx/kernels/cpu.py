@@ -292,6 +292,15 @@ def _checked(module: "ModuleType | Library") -> "ModuleType | Library":
             (lambda: module.dense_matvec(x, weight), (x[:, None] * weight).sum(-1)),
             (lambda: module.stack_matvec(x, [words], scales, [biases], [4], 64), (x[:, None] * codes).sum(-1)),
             (lambda: module.dense_experts(x, weight[None], mx.array([0])), (x[:, None] * weight).sum(-1)[None]),
+            (lambda: module.rms_norm(mx.full((1, 64), 2.0), x[0], 0.0), x),
+            (lambda: module.swiglu(mx.zeros_like(x), x), mx.zeros_like(x)),
+        ]
+        four = x[None, None]
+        seen = mx.array([[True]])
+        checks += [
+            (lambda: module.rope(four, mx.ones(8), False, 1.0, 0), four),
+            (lambda: module.attention(four, four, four, 1.0, True), four),
+            (lambda: module.attention(four, four, four, 1.0, False, seen), four),
         ]
         for compute, expected in checks:
             try:

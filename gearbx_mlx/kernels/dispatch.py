@@ -214,10 +214,10 @@ def are_pairs(x: mx.array, indices: mx.array) -> bool:
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x (..., D) / sqrt(mean(x^2) + eps) * weight (D,), of x's type."""
+    """x (..., D) / sqrt(mean(x^2) + eps) * weight (D,), of the type that MLX gives it: the wider of the two."""
     kernel = between_products("rms_norm") if x.size else None
-    if kernel is None:
-        return mx.fast.rms_norm(x, weight.astype(x.dtype), eps)
+    if kernel is None or x.dtype not in (mx.float32, weight.dtype):
+        return mx.fast.rms_norm(x, weight, eps)
     return kernel(x, weight, eps).astype(x.dtype)
 
 

@@ -54,12 +54,12 @@ class Rows {
   // `held` has them where they lie otherwise. Called on the stream, when the numbers are there.
   const float* read(std::vector<float>& held) const {
     if (shape_.empty()) return data_;
-    std::vector<int> at(shape_.size());
+    std::vector<int> at(shape_.size() - 1);  // the row that is next
     held.reserve(size_);
     while (held.size() < size_) {
-      int64_t place = 0;
-      for (size_t d = 0; d < at.size(); d++) place += at[d] * strides_[d];
-      held.push_back(data_[place]);
+      const float* row = data_;
+      for (size_t d = 0; d < at.size(); d++) row += at[d] * strides_[d];
+      for (int i = 0; i < shape_.back(); i++) held.push_back(row[i * strides_.back()]);
       for (size_t d = at.size(); d-- > 0 && ++at[d] == shape_[d];) at[d] = 0;
     }
     return held.data();
