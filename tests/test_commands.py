@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -244,8 +245,11 @@ class TestGenerate:
         endless = tmp_path_factory.mktemp("models") / "endless"  # no token ends its text
         shutil.copytree(DEMO_MODEL, endless)
         (endless / "generation_config.json").unlink()
-        config = json.loads((endless / "config.json").read_text())
-        (endless / "config.json").write_text(json.dumps(config | {"eos_token_id": config["vocab_size"]}))
+        for name, end in (
+            ("config.json", {"eos_token_id": 4096}),
+            ("tokenizer_config.json", {"eos_token": "<|never|>"}),
+        ):
+            (endless / name).write_text(json.dumps(json.loads((endless / name).read_text()) | end))
         arguments = [
             sys.executable,
             "-m",
@@ -268,7 +272,10 @@ class TestGenerate:
             "--summary",
             tmp_path / "s.json",
         ]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        # A test run in the background ignores interrupts, and so would what it starts.
+        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(arguments, preexec_fn=heeding, **pipes) as process:
             assert process.stdout.read(20)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
