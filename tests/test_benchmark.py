@@ -51,10 +51,10 @@ def test_kernels(command, tmp_path):
 
 def test_routing(command, tmp_path):
     file = tmp_path / "r.json"
-    arguments = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 3, "--trials", 2, "--json", file
+    arguments = "--model", DEMO_MODEL, "--gears", "4,8,16", "--tokens", 3, "--trials", 2, "--json", file
     assert command("benchmark", "routing", *arguments).status == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("high", 16)]
+    assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("mid", 8), ("high", 16)]
     for row in rows:
         assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
         assert row["seconds_of_mlx_lm"] > 0
