@@ -45,7 +45,7 @@ def benchmark_routing(args: argparse.Namespace) -> list[dict[str, Any]]:
         return mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=args.tokens + 1)
 
     def routed() -> Iterator:
-        gate = Stay(tuple(float(bits) for bits in range(1, len(ladder))))
+        gate = Stay(tuple(map(float, range(1, len(ladder)))))
         gear = gearbox.gear.name
         return stream_generate(model, tokenizer, PROMPT, args.tokens + 1, gearbox=gearbox, gate=gate, initial_gear=gear)
 

@@ -26,8 +26,8 @@ void norm_rows(const float* x, int64_t rows, int64_t columns, const Weight* weig
     const float factor = 1.0f / std::sqrt(sum_of_squares(x, columns) / static_cast<float>(columns) + eps);
     int64_t i = 0;
     for (; i + 8 <= columns; i += 8)
-      store8(y + i, multiply8(multiply8(load8(x + i), all8(factor)), weight ? load8(weight + i) : all8(1.0f)));
-    for (; i < columns; i++) y[i] = x[i] * factor * (weight ? to_float(weight[i]) : 1.0f);
+      store8(y + i, multiply8(multiply8(load8(x + i), all8(factor)), load8(weight + i)));
+    for (; i < columns; i++) y[i] = x[i] * factor * to_float(weight[i]);
   }
 }
 

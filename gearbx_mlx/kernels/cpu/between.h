@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 // y = x / sqrt(mean(x^2) + eps) * weight for each row of x and y (rows, columns). weight: (columns) of a type of
-// matvec.h, or NULL. A row has the same bits whatever the others are.
+// matvec.h. A row has the same bits whatever the others are.
 void gearbx_rms_norm(const float* x, int64_t rows, int64_t columns, const void* weight, int type, float eps, float* y);
 
 // Turns pairs of the first `dims` numbers of x (batch, heads, length, width) by their position times a frequency.
