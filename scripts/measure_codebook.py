@@ -22,8 +22,8 @@ import numpy as np
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.decoding.garbage import GarbageCheck
-from gearbx_mlx.fitting import fit, point_cells, point_rows
+from gearbx_mlx.bit_selection.budget import fit, point_cells, point_rows
+from gearbx_mlx.bit_selection.garbage import GarbageCheck
 from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import nbytes

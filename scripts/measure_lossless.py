@@ -28,13 +28,13 @@ from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Monitor, load
+from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.drafting import find_rule, read_draft_file
-from gearbx_mlx.decoding.drop_in import DropIn
+from gearbx_mlx.decoding.entropy_sampler import drive
 from gearbx_mlx.decoding.lossless import LosslessModel
-from gearbx_mlx.decoding.tachometer import drive
+from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.kernels.dispatch import ACTIVATIONS
-from gearbx_mlx.prompts import read_prompts
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
 EXPECTED_LEAST = 5  # draws in a cell of the chi-square test; rarer outcomes are one cell
@@ -117,7 +117,7 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
     }
 
 
-class Counted(DropIn):
+class Counted(ModelWrapper):
     """A model in one gear that counts its passes after the prompt."""
 
     def __init__(self, gearbox, gear):

@@ -27,11 +27,11 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
+from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
 from gearbx_mlx.kernels.dispatch import ACTIVATIONS
-from gearbx_mlx.prompts import read_prompts
 from gearbx_mlx.routing.acceptance import ProductRule
 
 PASSES = 9

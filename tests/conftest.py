@@ -15,7 +15,7 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, commands
 from gearbx_mlx.formats.packing import unpack
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.reference import plane_shifts
@@ -187,11 +187,11 @@ def command(monkeypatch, capsys):
     """Run a command as a user does, in this process: exit status, stdout, stderr."""
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
-        module = importlib.import_module(f"gearbx_mlx.{name}")
+        main = commands.command(name)
         monkeypatch.setattr(sys, "argv", [f"gearbx_mlx.{name}", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
-            module.main()
+            main()
         captured = capsys.readouterr()
         code = stopped.value.code
         return SimpleNamespace(status=code if isinstance(code, int) else 0, out=captured.out, err=captured.err)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.evaluation.allocating import Allocator
-from gearbx_mlx.evaluation.precision import layer_precisions
-from gearbx_mlx.evaluation.sensitivity import Exact
-from gearbx_mlx.gears.allocation import Option, greedy_path, least_bytes, lower_hull, moves, within_bytes
+from gearbx_mlx.bit_selection.allocating import Allocator
+from gearbx_mlx.bit_selection.allocation import Option, greedy_path, least_bytes, lower_hull, moves, within_bytes
+from gearbx_mlx.bit_selection.layer_precision import layer_precisions
+from gearbx_mlx.bit_selection.precision import LayerPrecision, PrecisionManifest, read_precision
+from gearbx_mlx.bit_selection.sensitivity import Exact
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.fingerprint import fingerprint
-from gearbx_mlx.gears.precision import LayerPrecision, PrecisionManifest, read_precision
 
 BITS = (3, 4, 8)
 
@@ -208,7 +208,7 @@ class TestCommand:
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """As if a byte took a nanosecond, and the rest of a token a millisecond."""
         monkeypatch.setattr(
-            "gearbx_mlx.allocate.seconds_of",
+            "gearbx_mlx.commands.allocate.seconds_of",
             lambda gearbox: 1e-3 + 1e-9 * sum(gearbox.layer_bytes(e, gearbox.gear) for e in gearbox.layers),
         )
         weights = sum(layer.weights for layer in read_precision(manifest).layers.values())
@@ -222,7 +222,7 @@ class TestCommand:
         assert told >= speed * 0.999 - 0.1
 
     def test_no_faster_with_fewer_bits(self, command, manifest, tmp_path, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.allocate.seconds_of", lambda gearbox: 1e-3)
+        monkeypatch.setattr("gearbx_mlx.commands.allocate.seconds_of", lambda gearbox: 1e-3)
         result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-tps", 10)
         assert_refused(result, "3 bits are not faster than 8 here", "give --target-bpw")
 

@@ -266,7 +266,7 @@ def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_pa
 
 
 def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
-    import gearbx_mlx.options as options
+    import gearbx_mlx.cli.options as options
 
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")

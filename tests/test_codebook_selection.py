@@ -8,14 +8,14 @@ from conftest import heavy, tiny_model
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.decoding.garbage import GarbageCheck, Sense, loops
-from gearbx_mlx.fitting import fit_budget, parse_bytes, points_table
+from gearbx_mlx.bit_selection import selection_report as report
+from gearbx_mlx.bit_selection.budget import fit_budget, parse_bytes, points_table
+from gearbx_mlx.bit_selection.codebook_selection import Floors, Measured, kind_of, measure, select
+from gearbx_mlx.bit_selection.garbage import GarbageCheck, Sense, loops
+from gearbx_mlx.bit_selection.h_process import encoding_spike, operating_points, search
 from gearbx_mlx.formats import FORMATS, codebook
 from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
-from gearbx_mlx.gears import selection_report as report
-from gearbx_mlx.gears.codebook_selection import Floors, Measured, kind_of, measure, select
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.h_process import encoding_spike, operating_points, search
 
 
 def cosine(made: mx.array, weight: mx.array) -> float:
@@ -264,7 +264,7 @@ class TestGarbage:
     def test_repeating_text_that_the_original_does_not_repeat(self, monkeypatch):
         model = tiny_model()
         check = GarbageCheck(model, [[1, 2, 3, 4]], kl_bound=1e9, written=16)
-        monkeypatch.setattr("gearbx_mlx.decoding.garbage.continuation", lambda *args: [5] * 16)
+        monkeypatch.setattr("gearbx_mlx.bit_selection.garbage.continuation", lambda *args: [5] * 16)
         sense = check(model)
         assert sense.looped == (0 if check._loops[0] else 1)
         check._loops = [True]

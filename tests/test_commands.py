@@ -234,7 +234,7 @@ class TestGenerate:
         assert (tmp_path / "s.json.part").read_text() == "mine"
 
     def test_tinted_text_is_the_text(self, command, monkeypatch):
-        from gearbx_mlx.terminal import TintedText
+        from gearbx_mlx.cli.terminal import TintedText
 
         written = io.StringIO()
         monkeypatch.setattr(sys, "stdout", written)

@@ -8,22 +8,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
+from gearbx_mlx.machine.cap_schedule import CapSchedule, Range
 from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, Controller
 from gearbx_mlx.machine.pid import PID, Gains
 from gearbx_mlx.machine.spikes import HOLD, WARM_UP, Spikes
-from gearbx_mlx.machine.stairs import Range, Stairs
 
 WIDTHS = (4, 5, 6, 8)
 
 
-def stairs(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, sensitivity=None) -> Stairs:
+def stairs(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, sensitivity=None) -> CapSchedule:
     """Layers of three sizes, the first the least sensitive."""
     found = []
     for number in range(layers):
         weights = 4096 * (1 + number % 3)
         read = {bits: weights * bits // 8 for bits in {*widths, *gears}}
         found.append(Range(f"layers.{number}", widths, gears, read, weights))
-    return Stairs(found, sensitivity or (lambda path, bits: 4.0**-bits * (1 + int(path.split(".")[1]))), fixed)
+    return CapSchedule(found, sensitivity or (lambda path, bits: 4.0**-bits * (1 + int(path.split(".")[1]))), fixed)
 
 
 class Plant:

@@ -182,7 +182,7 @@ def report(tmp_path_factory):
     """One run of every policy on the demo model."""
     import sys
 
-    from gearbx_mlx import evaluate
+    from gearbx_mlx.commands import evaluate
 
     out = tmp_path_factory.mktemp("report")
     before, sys.argv = sys.argv, ["evaluate", "--data", str(HELD_OUT), "--out", str(out), "--kernels", "auto"]

@@ -9,7 +9,7 @@ from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_mo
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.affine import Affine
 from gearbx_mlx.gears.discovery import natural_order
-from gearbx_mlx.gears.residency import to_numpy
+from gearbx_mlx.gears.offload import to_numpy
 from gearbx_mlx.loading import DEMO_MODEL
 
 
@@ -251,7 +251,7 @@ class TestShift:
                 raise MemoryError("injected")
             return to_numpy(array)
 
-        monkeypatch.setattr("gearbx_mlx.gears.residency.to_numpy", failing)
+        monkeypatch.setattr("gearbx_mlx.gears.offload.to_numpy", failing)
         with pytest.raises(MemoryError):
             gearbox.shift("low")
         assert (gearbox.gear.name, gearbox.shifts) == ("high", 0)

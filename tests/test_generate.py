@@ -300,13 +300,6 @@ class TestArguments:
         assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
         assert capsys.readouterr().out == text + "\n"
 
-    def test_generate_is_still_a_function_once_the_command_is_imported(self, fresh_demo):
-        import gearbx_mlx.generate as command
-
-        assert callable(command.main)
-        gearbox = Gearbox(fresh_demo.model, "16")
-        assert gearbx_mlx.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, max_tokens=5)
-
     @pytest.mark.parametrize(
         ("keywords", "complaint"),
         [

@@ -69,7 +69,7 @@ class TestGearedModel:
     def test_held_in_one_gear_it_is_that_gear(self, architecture, gear):
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "4,16")
-        geared = GearedModel(gearbox, decision=climb_to(gear), prefill=gearbox.ladder[gear])
+        geared = GearedModel(gearbox, rule=climb_to(gear), prefill=gearbox.ladder[gear])
         ours = [token for token, _ in zip(generate_step(PROMPT[0], geared, max_tokens=12), range(12))]
         gearbox.shift(gearbox.ladder[gear])
         theirs = list(generate_step(PROMPT[0], model, max_tokens=12))
@@ -199,7 +199,7 @@ class TestDropIn:
     def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, keywords):
         gearbox = Gearbox(demo.model, "4,16")
         runs = []
-        for model in (demo.model, GearedModel(gearbox, decision=climb_to(1))):
+        for model in (demo.model, GearedModel(gearbox, rule=climb_to(1))):
             gearbox.shift("high")
             mx.random.seed(4)
             run = mlx_lm.stream_generate(model, demo.tokenizer, TALE, 25, **copy.deepcopy(keywords))
@@ -235,7 +235,7 @@ class TestCaches:
 
     def test_one_that_fills_up_on_the_way_is_left_to_the_top_gear(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
-        geared = GearedModel(gearbox, decision=climb_to(0))
+        geared = GearedModel(gearbox, rule=climb_to(0))
         cache = [RotatingKVCache(10) for _ in geared.layers]
         run = generate_step(PROMPT[0], geared, max_tokens=9, prompt_cache=cache)
         with pytest.warns(GearbxWarning, match=r"the top gear goes on alone: .*RotatingKVCache"):

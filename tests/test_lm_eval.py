@@ -13,7 +13,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
-from gearbx_mlx.lm_eval import GearbxLM
+from gearbx_mlx.commands.lm_eval import GearbxLM
 from gearbx_mlx.loading import DEMO_MODEL
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many does he have?\nAnswer:"

@@ -9,9 +9,7 @@ import pytest
 from test_bad_input import assert_refused
 
 from gearbx_mlx import GearbxError, Ladder, load
-from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.fingerprint import fingerprint
-from gearbx_mlx.gears.precision import (
+from gearbx_mlx.bit_selection.precision import (
     SCHEMA_FILE,
     LayerPrecision,
     PrecisionManifest,
@@ -20,6 +18,8 @@ from gearbx_mlx.gears.precision import (
     parse_precision,
     read_precision,
 )
+from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.gears.fingerprint import fingerprint
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 KL = {3: 0.01, 4: 0.0025, 8: 0.0}

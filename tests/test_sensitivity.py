@@ -9,11 +9,17 @@ from conftest import ARCHITECTURES, VOCABULARY, tiny_model
 from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.bit_selection.layer_precision import (
+    flagged,
+    layer_precisions,
+    measure_clamped,
+    measure_layers,
+    outliers,
+)
+from gearbx_mlx.bit_selection.sensitivity import Exact, intercepted
+from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.metrics import ranks, spearman
-from gearbx_mlx.evaluation.precision import flagged, layer_precisions, measure_clamped, measure_layers, outliers
-from gearbx_mlx.evaluation.sensitivity import Exact, intercepted
-from gearbx_mlx.evaluation.sensitivity_fast import first_order
 from gearbx_mlx.gears.discovery import Layer, with_clamps
 
 BITS = (3, 8)

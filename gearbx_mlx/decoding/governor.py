@@ -19,14 +19,14 @@ from ..gears.discovery import Layer
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
 from ..machine.budget import SteadyBudget
+from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
 from ..machine.controller import Controller, Decision
 from ..machine.spikes import Spikes
-from ..machine.stairs import Range, Sensitivity, Stairs
 from ..machine.state import MachineState
 from ..machine.watch import Watch
 from .block_timer import BlockTimer
-from .drop_in import Step
-from .tachometer import Reading
+from .entropy_sampler import SampledToken
+from .wrapper import Step
 
 Bounds = Mapping[str, tuple[int, int]]
 """Path to the fewest and the most bits that a layer may be capped to."""
@@ -64,7 +64,7 @@ class Governor:
         self.gearbox = gearbox
         self.watch = watch
         self.clock = clock
-        self.controller = Controller(stairs_of(gearbox, sensitivity, bounds or {}), target_tps)
+        self.controller = Controller(cap_schedule_of(gearbox, sensitivity, bounds or {}), target_tps)
         self.timer = BlockTimer(gearbox.model, clock) if time_layers else None
         self.spikes = Spikes()
         self.budget = SteadyBudget()
@@ -77,8 +77,8 @@ class Governor:
         self._began: float | None = None
 
     def govern(
-        self, responses: Iterator[tuple[GenerationResponse, Reading]]
-    ) -> Iterator[tuple[GenerationResponse, Reading, Decision | None]]:
+        self, responses: Iterator[tuple[GenerationResponse, SampledToken]]
+    ) -> Iterator[tuple[GenerationResponse, SampledToken, Decision | None]]:
         """Pass on what is generated, with the decision after each token where there was one."""
         first = True
         if self._began is None:
@@ -163,7 +163,7 @@ class Governor:
         return next((block for block in blocks if path.startswith(f"{block}.")), None)
 
 
-def stairs_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> Stairs:
+def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:
     """All tables of caps of a gearbox that has no cap."""
     modules = dict(gearbox.model.named_modules())
     layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
@@ -171,7 +171,7 @@ def stairs_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds)
         sensitivity = default_sensitivity({layer.path: layer.module for layer in gearbox.layers})
     top = gearbox.ladder.top
     managed = sum(layer.read[layer.gears[top.index]] for layer in layers)
-    return Stairs(layers, sensitivity, max(0, gearbox.weight_bytes_per_token(top) - managed))
+    return CapSchedule(layers, sensitivity, max(0, gearbox.weight_bytes_per_token(top) - managed))
 
 
 def range_of(gearbox: Gearbox, layer: Layer, bounds: Bounds, share: float) -> Range:

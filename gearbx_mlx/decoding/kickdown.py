@@ -17,10 +17,10 @@ from ..gears.ladder import Gear
 from ..routing.entropy import entropy_bits
 from ..routing.thresholds import check_thresholds, default_thresholds
 from .caches import room, take_back, untrimmable
-from .drop_in import DropIn, Step
+from .wrapper import ModelWrapper, Step
 
 
-class Decision(Protocol):
+class RecomputeRule(Protocol):
     """Whether to compute a token again, one gear higher."""
 
     def __call__(self, entropy: float, position: int, gear: int) -> bool:
@@ -46,7 +46,7 @@ class AboveThreshold:
         return entropy > self.thresholds[gear]
 
 
-class GearedModel(DropIn):
+class GearedModel(ModelWrapper):
     """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
 
     Steps of one token (batch 1) begin in the lowest gear. Everything else, which is to say prompts and batches, is
@@ -56,7 +56,7 @@ class GearedModel(DropIn):
     Args:
         gearbox: of the model.
         thresholds: bits, one for each step of the ladder; the paper's, scaled to the vocabulary, if not given.
-        decision: in place of thresholds.
+        rule: whether to compute a token again, in place of thresholds.
         prefill: the gear for prompts; the top one if not given.
 
     `step` is the latest step, `positions` how many there were.
@@ -70,17 +70,17 @@ class GearedModel(DropIn):
         gearbox: Gearbox,
         thresholds: Sequence[float] | None = None,
         *,
-        decision: Decision | None = None,
+        rule: RecomputeRule | None = None,
         prefill: Gear | str | int | None = None,
     ):
         super().__init__(gearbox)
         gears = len(gearbox.ladder)
-        if decision is None:
+        if rule is None:
             if thresholds is None:
                 thresholds = default_thresholds(gears, vocabulary(gearbox.model))
             check_thresholds(thresholds, gears)
-            decision = AboveThreshold(thresholds)
-        self.decision = decision
+            rule = AboveThreshold(thresholds)
+        self.rule = rule
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.positions = 0
         self._running: Any = None  # the cache of the step before
@@ -99,7 +99,7 @@ class GearedModel(DropIn):
             if gear == ladder.top:
                 break
             entropies.append(float(entropy_bits(logits[0, -1])))
-            if not self.decision(entropies[-1], self.positions, gear.index):
+            if not self.rule(entropies[-1], self.positions, gear.index):
                 break
             if cache is not None:
                 take_back(cache, 1)

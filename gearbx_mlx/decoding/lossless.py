@@ -27,7 +27,7 @@ from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
 from ..routing.entropy import entropy_bits
 from .caches import borrowed, length, room, take_back, untrimmable
-from .drop_in import Draft, DropIn, Step
+from .wrapper import Draft, ModelWrapper, Step
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
 
@@ -47,7 +47,7 @@ class Ahead:
     place: int = 1
 
 
-class LosslessModel(DropIn):
+class LosslessModel(ModelWrapper):
     """A model that computes the top gear's logits, several tokens in one pass where a draft foretold them.
 
     Args:
@@ -88,7 +88,7 @@ class LosslessModel(DropIn):
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
-        self._given = Given()
+        self._history = History()
         self._ahead: Ahead | None = None
         self._running: Any = None  # the cache of the step before
 
@@ -98,11 +98,11 @@ class LosslessModel(DropIn):
         kwargs = self.further(input_embeddings, kwargs)
         if inputs.size != 1 or cache is None or kwargs:
             self._ahead = None
-            self._given.add(inputs)
+            self._history.add(inputs)
             read = self.gearbox.weight_bytes_per_token(self.top)
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
-        self._given.add(inputs)
+        self._history.add(inputs)
         token = np.array(inputs).item()
         found = self._foretold(token, cache)
         return self._look_ahead(token, cache) if found is None else found
@@ -167,7 +167,7 @@ class LosslessModel(DropIn):
             raise untrimmable(cache, "lossless")
         if free < 1:
             warnings.warn(f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4)
-        made = len(self._given) - self.prompt_tokens + 1  # tokens, that which comes of this step included
+        made = len(self._history) - self.prompt_tokens + 1  # tokens, that which comes of this step included
         if made < 1 or token in self.stop_tokens:
             return 0
         left = self.max_tokens - made if self.max_tokens >= 0 else MOST_DRAFTED
@@ -177,7 +177,7 @@ class LosslessModel(DropIn):
         """Tokens and the entropies (bits) they were drawn at. Cache and random numbers are left as they were."""
         drafted: list[int] = []
         entropies: list[float] = []
-        history = self._given.tokens() if self.logits_processors else []
+        history = self._history.tokens() if self.logits_processors else []
         self.rule.begin()
         with borrowed(cache), same_random_numbers():
             while len(drafted) < most:
@@ -196,7 +196,7 @@ class LosslessModel(DropIn):
         return drafted, entropies
 
 
-class Given:
+class History:
     """Tokens that the model was called with, which logits processors look back at."""
 
     def __init__(self) -> None:

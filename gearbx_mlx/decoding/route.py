@@ -17,19 +17,19 @@ from ..gears.observer import Observer
 from ..routing.entropy import entropy_bits
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor
-from .drop_in import Step
+from .entropy_sampler import SampledToken, entropy_function, governed, measured, single_pass, told
 from .governor import Governor
 from .response import GearResponse
-from .tachometer import Reading, entropy_function, governed, measured, single_pass, told
+from .wrapper import Step
 
 
 def measured_speculative(
     model: nn.Module, tokenizer: Any, prompt: Any, gearbox: Gearbox | Observer, **kwargs: Any
-) -> Iterator[tuple[GenerationResponse, Reading]]:
+) -> Iterator[tuple[GenerationResponse, SampledToken]]:
     """As `measured`, with a draft model: one pass checks a whole draft, and its last token is not from the draft."""
     gear = gearbox.gear
     for response in mlx_stream_generate(model, tokenizer, prompt, **kwargs):
-        yield response, Reading(entropy_bits(response.logprobs), single_pass(gearbox, gear))
+        yield response, SampledToken(entropy_bits(response.logprobs), single_pass(gearbox, gear))
         if not response.from_draft:
             gear = gearbox.gear
 

@@ -19,13 +19,13 @@ from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.prompt import first_gear
 from ..routing.thresholds import check_thresholds, default_thresholds
 from .drafting import make_lossless
-from .drop_in import DropIn
+from .entropy_sampler import drive
 from .governor import Governor
-from .kickdown import Decision, GearedModel
+from .kickdown import GearedModel, RecomputeRule
 from .pair import stream_pair
 from .response import GearResponse
 from .route import route
-from .tachometer import drive
+from .wrapper import ModelWrapper
 
 ROUTE, KICKDOWN, LOSSLESS, PAIR, TELEMETRY_ONLY = MODES = ("route", "kickdown", "lossless", "pair", "telemetry-only")
 AUTO = "auto"
@@ -80,7 +80,7 @@ def stream_generate(
     min_gear_duration: int | None = None,
     initial_gear: str | int = AUTO,
     small_model: nn.Module | None = None,
-    decision: Decision | None = None,
+    decision: RecomputeRule | None = None,
     drafting: DraftFile | DraftRule | str | Path | int | None = None,
     controller: Governor | None = None,
     **kwargs: Any,
@@ -141,9 +141,9 @@ def stream_generate(
     if isinstance(gearbox, Gearbox) and mode in (KICKDOWN, LOSSLESS):
         if kwargs.get("draft_model") is not None:
             raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'route'")
-        geared: DropIn
+        geared: ModelWrapper
         if mode == KICKDOWN:
-            geared = GearedModel(gearbox, thresholds, decision=decision)
+            geared = GearedModel(gearbox, thresholds, rule=decision)
         else:
             prompt = encoded(tokenizer, prompt)
             geared = make_lossless(gearbox, tokenizer, drafting, prompt_tokens=len(prompt), **kwargs)

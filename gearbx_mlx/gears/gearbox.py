@@ -22,9 +22,9 @@ from .cost import token_bytes, whole_model_speedup
 from .description import LayerPath, fixed_layers, kernels_of
 from .discovery import Layer, Predicate, at_least, at_most, discover, is_quantized
 from .double_quantization import warn_if_quantized
-from .given import differing, given
+from .external_low_gear import differing, external_low_gear
 from .ladder import DENSE, Gear, Ladder
-from .residency import EMPTY, Residency, Resident, make_residency
+from .offload import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
 from .settings import check_settings, check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
@@ -147,7 +147,7 @@ class Gearbox:
         else:
             self.source = FromFiles(self.saved, held_in, self.compute_dtype)
         if low_model is not None:
-            self.source = given(low_model, self.layers, self.source, residency)
+            self.source = external_low_gear(low_model, self.layers, self.source, residency)
             others = differing(model, low_model, self._shapes, self.compute_dtype)
             self._besides = dict(zip((False, True), others))
         self.residency: Residency

@@ -19,7 +19,7 @@ from .activations import DTYPES
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
-from .residency import EMPTY, Key, arrays_in_use, idle_parameters, put
+from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .tensor_file import hash_of, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint

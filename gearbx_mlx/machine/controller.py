@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import GearbxError
+from .cap_schedule import CapSchedule, Step
 from .pid import GAINS, PID, Gains
-from .stairs import Stairs, Step
 
 EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # of the target
@@ -78,7 +78,7 @@ class Controller:
 
     def __init__(
         self,
-        stairs: Stairs,
+        stairs: CapSchedule,
         target: float | None = None,
         *,
         every: int = EVERY,

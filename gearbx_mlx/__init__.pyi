@@ -1,0 +1,20 @@
+from .decoding.governor import Governor as Governor
+from .decoding.kickdown import GearedModel as GearedModel
+from .decoding.lossless import LosslessModel as LosslessModel
+from .decoding.paired_model import PairedModel as PairedModel
+from .decoding.response import GearResponse as GearResponse
+from .decoding.stream import generate as generate
+from .decoding.stream import stream_generate as stream_generate
+from .errors import GearbxError as GearbxError
+from .errors import GearbxWarning as GearbxWarning
+from .gears.gearbox import Gearbox as Gearbox
+from .gears.ladder import Gear as Gear
+from .gears.ladder import Ladder as Ladder
+from .gears.observer import Observer as Observer
+from .loading import load as load
+from .loading import load_small as load_small
+from .routing.entropy import entropy_bits as entropy_bits
+from .routing.gates import ThresholdGate as ThresholdGate
+from .routing.monitor import Monitor as Monitor
+
+__version__: str

@@ -1,0 +1,38 @@
+"""gearbx_mlx COMMAND: every command under one name, as in mlx_lm. Without a command, list them."""
+
+import sys
+from importlib import import_module
+
+from .cli import terminal
+
+COMMANDS = {
+    "generate": "write a text, and watch the gears while it is written",
+    "convert": "write a geared checkpoint, which stock mlx-lm reads too",
+    "calibrate": "find when a model should change gear",
+    "analyze": "see which gears prompts would use, without changing the model",
+    "evaluate": "measure what shifting buys, against chance and the static gears",
+    "sensitivity": "measure what the precision of each layer costs",
+    "allocate": "find bits for every layer from these measurements",
+    "benchmark": "time kernels, gears and routing on this machine",
+    "lm_eval": "run lm-eval's tasks on a model in gears",
+}
+USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the flags\n\n" + "\n".join(
+    f"  {name:12} {purpose}" for name, purpose in COMMANDS.items()
+)
+
+
+def main() -> None:
+    """Run the command that the first argument names, with the arguments after it."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(USAGE)
+        return
+    name = sys.argv.pop(1)
+    if name not in COMMANDS:
+        terminal.print_error(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
+        sys.exit(terminal.USER_ERROR)
+    sys.argv[0] = f"gearbx_mlx {name}"
+    import_module(f".{name}", __package__).main()
+
+
+if __name__ == "__main__":
+    main()

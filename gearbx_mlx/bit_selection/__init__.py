@@ -1,0 +1,1 @@
+"""Bits for every layer: by quality (floors, a memory budget) or by measured sensitivity (manifest, allocation)."""

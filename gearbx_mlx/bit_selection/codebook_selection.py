@@ -1,0 +1,175 @@
+"""Say the quality, get the bits: for every layer the smallest codebook that reaches a floor (XFP 4.3).
+
+The floor is one of the median cosine between rows and their reconstruction: a strict one for attention, shared experts,
+dense MLPs and the output head, a lazy one for routed experts.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from ..errors import GearbxError
+from ..formats.codebook import CodebookFormat
+from ..formats.codebook_quality import Quality, qualities
+from ..gears.cost import HEADS
+from ..gears.discovery import Layer, Predicate, is_attention, with_bits
+from ..gears.ladder import DENSE
+
+STRICT, LAZY = 0.98, 0.93
+ENVIRONMENT = {"strict": "XFP_MIN_COS_STRICT", "lazy": "XFP_MIN_COS_LAZY"}
+ROUTED = "routed"
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Least median cosines, each between 0 and 1.
+
+    Raises:
+        GearbxError: outside (0, 1).
+    """
+
+    strict: float = STRICT
+    lazy: float = LAZY
+
+    def __post_init__(self) -> None:
+        for name in ("strict", "lazy"):
+            if not 0 < getattr(self, name) < 1:
+                raise GearbxError(f"the {name} floor is {getattr(self, name):g}; give a cosine between 0 and 1")
+
+    @classmethod
+    def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
+        """As given, else as the environment says (XFP_MIN_COS_STRICT, XFP_MIN_COS_LAZY), else the defaults."""
+        given = {"strict": strict, "lazy": lazy}
+        return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
+
+    def of(self, kind: str) -> float:
+        return self.lazy if kind == ROUTED else self.strict
+
+
+def from_environment(name: str) -> float:
+    variable = ENVIRONMENT[name]
+    text = os.environ.get(variable)
+    if text is None:
+        return {"strict": STRICT, "lazy": LAZY}[name]
+    try:
+        value = float(text)
+    except ValueError:
+        raise GearbxError(f"{variable} is '{text}'; give a cosine between 0 and 1") from None
+    if not 0 < value < 1:
+        raise GearbxError(f"{variable} is {text}; give a cosine between 0 and 1")
+    return value
+
+
+def kind_of(path: str, module: nn.Module) -> str:
+    """The class of component that decides the floor: routed, shared, attention, head or mlp."""
+    if isinstance(module, SwitchLinear):
+        return ROUTED
+    if "shared" in path:
+        return "shared"
+    if path.split(".")[-1] in HEADS or isinstance(module, nn.Embedding):  # a tied one
+        return "head"
+    return "attention" if is_attention(path, module) else "mlp"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layer and its quality at some numbers of bits, ascending."""
+
+    path: str
+    kind: str
+    weights: int
+    lowest_bits: int
+    qualities: tuple[Quality, ...]
+
+
+def measure(
+    layers: Iterable[Layer],
+    format: CodebookFormat,
+    enough: Floors,
+    progress: Callable[[str], None] = lambda path: None,
+) -> list[Measured]:
+    """The quality of every layer at ascending bits, up to the first that reaches `enough`.
+
+    Raises:
+        GearbxError: weights that are not finite.
+    """
+    measured = []
+    for layer in layers:
+        kind = kind_of(layer.path, layer.module)
+        found: list[Quality] = []
+        weight = layer.module.weight
+        if not mx.isfinite(weight).all().item():
+            raise GearbxError(f"{layer.path}: weights are not finite and cannot be quantized; check the checkpoint")
+        for quality in qualities(format, weight):
+            found.append(quality)
+            if quality.bits >= layer.lowest_bits and quality.cosine >= enough.of(kind):
+                break
+        measured.append(Measured(layer.path, kind, weight.size, layer.lowest_bits, tuple(found)))
+        progress(layer.path)
+    return measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a layer. Of one that no codebook brings to its floor, the last quality, and `bits` 16."""
+
+    path: str
+    kind: str
+    weights: int
+    floor: float
+    bits: int
+    quality: Quality
+
+    @property
+    def effective_bits(self) -> float:
+        return float(DENSE) if self.bits == DENSE else self.quality.effective_bits
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The bits of every layer, and why."""
+
+    floors: Floors
+    choices: Sequence[Choice]
+
+    @property
+    def bits(self) -> Mapping[str, int]:
+        """Path to bits."""
+        return {choice.path: choice.bits for choice in self.choices}
+
+    @property
+    def effective_bits(self) -> float:
+        """Per weight, over all layers."""
+        bits = sum(choice.weights * choice.effective_bits for choice in self.choices)
+        return bits / sum(choice.weights for choice in self.choices)
+
+    @property
+    def bytes(self) -> int:
+        return round(self.effective_bits * sum(choice.weights for choice in self.choices) / 8)
+
+    @property
+    def predicate(self) -> Predicate:
+        """For `Gearbox(manage=...)`: gears below a layer's bits have it at these bits, so that a gear of 2 is the whole
+        selection."""
+        return with_bits(self.bits)
+
+
+def select(measured: Iterable[Measured], floors: Floors) -> Selection:
+    """The first bits of each layer that reach its floor; 16, the weights as they are, where none do."""
+    choices = []
+    for layer in measured:
+        floor = floors.of(layer.kind)
+        allowed = [q for q in layer.qualities if q.bits >= layer.lowest_bits]
+        good = next((q for q in allowed if q.cosine >= floor), None)
+        choices.append(
+            Choice(
+                *(layer.path, layer.kind, layer.weights, floor),
+                good.bits if good else DENSE,
+                good or layer.qualities[-1],
+            )
+        )
+    return Selection(floors, choices)

@@ -1,0 +1,138 @@
+"""From measured layers to a precision manifest (gears/precision.py)."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..evaluation.journal import Journal
+from ..evaluation.metrics import spearman
+from ..gears.discovery import Layer
+from ..gears.ladder import DENSE
+from .codebook_selection import kind_of
+from .precision import LayerPrecision, least_bits
+from .sensitivity import Exact
+
+GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
+CLAMP = 3.0  # sigmas: what weights of a flagged layer are cut to
+SAMPLED = 2**20  # weights of a layer that its histogram is taken of
+
+
+def hash_of_windows(windows: Sequence[Sequence[int]]) -> str:
+    """16 hexadecimal digits of the tokens of a calibration text."""
+    return hashlib.sha256(repr([list(window) for window in windows]).encode()).hexdigest()[:16]
+
+
+def outliers(weight: mx.array) -> tuple[float, float]:
+    """The 99.9th percentile of |w| in sigmas, and sigma.
+
+    Every matrix has weights beyond its 99.9th percentile; what tells outliers is how far out that lies. A Gaussian has
+    it at 3.29 sigma. A layer with it further out has heavier tails, and is flagged.
+    """
+    flat = weight.reshape(-1)
+    values = np.abs(np.array(flat[:: max(1, flat.size // SAMPLED)].astype(mx.float32)))
+    sigma = float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+    return (float(np.quantile(values, 0.999)) / sigma if sigma else 0.0), sigma
+
+
+def flagged(layers: Sequence[Layer]) -> dict[str, float]:
+    """Path to the clamp to be tried, of layers whose tails are heavier than a Gaussian's."""
+    found = {layer.path: outliers(layer.module.weight) for layer in layers}
+    return {path: CLAMP * sigma for path, (ratio, sigma) in found.items() if ratio > GAUSSIAN}
+
+
+def measure_layers(
+    exact: Exact, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
+) -> None:
+    """Every layer at every width that it can have; each part goes into the journal."""
+    for layer in exact.in_order():
+        if layer.path not in journal.parts:
+            widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
+            found = {width: exact.measure(layer, width) for width in widths}
+            journal.add(layer.path, {str(width): [d.kl, d.perplexity_change] for width, d in found.items()})
+        progress()
+
+
+def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], None] = lambda: None) -> None:
+    """Layers that have a clamp, from the lowest width up, for as long as it lowers the KL: one stack of planes serves
+    all widths, so that a clamp has to pay at each of them.
+
+    Args:
+        clamped: of a gearbox whose flagged layers have their clamps.
+    """
+    for layer in clamped.in_order():
+        if layer.clamp is None:
+            continue
+        part = clamp_part(layer.path)
+        if part not in journal.parts:
+            found: dict[str, list[float]] = {}
+            for width, (kl, _) in journal.parts[layer.path].items():
+                there = clamped.measure(layer, int(width))
+                found[width] = [there.kl, there.perplexity_change]
+                if there.kl >= kl:
+                    break
+            journal.add(part, found)
+        progress()
+
+
+def clamp_part(path: str) -> str:
+    return f"{path} clamped"
+
+
+def layer_precisions(
+    layers: Sequence[Layer], parts: Mapping[str, Any], clamps: Mapping[str, float]
+) -> dict[str, LayerPrecision]:
+    """What the manifest says of every layer.
+
+    Args:
+        layers: with their dense modules.
+        parts: of the journal.
+        clamps: path to the clamp that was tried.
+    """
+    made = {}
+    for layer in layers:
+        plain, cut = parts[layer.path], parts.get(clamp_part(layer.path), {})
+        pays = bool(cut) and all(width in cut and cut[width][0] < kl for width, (kl, _) in plain.items())
+        chosen = cut if pays else plain
+        kl = {int(width): values[0] for width, values in chosen.items()}
+        change = {int(width): values[1] for width, values in chosen.items()}
+        made[layer.path] = LayerPrecision(
+            kind=kind_of(layer.path, layer.module),
+            weights=layer.module.weight.size,
+            min_bits=max(least_bits(kl, change), layer.lowest_bits),
+            max_bits=DENSE,
+            kl=kl,
+            perplexity_change=change,
+            outliers=outliers(layer.module.weight)[0],
+            clamp=clamps[layer.path] if pays else None,
+            kl_clamped={int(width): values[0] for width, values in cut.items()},
+        )
+    return made
+
+
+def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int, float]]) -> dict[str, LayerPrecision]:
+    """The same from proxies of the KL alone: path to bits to nats."""
+    return {
+        layer.path: LayerPrecision(
+            kind=kind_of(layer.path, layer.module),
+            weights=layer.module.weight.size,
+            min_bits=max(least_bits(kls[layer.path], {}), layer.lowest_bits),
+            max_bits=DENSE,
+            kl=kls[layer.path],
+        )
+        for layer in layers
+    }
+
+
+def rank_agreement(exact: Mapping[str, LayerPrecision], proxies: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """Spearman's correlation over the layers, between measured and estimated KL, at each width."""
+    widths = sorted({bits for layer in exact.values() for bits in layer.kl})
+    found = {}
+    for bits in widths:
+        both = [path for path, layer in exact.items() if bits in layer.kl and bits in proxies.get(path, {})]
+        if len(both) > 1:
+            a, b = ([kl[bits] for kl in column] for column in ([exact[p].kl for p in both], [proxies[p] for p in both]))
+            found[bits] = spearman(np.array(a), np.array(b))
+    return found

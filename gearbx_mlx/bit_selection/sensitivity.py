@@ -1,0 +1,269 @@
+"""How much the model minds each layer's precision: it alone is reduced, and the text is read again.
+
+What a layer cannot have changed is not computed again. Every block before it gives what it gave at full precision,
+and so does every managed layer of its own block whose input is still the same: to lower v_proj leaves q_proj's and
+k_proj's outputs as they were. That is exact: operations on the same numbers give the same numbers.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..evaluation.metrics import kl_divergence, log_softmax
+from ..gears.discovery import Layer
+from ..gears.gearbox import Gearbox
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """From full precision: KL in nats per token (full from reduced), and the change of perplexity in percent."""
+
+    kl: float
+    perplexity_change: float
+
+
+@dataclass
+class Cost:
+    """What was computed, and what passes that compute everything would have come to; over the windows of a text.
+
+    blocks: of a block that was computed in part, its part of the calls of managed layers. calls: of managed layers.
+    multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
+    """
+
+    blocks: float = 0.0
+    calls: int = 0
+    multiplications: int = 0
+    full_blocks: int = 0
+    full_calls: int = 0
+    full_multiplications: int = 0
+
+    def shares(self) -> dict[str, float]:
+        """Of passes that compute everything."""
+        return {
+            "blocks": self.blocks / max(self.full_blocks, 1),
+            "layer_calls": self.calls / max(self.full_calls, 1),
+            "multiplications": self.multiplications / max(self.full_multiplications, 1),
+        }
+
+
+@contextlib.contextmanager
+def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
+    """Calls of modules go through a function (key, own call, arguments, keywords) -> result while the block runs.
+
+    Their class is changed and not their place in the model, so that a gearbox finds everything where it was.
+    """
+    kinds = {key: type(module) for key, module in modules.items()}
+
+    def way(key: Hashable, kind: type) -> type:
+        def call(self, *args, **kwargs):
+            return through(key, partial(kind.__call__, self), args, kwargs)
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    try:
+        for key, module in modules.items():
+            module.__class__ = way(key, kinds[key])
+        yield
+    finally:
+        for key, module in modules.items():
+            module.__class__ = kinds[key]
+
+
+class _Enough(Exception):
+    """What was to be recorded has been."""
+
+
+def same(a: Call, b: Call) -> bool:
+    """Whether two calls have the same arguments, arrays number for number."""
+
+    def equal(x: Any, y: Any) -> bool:
+        if isinstance(x, mx.array) and isinstance(y, mx.array):
+            return x.dtype == y.dtype and bool(mx.array_equal(x, y).item())
+        return type(x) is type(y) and bool(x == y)
+
+    return (
+        len(a[0]) == len(b[0])
+        and a[1].keys() == b[1].keys()
+        and all(map(equal, a[0], b[0]))
+        and all(equal(a[1][name], b[1][name]) for name in a[1])
+    )
+
+
+@dataclass
+class _Window:
+    """A window of tokens: what the blocks gave at full precision, and what calls of one block's layers did."""
+
+    tokens: Sequence[int]
+    logprobs: np.ndarray
+    blocks: list[Any]
+    calls: dict[str, list[tuple[Call, Any]]] = field(default_factory=dict)
+
+
+class Exact:
+    """Reads windows with one layer reduced, or with any caps of the gearbox.
+
+    Args:
+        gearbox: in a top gear of 16 bits, with the widths that are to be measured; nobody else calls its model
+            meanwhile.
+        windows: tokens, each read with no cache.
+        progress: called after every window of the first pass.
+    """
+
+    def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
+        self.gearbox, self.cost = gearbox, Cost()
+        self.layers = {layer.path: layer for layer in gearbox.layers}
+        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))
+        # An embedding that is the head too is called as an embedding going in, where no gear changes it.
+        self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
+        self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
+        self._sizes = {path: layer.module.weight.size for path, layer in self.layers.items()}
+        self._passed = 0  # blocks that the running pass has come through
+        self._depth: dict[str, int] = {}  # layer to the blocks that come before it
+        self._recorded: int | None = None
+        gearbox.shift(gearbox.ladder.top)
+        gearbox.cap({})
+        self._windows = []
+        for tokens in windows:
+            self._windows.append(self._first_pass(tokens))
+            progress()
+        self.reference_nll = self._nll([window.logprobs for window in self._windows])
+
+    @property
+    def perplexity(self) -> float:
+        """At full precision."""
+        return float(np.exp(self.reference_nll))
+
+    def in_order(self) -> list[Layer]:
+        """Layers by the block that they are in, the first ones first: what is recorded of a block serves all of it."""
+        end = len(self._blocks)
+        return sorted(self.layers.values(), key=lambda layer: self._depth.get(layer.path, end))
+
+    def measure(self, layer: Layer, bits: int) -> Distance:
+        """The model in which this layer alone has so many bits."""
+        depth = self._depth.get(layer.path, len(self._blocks))
+        if self._recorded != depth:
+            self._record(depth)
+        self.gearbox.cap({layer.path: bits})
+        try:
+            return self._distance(partial(self._replayed, layer.path, depth))
+        finally:
+            self.gearbox.cap({})
+
+    def measure_caps(self, caps: Mapping[str, int]) -> Distance:
+        """The model with any layers reduced, everything computed."""
+        self.gearbox.cap(caps)
+        try:
+            return self._distance(lambda window: self._logits(window.tokens))
+        finally:
+            self.gearbox.cap({})
+
+    def _distance(self, read: Callable[[_Window], mx.array]) -> Distance:
+        kl, nll, count = 0.0, 0.0, 0
+        for window in self._windows:
+            found = log_softmax(np.array(read(window)))
+            kl += float(kl_divergence(window.logprobs, found).sum())
+            nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
+            count += len(found)
+        return Distance(kl / count, 100 * (float(np.exp(nll / count - self.reference_nll)) - 1))
+
+    def _nll(self, logprobs: Sequence[np.ndarray]) -> float:
+        chosen = [p[np.arange(len(p)), window.tokens[1:]] for p, window in zip(logprobs, self._windows)]
+        return -float(np.concatenate(chosen).mean())
+
+    def _logits(self, tokens: Sequence[int]) -> mx.array:
+        """(T - 1, V) float32, of all tokens but the first."""
+        self._passed = 0
+        logits = self.gearbox.model(mx.array([list(tokens[:-1])]))[0].astype(mx.float32)
+        mx.eval(logits)
+        return logits
+
+    def _first_pass(self, tokens: Sequence[int]) -> _Window:
+        blocks: list[Any] = []
+        calls = dict.fromkeys(self._heads, 1)
+
+        def through(key: Hashable, own: Callable, args: Any, kwargs: Any) -> Any:
+            if isinstance(key, str):
+                self._depth.setdefault(key, self._passed)
+                calls[key] = calls.get(key, 0) + 1
+                return own(*args, **kwargs)
+            result = own(*args, **kwargs)
+            blocks.append(result)
+            self._passed += 1
+            return result
+
+        with intercepted(self._blocks | self._linear, through):
+            logits = self._logits(tokens)
+        mx.eval(blocks)
+        self._calls_of_a_pass = calls
+        return _Window(tokens, log_softmax(np.array(logits)).astype(np.float32), blocks)
+
+    def _record(self, depth: int) -> None:
+        """Keep what the layers between so many blocks and the next are given and give."""
+        here = {path: module for path, module in self._linear.items() if self._depth.get(path) == depth}
+        for window in self._windows:
+            window.calls.clear()
+        self._recorded = depth
+        if depth == len(self._blocks):
+            return
+
+        def through(key: Hashable, own: Callable, args: Any, kwargs: Any) -> Any:
+            if isinstance(key, str):
+                result = own(*args, **kwargs)
+                window.calls.setdefault(key, []).append(((args, kwargs), result))
+                self.cost.calls += 1
+                self.cost.multiplications += self._sizes[key]
+                return result
+            self._passed += 1
+            if self._passed <= depth:
+                return window.blocks[self._passed - 1]
+            own(*args, **kwargs)
+            self.cost.blocks += 1
+            raise _Enough
+
+        for window in self._windows:
+            with intercepted(self._blocks | here, through), contextlib.suppress(_Enough):
+                self._logits(window.tokens)
+            mx.eval(list(window.calls.values()))
+
+    def _replayed(self, changed: str, depth: int, window: _Window) -> mx.array:
+        """Logits with a layer changed: blocks before it and layers that it does not reach give what they gave."""
+        computed = [changed, *(path for path in self._heads if path != changed)]
+        own_block = [path for path in self._linear if self._depth.get(path) == depth]
+
+        def through(key: Hashable, own: Callable, args: Any, kwargs: Any) -> Any:
+            if isinstance(key, str):
+                for call, result in window.calls.get(key, ()):
+                    if same(call, (args, kwargs)):
+                        return result
+                computed.append(key)
+                return own(*args, **kwargs)
+            self._passed += 1
+            if self._passed <= depth:
+                return window.blocks[self._passed - 1]
+            self.cost.blocks += self._passed > depth + 1
+            return own(*args, **kwargs)
+
+        others = {path: module for path, module in self._linear.items() if path != changed}
+        with intercepted(self._blocks | others, through):
+            logits = self._logits(window.tokens)
+        if depth < len(self._blocks):
+            self.cost.blocks += sum(path in own_block for path in computed) / len(own_block)
+        self.cost.full_blocks += len(self._blocks)
+        self.cost.calls += len(computed)
+        self.cost.multiplications += sum(self._sizes[path] for path in computed)
+        full = self._calls_of_a_pass
+        self.cost.full_calls += sum(full.values())
+        self.cost.full_multiplications += sum(count * self._sizes[path] for path, count in full.items())
+        return logits
+
+
+def unique(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for module in modules}.values())

@@ -1,0 +1,1 @@
+"""Flags and the frozen settings that they become; terminal, progress, summary tables and prompts."""

@@ -1,0 +1,26 @@
+"""The bodies of the commands, and how one starts.
+
+A command's flags are parsed before its body is imported: the body needs mlx-lm, whose import takes seconds, and
+`--help` or a mistyped flag need not wait for it.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+from ..cli import terminal
+
+
+def command(name: str) -> Callable[[], None]:
+    """The `main` of a command: `cli.parsers.NAME.parse` makes settings of its flags, `commands.NAME.run` takes them."""
+
+    def run() -> int | None:
+        settings = import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
+        return import_module(f"{__name__}.{name}").run(settings)
+
+    def main() -> None:
+        if find_spec(f"gearbx_mlx.cli.parsers.{name}") is None:
+            import_module(f"{__name__}.{name}").main()
+        terminal.run(run)
+
+    return main

@@ -1,0 +1,175 @@
+"""python -m gearbx_mlx.lm_eval: lm-eval's own command, with the model `gearbx`, which computes token by token.
+
+mlx_lm's class scores a whole span in one pass and generates in batches: no gear of a single token would ever act there.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import lm_eval.models  # noqa: F401 - before gearbx is registered: lm-eval loads its own only into an empty registry
+import mlx.core as mx
+import numpy as np
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM, _lstrip, _rstrip_until
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
+
+from ..decoding.kickdown import GearedModel
+from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
+from ..errors import GearbxError
+from ..evaluation.policies import Policy, Route, Static
+from ..evaluation.replay import computed, next_logprobs
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox
+from ..loading import load
+from ..routing.gates import Held, ThresholdGate
+from ..routing.monitor import Monitor
+from ..routing.thresholds import check_thresholds, default_thresholds
+
+STATIC = "static"
+MODES = (STATIC, ROUTE, KICKDOWN, LOSSLESS)
+
+
+class Read(list):
+    """A KV cache together with the state of the policy that has read so far; both are copied for every continuation."""
+
+    policy: Policy
+
+
+@register_model("gearbx")
+class GearbxLM(MLXLM):
+    """lm-eval's face of a gearbox.
+
+    Args:
+        path: directory or Hub repository; the demo model if not given.
+        gears: bits with colons between, since lm-eval splits its arguments at commas.
+        mode: "static", "route", "kickdown" or "lossless", whose scores are those of the top gear.
+        gear: name or bits; "static": the only gear, or the top one. "route": the gear to begin in, or the lowest one.
+        thresholds: bits, with colons between.
+        max_tokens: most tokens to generate; the task's own number if not given.
+        kernels, format, manage, group_size: of the Gearbox.
+        batch_size, max_batch_size, device: taken since lm-eval gives them; a token is computed at a time.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        gears: str | None = None,
+        mode: str = "kickdown",
+        gear: str | int | None = None,
+        thresholds: str | None = None,
+        max_tokens: int | None = None,
+        use_chat_template: bool | None = None,
+        trust_remote_code: bool = False,
+        kernels: str = "auto",
+        format: str | None = None,
+        manage: str | None = None,
+        group_size: int | None = None,
+        batch_size: Any = 1,
+        max_batch_size: Any = None,
+        device: str | None = None,
+    ) -> None:
+        LM.__init__(self)
+        if mode not in MODES:
+            raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
+        trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+        self._model, self.tokenizer = load(path, tokenizer_config=dict(trust), **trust)
+        self.gearbox = Gearbox(
+            self._model,
+            None if gears is None else str(gears).replace(":", ","),
+            kernels=kernels,
+            format=format,
+            manage=manage,
+            group_size=None if group_size is None else int(group_size),
+        )
+        ladder = self.gearbox.ladder
+        self.mode = mode
+        self.first = (ladder[0] if mode == ROUTE else ladder.top) if gear is None else ladder.find(gear)
+        self.vocabulary = vocabulary(self._model)
+        self.thresholds = default_thresholds(len(ladder), self.vocabulary)
+        if thresholds is not None:
+            self.thresholds = tuple(float(part) for part in str(thresholds).split(":"))
+        check_thresholds(self.thresholds, len(ladder))
+        self.kickdown = GearedModel(self.gearbox, self.thresholds)
+        self._max_tokens = max_tokens
+        self._batch_size = 1
+        self._sampler = None
+        self.use_chat_template = self.tokenizer.has_chat_template if use_chat_template is None else use_chat_template
+
+    def policy(self) -> Policy:
+        """A new one, at the beginning of a sequence. Kickdown needs none: its model decides."""
+        if self.mode != ROUTE:
+            return Static(self.first)
+        ladder = self.gearbox.ladder
+        policy = Route(ladder, ThresholdGate(self.thresholds), Monitor(self.vocabulary), self.first.index)
+        policy.begin()
+        return policy
+
+    def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> tuple[mx.array, Read]:
+        """Log-probabilities (1, V) after the prompt, whose last token is the first that the policy has a say in: what
+        comes before is read in the gear to begin in, as in generation."""
+        read = Read(make_prompt_cache(self._model))
+        read.policy, before = self.policy(), list(prompt[:-1])
+        self.gearbox.shift(self.first)
+        for start in range(0, len(before), step_size):
+            self._model(mx.array([before[start : start + step_size]]), cache=read)
+            mx.eval([part.state for part in read])
+        return mx.array(self._next(read, prompt[-1]))[None], read
+
+    def _next(self, read: Read, token: int) -> np.ndarray:
+        if self.mode == KICKDOWN:
+            return next_logprobs(self.kickdown, [int(token)], read)[0]
+        return computed(self.gearbox, read.policy, 0, int(token), read)[0]
+
+    def _score_fn(
+        self, inputs: Any, cache: Read | None = None, step_size: int = 2048
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Log-probabilities of each token but the first (n, T - 1), lengths (n,), whether it is the likeliest."""
+        rows = np.array(inputs).tolist() if isinstance(inputs, mx.array) else [list(row) for row in inputs]
+        longest = max(map(len, rows))
+        scores, greedy = np.zeros((len(rows), longest - 1)), np.zeros((len(rows), longest - 1), bool)
+        for number, row in enumerate(rows):
+            read = cache
+            if read is None:
+                read = Read(make_prompt_cache(self._model))
+                read.policy = self.policy()
+            for place, (token, target) in enumerate(itertools.pairwise(row)):
+                logprobs = self._next(read, token)
+                scores[number, place] = logprobs[int(target)]
+                greedy[number, place] = logprobs.argmax() == target
+        return mx.array(scores), mx.array([len(row) for row in rows]), mx.array(greedy)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Greedy continuations of (context, options), each up to the first of its `until` strings."""
+        texts = []
+        for request in tqdm(requests):
+            context, options = request.args
+            until = [stop for stop in options.get("until", ()) if stop]
+            tokens = self.tokenizer.encode(context, add_special_tokens=not self.use_chat_template)
+            text = ""
+            for response in stream_generate(
+                self._model,
+                self.tokenizer,
+                tokens,
+                self._max_tokens or options.get("max_gen_toks", DEFAULT_MAX_TOKENS),
+                gearbox=self.gearbox,
+                mode=ROUTE if self.mode == STATIC else self.mode,
+                gate=Held() if self.mode == STATIC else None,
+                thresholds=self.thresholds,
+                initial_gear=self.first.name,
+            ):
+                text += response.text
+                if any(stop in text for stop in until):
+                    break
+            if until:
+                text = _rstrip_until(text, until)
+            texts.append(_lstrip(text, self.tokenizer.think_end) if self.tokenizer.has_thinking else text)
+        return texts
+
+
+def main() -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

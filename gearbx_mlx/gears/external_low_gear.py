@@ -1,0 +1,132 @@
+"""A gear that another quantizer has made: the layers of a quantized model in the lowest gear's place."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from ..errors import GearbxError
+from ..formats.base import quantized_module
+from ..formats.between import BETWEEN
+from ..formats.native import Native, with_kernels
+from .activations import stored_dtype
+from .cost import layer_bytes
+from .discovery import Layer, is_quantized
+from .ladder import Ladder
+from .sources import Original, Source
+
+AFFINE = (nn.QuantizedLinear, QuantizedSwitchLinear)
+
+
+@dataclass(frozen=True)
+class ExternalLowGear:
+    """The gears of `others`, and one of other modules.
+
+    layers: path to module. bytes: path to what one use of it reads, its bias aside.
+    """
+
+    others: Original
+    bits: int
+    layers: Mapping[str, nn.Module]
+    bytes: Mapping[str, int]
+
+    def widths(self, layer: Layer) -> tuple[int, ...]:
+        return tuple(sorted({self.bits, *self.others.widths(layer)}))
+
+    def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
+        return {bits: self.layers[layer.path]} if bits == self.bits else self.others.modules(layer, bits)
+
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        return self.bytes[layer.path] if bits == self.bits else self.others.bytes_read(layer, bits, made)
+
+    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
+        self.others.read(made)
+
+
+def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
+    """The lowest gear of a ladder as a quantized model has it.
+
+    A layer runs natively where it would in the gears beside. What the quantizer left dense stays dense.
+
+    Args:
+        model: of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it.
+        others: makes the other gears.
+
+    Raises:
+        GearbxError: a model that is not quantized, or whose layers are others; gears that are not all kept in memory.
+    """
+    if not isinstance(others, Original):
+        raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
+    if residency != "resident":
+        raise GearbxError(
+            f"residency {residency} gives idle gears up, and those of another model would not come back; use resident"
+        )
+    if len(others.ladder) < 2:
+        raise GearbxError(f"gears {others.ladder} have none above the one that the other model is; give another")
+    if not is_quantized(model):
+        raise GearbxError("the model for the low gear is not quantized; give what a quantizer has written")
+    found, held, storage = dict(model.named_modules()), {}, stored_dtype(model)
+    for layer in layers:
+        module = found.get(layer.path)
+        if module is None or shape_of(module) != shape_of(layer.module):
+            told = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
+            raise GearbxError(f"the model for the low gear is another model: {told} at {layer.path}")
+        held[layer.path] = in_gear(module, layer, others.compute_dtype)
+    low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
+    read = {path: layer_bytes(found[path], storage) for path in held}
+    read = {path: size - storage.size * found[path].get("bias", mx.zeros(0)).size for path, size in read.items()}
+    return ExternalLowGear(dataclasses.replace(others, ladder=rest), low.bits, held, read)
+
+
+def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
+    """A layer of the quantized model as it runs here: natively, or in the type that is computed in."""
+    if isinstance(module, AFFINE) and module.mode == "affine":
+        made = quantized_module(
+            layer.module, module.bits, module.group_size, module.weight, module.scales, module.biases
+        )
+        if "bias" in module:
+            made.bias = module.bias
+    else:
+        made = with_kernels(module, isinstance(layer.module, Native))
+    if not isinstance(made, Native):
+        cast(made, dtype)
+    return made
+
+
+def cast(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Put the floating parameters of a module into another type."""
+    module.update(
+        tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
+    )
+
+
+def differing(
+    model: nn.Module, other: nn.Module, managed: Collection[str], dtype: mx.Dtype
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """What else a quantizer has changed: norms, into which AWQ puts scales, and embeddings.
+
+    Returns:
+        path to module of both models, those of `other` put into `dtype`.
+    """
+    before, after = dict(model.named_modules()), dict(other.named_modules())
+    parents = {path.rpartition(".")[0] for path in before}
+    changed = []
+    for path, module in before.items():
+        if path in parents or path in managed or path not in after or not module.parameters():
+            continue
+        own, its = (dict(tree_flatten(m.parameters())) for m in (module, after[path]))
+        if own.keys() != its.keys() or not all(mx.array_equal(own[n], its[n].astype(own[n].dtype)) for n in own):
+            cast(after[path], dtype)
+            after[path] = with_kernels(after[path], type(module) in BETWEEN.values())
+            changed.append(path)
+    return {path: before[path] for path in changed}, {path: after[path] for path in changed}
+
+
+def shape_of(module: nn.Module) -> tuple[int, ...]:
+    """Of the weight that a module stands for."""
+    *rows, width = module.weight.shape
+    return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)
