@@ -19,3 +19,8 @@ def about(thing: object) -> Iterator[None]:
         yield
     except GearbxError as error:
         raise GearbxError(f"{thing}: {error}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line, at most 300 characters of it; the error's kind where there is no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
-from .errors import GearbxError
+from .errors import GearbxError, one_line
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -206,8 +206,3 @@ def model_name(path_or_hf_repo: str | None) -> str:
     """What to call the model in a report."""
     return str(path_or_hf_repo) if path_or_hf_repo else "demo"
 
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, and its kind where there is none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

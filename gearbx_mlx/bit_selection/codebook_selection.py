@@ -4,7 +4,6 @@ The floor is one of the median cosine between rows and their reconstruction: a s
 dense MLPs and the output head, a lazy one for routed experts.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,50 +17,9 @@ from ..formats.codebook_quality import Quality, qualities
 from ..gears.cost import HEADS
 from ..gears.discovery import Layer, Predicate, is_attention, with_bits
 from ..gears.ladder import DENSE
+from .floors import Floors
 
-STRICT, LAZY = 0.98, 0.93
-ENVIRONMENT = {"strict": "XFP_MIN_COS_STRICT", "lazy": "XFP_MIN_COS_LAZY"}
 ROUTED = "routed"
-
-
-@dataclass(frozen=True)
-class Floors:
-    """Least median cosines, each between 0 and 1.
-
-    Raises:
-        GearbxError: outside (0, 1).
-    """
-
-    strict: float = STRICT
-    lazy: float = LAZY
-
-    def __post_init__(self) -> None:
-        for name in ("strict", "lazy"):
-            if not 0 < getattr(self, name) < 1:
-                raise GearbxError(f"the {name} floor is {getattr(self, name):g}; give a cosine between 0 and 1")
-
-    @classmethod
-    def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
-        """As given, else as the environment says (XFP_MIN_COS_STRICT, XFP_MIN_COS_LAZY), else the defaults."""
-        given = {"strict": strict, "lazy": lazy}
-        return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
-
-    def of(self, kind: str) -> float:
-        return self.lazy if kind == ROUTED else self.strict
-
-
-def from_environment(name: str) -> float:
-    variable = ENVIRONMENT[name]
-    text = os.environ.get(variable)
-    if text is None:
-        return {"strict": STRICT, "lazy": LAZY}[name]
-    try:
-        value = float(text)
-    except ValueError:
-        raise GearbxError(f"{variable} is '{text}'; give a cosine between 0 and 1") from None
-    if not 0 < value < 1:
-        raise GearbxError(f"{variable} is {text}; give a cosine between 0 and 1")
-    return value
 
 
 def kind_of(path: str, module: nn.Module) -> str:

@@ -1,0 +1,149 @@
+"""Flags of the gate, and the thresholds that route a model."""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import GearbxError, one_line
+from ..gears.ladder import Ladder
+from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
+from ..routing.monitor import DEFAULT_WINDOW
+from ..routing.prompt import first_gear
+from ..routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
+from .settings import LARGEST_SHOWN, Settings, number
+
+AUTO = "auto"
+MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
+
+
+@dataclass(frozen=True)
+class GateSettings(Settings):
+    """Settings of the gate as given: None means the file's, or the default."""
+
+    window: int | None = number(None, 1, LARGEST_SHOWN)
+    hysteresis: float | None = number(None, 0, sys.float_info.max)
+    min_gear_duration: int | None = number(None, 1)
+
+    def filled(self, file: ThresholdFile | None = None) -> "Gate":
+        """Every setting: as given, else as calibrated, else by default."""
+        if file is not None:
+            window, hysteresis, duration = file.window, file.hysteresis, file.min_gear_duration
+        else:
+            window, hysteresis, duration = DEFAULT_WINDOW, DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
+        return Gate(
+            window if self.window is None else self.window,
+            hysteresis if self.hysteresis is None else self.hysteresis,
+            duration if self.min_gear_duration is None else self.min_gear_duration,
+        )
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Tokens in the rolling mean, bits, tokens."""
+
+    window: int = DEFAULT_WINDOW
+    hysteresis: float = DEFAULT_HYSTERESIS
+    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
+
+
+@dataclass(frozen=True)
+class Routing(Gate):
+    """A gate with its thresholds in bits."""
+
+    thresholds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RoutingSettings(Settings):
+    """Thresholds as given (a file, or bits with commas between; None: the paper's), and the gear to begin in."""
+
+    thresholds: str | None = None
+    initial_gear: str = AUTO
+
+
+def add_gate_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gate")
+    group.add_argument("--window", type=int, help=f"Tokens in the rolling mean. Default: {DEFAULT_WINDOW}")
+    group.add_argument("--hysteresis", type=float, help=f"Bits. Default: {DEFAULT_HYSTERESIS}")
+    group.add_argument(
+        "--min-gear-duration",
+        type=int,
+        help=f"Tokens for which a gear stays engaged at least. Default: {DEFAULT_MIN_GEAR_DURATION}",
+    )
+
+
+def add_routing_flags(parser: argparse.ArgumentParser) -> None:
+    add_gate_flags(parser)
+    group = parser.add_argument_group("routing")
+    group.add_argument(
+        "--thresholds",
+        metavar="FILE|BITS",
+        help="File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
+    )
+    group.add_argument("--initial-gear", help="Name or bits; auto: chosen by the prompt. Default: auto")
+
+
+def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | None:
+    """What --thresholds names: a file, or numbers with commas between.
+
+    Raises:
+        GearbxError: neither numbers nor a thresholds file.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return read_threshold_file(text)
+
+
+def read_threshold_file(path: str) -> ThresholdFile:
+    """Raises GearbxError for a file that cannot be read, or is no thresholds file."""
+    try:
+        content = parse_thresholds(Path(path).read_text(encoding="utf-8"))
+        GateSettings(content.window, content.hysteresis, content.min_gear_duration)
+    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
+        raise GearbxError(
+            f"{path}: cannot be read as a thresholds file ({one_line(error)}); {MAKE_THRESHOLDS}"
+        ) from error
+    return content
+
+
+def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
+    """Raises GearbxError for thresholds or a first gear that no model can have in this ladder."""
+    thresholds = read_thresholds(settings.thresholds)
+    if isinstance(thresholds, tuple):
+        check_thresholds(thresholds, len(ladder))
+    if settings.initial_gear != AUTO:
+        ladder.find(settings.initial_gear)
+
+
+def routing_for(
+    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: str
+) -> Routing:
+    """The routing of a model.
+
+    Args:
+        fingerprint: of the model, which a file may belong to.
+
+    Raises:
+        GearbxError: thresholds that do not fit the ladder or the model.
+    """
+    source = read_thresholds(settings.thresholds)
+    if isinstance(source, ThresholdFile):
+        try:
+            thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint)
+        except GearbxError as error:
+            raise GearbxError(f"{settings.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
+        return Routing(**vars(gate.filled(source)), thresholds=thresholds)
+    thresholds = default_thresholds(len(ladder), vocab_size) if source is None else source
+    check_thresholds(thresholds, len(ladder))
+    return Routing(**vars(gate.filled()), thresholds=thresholds)
+
+
+def initial_gear(settings: RoutingSettings, ladder: Ladder, prompt: str) -> str:
+    """The gear to begin in. The prompt is judged as typed: the words of a chat template are not the user's."""
+    if settings.initial_gear == AUTO:
+        return ladder[first_gear(prompt, len(ladder))].name
+    return settings.initial_gear

@@ -1,0 +1,123 @@
+"""Flags of the prompt and of the text's length, and a prompt as tokens."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import GearbxError, one_line
+from .settings import Settings
+
+DEFAULT_MAX_TOKENS = 100
+
+
+@dataclass(frozen=True)
+class PromptSettings(Settings):
+    """How a prompt becomes tokens, and how many may follow it (-1: as many as fit the context)."""
+
+    system_prompt: str | None = None
+    ignore_chat_template: bool = False
+    chat_template_config: str | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0 or self.max_tokens < -1:
+            raise GearbxError(
+                f"--max-tokens is {self.max_tokens}; give 1 or more, or -1 for as many as fit the context"
+            )
+        self.template_keywords()
+
+    def template_keywords(self) -> dict[str, Any]:
+        """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
+        try:
+            keywords = json.loads(self.chat_template_config or "{}")
+        except (ValueError, RecursionError) as error:
+            raise GearbxError(f"--chat-template-config is not JSON: {one_line(error)}") from error
+        if not isinstance(keywords, dict):
+            raise GearbxError("--chat-template-config is not a JSON object")
+        return keywords
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--system-prompt", help="System prompt to be used for the chat template")
+    group.add_argument(
+        "--ignore-chat-template", action="store_true", help="Use the raw prompt without the chat template."
+    )
+    group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
+    group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
+
+
+def read_prompt(text: str) -> str:
+    """The prompt as given, with \\n and \\t understood; - reads standard input.
+
+    Raises:
+        GearbxError: a prompt that is empty or no Unicode text; standard input that is closed or not UTF-8.
+    """
+    prompt = read_stdin() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
+    check_prompt(prompt)
+    return prompt
+
+
+def read_stdin() -> str:
+    if sys.stdin is None or sys.stdin.closed:
+        raise GearbxError("--prompt - reads standard input, which is closed; give the prompt itself")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise GearbxError(f"standard input is not UTF-8 text ({error.reason}); convert it") from error
+    except OSError as error:
+        raise GearbxError(f"standard input cannot be read ({error.strerror}); give the prompt itself") from error
+
+
+def check_prompt(prompt: str) -> None:
+    """Raises GearbxError for a prompt that is empty or no Unicode text."""
+    if not prompt.strip():
+        raise GearbxError("the prompt is empty; give some text with --prompt, or - to read it from standard input")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise GearbxError(f"the prompt is not UTF-8 text ({error.reason}); convert it") from error
+
+
+def encode_prompt(
+    settings: PromptSettings, tokenizer: Any, prompt: str, prefill: str | None = None, after_cache: bool = False
+) -> list[int]:
+    """Tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
+
+    Args:
+        prefill: how the answer begins.
+        after_cache: leave out what the template puts before the message, which a prompt cache already holds.
+
+    Raises:
+        GearbxError: an empty prompt, or a configuration that does not suit the template.
+    """
+    check_prompt(prompt)
+    if settings.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(prompt)
+    try:
+        text = templated(settings, tokenizer, prompt, prefill)
+        if after_cache:
+            text = text[templated(settings, tokenizer, "<query>", prefill).index("<query>") :]
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise GearbxError(
+            f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
+        ) from error
+
+
+def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: str | None) -> str:
+    messages = []
+    if settings.system_prompt is not None:
+        messages.append({"role": "system", "content": settings.system_prompt})
+    messages.append({"role": "user", "content": message})
+    if prefill is not None:
+        messages.append({"role": "assistant", "content": prefill})
+    keywords: dict[str, Any] = {
+        "tokenize": False,
+        "continue_final_message": prefill is not None,
+        "add_generation_prompt": prefill is None,
+    }
+    return tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))

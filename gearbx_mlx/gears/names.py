@@ -1,0 +1,10 @@
+"""Names and defaults of a gearbox's settings, for whoever needs them without MLX: parsers, help texts."""
+
+DEFAULT_LADDER = "4,8,16"
+DEFAULT_KERNELS = "mlx"
+DEFAULT_ACTIVATIONS = "int16"
+DEFAULT_GROUP_SIZE = 64
+GROUP_SIZES = (32, 64, 128)
+DTYPES = ("float32", "bfloat16", "float16")
+MANAGE = ("all", "attention", "mlp")
+RESIDENCIES = ("resident", "host", "disk")
