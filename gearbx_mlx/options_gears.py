@@ -16,7 +16,7 @@ from .gears.observer import Observer
 from .gears.precision import PrecisionManifest, fit, read_precision
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
-from .kernels.dispatch import ACTIVATIONS, KERNELS
+from .kernels.names import ACTIVATIONS, KERNELS
 from .loading import DEMO_MODEL, find, gears_of, load
 from .terminal import note, show_compiling
 

@@ -33,7 +33,7 @@ from gearbx_mlx.decoding.drop_in import DropIn
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.tachometer import drive
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.kernels.dispatch import ACTIVATIONS
+from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.prompts import read_prompts
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 

@@ -25,9 +25,8 @@ import mlx.core as mx
 from . import cpu, metal, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from .names import ACTIVATIONS
 
-KERNELS = ("auto", "native", "mlx")
-ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # what native kernels of the CPU multiply packed weights by; bits
 CHUNK = 16  # vectors for which native kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
