@@ -16,7 +16,8 @@ import numpy as np
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.formats import native, planes
-from gearbx_mlx.kernels.dispatch import ACTIVATIONS, stack_product
+from gearbx_mlx.kernels.dispatch import stack_product
+from gearbx_mlx.kernels.names import ACTIVATIONS
 
 TOKENS = 200  # of a text
 

@@ -34,7 +34,7 @@ from gearbx_mlx.decoding.entropy_sampler import drive
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.kernels.dispatch import ACTIVATIONS
+from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
 EXPECTED_LEAST = 5  # draws in a cell of the chi-square test; rarer outcomes are one cell

@@ -31,7 +31,7 @@ from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
-from gearbx_mlx.kernels.dispatch import ACTIVATIONS
+from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import ProductRule
 
 PASSES = 9

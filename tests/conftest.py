@@ -131,18 +131,10 @@ def afresh(monkeypatch):
     cpu._outcome.cache_clear()
 
 
-@pytest.fixture(params=["graph", "eager"])
-def native(request, afresh):
-    """The compiled kernels, as operations of MLX's graph and called eagerly.
-
-    Where there is no compiler the tests that need one fail, with the reason. Where nanobind is not the one that MLX was
-    built with they run eagerly alone.
-    """
-    build = {"graph": cpu.GRAPH, "eager": cpu.CORE}[request.param]
-    afresh.setattr(cpu, "BUILDS", (build,))
+@pytest.fixture
+def native(afresh):
+    """The compiled kernels. Where there are none, the tests that need them fail, with the reason."""
     reason = cpu.why_not()
-    if reason and "nanobind" in reason:
-        pytest.skip(reason)
     assert reason is None, reason
     return cpu.native()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx.formats import FORMATS, codebook, codebook_library
+from gearbx_mlx.formats import codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import Codebook, CodebookLinear, CodebookSwitchLinear, nbytes
 from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
 from gearbx_mlx.formats.codebook_lloyd import ROUNDS, STEP, SortedRows, lloyd, lloyd_round, nearest
@@ -114,8 +114,8 @@ class TestOutliers:
 
     def test_columns_beyond_16_bits_are_refused(self):
         for name in MODULES:
-            assert FORMATS[name].fits(65536, 64) is None
-            assert "65536" in FORMATS[name].fits(65537, 64)
+            assert get_format(name).fits(65536, 64) is None
+            assert "65536" in get_format(name).fits(65537, 64)
 
 
 class TestLloyd:
@@ -249,7 +249,7 @@ class TestModules:
     @pytest.mark.parametrize("bias", [True, False])
     def test_a_linear_layer_computes_with_its_reconstruction(self, name, bits, bias):
         dense = linear(heavy(24, 200), bias)
-        module = FORMATS[name].modules(dense, bits, (bits,), 64, mx.float32)[bits]
+        module = get_format(name).modules(dense, bits, (bits,), 64, mx.float32)[bits]
         weight = MODULES[name].decode(MODULES[name].encode(dense.weight, bits), bits, 200)
         x = mx.random.normal((2, 3, 200))
         assert mx.allclose(module(x), x @ weight.T + (dense.bias if bias else 0), atol=1e-5).item()
@@ -260,22 +260,22 @@ class TestModules:
     def test_experts_agree_with_linears_one_by_one(self, name, bits):
         experts = SwitchLinear(150, 12, num_experts=8, bias=True)
         experts.weight = heavy(8, 12, 150)
-        module = FORMATS[name].modules(experts, bits, (bits,), 64, mx.float32)[bits]
+        module = get_format(name).modules(experts, bits, (bits,), 64, mx.float32)[bits]
         for wanted in ([0, 7, 1, 7, 0], [*range(8), 3, 3]):  # fewer than all experts, and more
             x = mx.random.normal((len(wanted), 1, 1, 150))
             y = module(x, mx.array([[expert] for expert in wanted]))
             for i, expert in enumerate(wanted):
                 alone = linear(experts.weight[expert])
                 alone.bias = experts.bias[expert]
-                one = FORMATS[name].modules(alone, bits, (bits,), 64, mx.float32)[bits]
+                one = get_format(name).modules(alone, bits, (bits,), 64, mx.float32)[bits]
                 assert mx.allclose(y[i, 0], one(x[i]), atol=1e-5).item()
 
     @pytest.mark.parametrize(("name", "bits"), CASES)
     def test_bytes_read_are_those_of_the_arrays(self, name, bits):
-        module = FORMATS[name].modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
+        module = get_format(name).modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
         assert module.bytes_read == sum(a.nbytes for _, a in tree_flatten(module.parameters()))
         share = int(find(heavy(64, 384)).sum()) / (64 * 384)
-        assert FORMATS[name].stored_bytes((64, 384), bits, share) == module.bytes_read
+        assert get_format(name).stored_bytes((64, 384), bits, share) == module.bytes_read
 
     def test_what_fills_up_lists_of_outliers_is_not_read(self):
         weight = gaussian(4, 16, 64)

@@ -9,11 +9,13 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection import selection_report as report
-from gearbx_mlx.bit_selection.budget import fit_budget, parse_bytes, points_table
-from gearbx_mlx.bit_selection.codebook_selection import Floors, Measured, kind_of, measure, select
+from gearbx_mlx.bit_selection.budget import fit_budget, points_table
+from gearbx_mlx.bit_selection.codebook_selection import Measured, kind_of, measure, select
+from gearbx_mlx.bit_selection.floors import Floors
 from gearbx_mlx.bit_selection.garbage import GarbageCheck, Sense, loops
 from gearbx_mlx.bit_selection.h_process import encoding_spike, operating_points, search
-from gearbx_mlx.formats import FORMATS, codebook
+from gearbx_mlx.cli.sizes import parse_bytes
+from gearbx_mlx.formats import codebook, get_format
 from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
 from gearbx_mlx.gears.discovery import discover
 
@@ -37,7 +39,7 @@ LAYERS = [
 class TestQuality:
     @pytest.mark.parametrize("name", ["codebook", "codebook-library"])
     def test_it_is_that_of_the_reconstruction(self, name):
-        weight, format = heavy(48, 384), FORMATS[name]
+        weight, format = heavy(48, 384), get_format(name)
         for quality in qualities(format, weight):
             module = format.modules(nn_linear(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
             made = module.dense_weight(mx.float32)
@@ -52,14 +54,14 @@ class TestQuality:
         weight = heavy(48, 384)
         entries, codes = codebook.fit(weight, mx.zeros(weight.shape, mx.bool_), 3)
         made = mx.take_along_axis(entries.astype(mx.float32), codes.astype(mx.uint32), axis=-1)
-        found = {quality.bits: quality for quality in qualities(FORMATS["codebook"], weight)}
+        found = {quality.bits: quality for quality in qualities(get_format("codebook"), weight)}
         assert found[3].bulk_cosine == pytest.approx(cosine(made, weight), abs=2e-5)
 
     def test_a_sample_of_channels_is_near_all(self, monkeypatch):
         weight = heavy(2048, 256)
-        every = next(qualities(FORMATS["codebook"], weight))
+        every = next(qualities(get_format("codebook"), weight))
         monkeypatch.setattr("gearbx_mlx.formats.codebook_quality.WEIGHTS_JUDGED", 512 * 256)
-        assert next(qualities(FORMATS["codebook"], weight)).cosine == pytest.approx(every.cosine, abs=1e-3)
+        assert next(qualities(get_format("codebook"), weight)).cosine == pytest.approx(every.cosine, abs=1e-3)
 
     def test_four_experts_are_judged(self):
         experts = heavy(32, 8, 64)
@@ -67,7 +69,7 @@ class TestQuality:
         assert some_experts(experts[:3]).shape == (3, 8, 64)
         spoiled = mx.array(experts)
         spoiled[5] = 7.0
-        assert next(qualities(FORMATS["codebook"], spoiled)) == next(qualities(FORMATS["codebook"], experts))
+        assert next(qualities(get_format("codebook"), spoiled)) == next(qualities(get_format("codebook"), experts))
 
 
 def nn_linear(weight: mx.array) -> nn.Linear:
@@ -90,8 +92,8 @@ class TestSelection:
 
     def test_measured_on_a_model_and_engaged(self):
         model = tiny_model("qwen3_moe", num_experts=8)
-        layers, _ = discover(model, format=FORMATS["codebook"])
-        measured = measure(layers, FORMATS["codebook"], Floors(0.98, 0.9))
+        layers, _ = discover(model, format=get_format("codebook"))
+        measured = measure(layers, get_format("codebook"), Floors(0.98, 0.9))
         assert all(len(one.qualities) <= 2 for one in measured if one.kind == "routed")
         selection = select(measured, Floors(0.98, 0.9))
         gearbox = Gearbox(model, "2,16", format="codebook", manage=selection.predicate)
@@ -141,9 +143,9 @@ class TestSelection:
     def test_weights_that_are_not_finite(self):
         model = tiny_model()
         model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-        layers, _ = discover(model, format=FORMATS["codebook"])
+        layers, _ = discover(model, format=get_format("codebook"))
         with pytest.raises(GearbxError, match=r"layers\.1\.mlp\.up_proj: weights are not finite"):
-            measure(layers, FORMATS["codebook"], Floors())
+            measure(layers, get_format("codebook"), Floors())
 
 
 class TestReport:
@@ -213,12 +215,12 @@ class TestHProcess:
 
     def test_the_spike_of_encoding_covers_the_largest_layer(self):
         model = tiny_model()
-        layers, _ = discover(model, format=FORMATS["codebook"])
-        spike = encoding_spike(layers, FORMATS["codebook"], 4)
+        layers, _ = discover(model, format=get_format("codebook"))
+        spike = encoding_spike(layers, get_format("codebook"), 4)
         assert spike > 2 * max(e.module.weight.nbytes for e in layers)
 
     def test_end_to_end_on_the_demo_model(self, fresh_demo):
-        model, format = fresh_demo.model, FORMATS["codebook"]
+        model, format = fresh_demo.model, get_format("codebook")
         texts = [
             fresh_demo.tokenizer.encode(text)
             for text in ("Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer: He has",)
@@ -291,14 +293,14 @@ class TestFitting:
     def test_a_budget_on_a_model(self):
         model = tiny_model(dtype=mx.bfloat16)
         before = model(mx.array([[1, 2, 3]]))
-        found = fit_budget(model, [[1, 2, 3, 4, 5, 6]], FORMATS["codebook"], memory_budget=10**9, kl_bound=10.0)
+        found = fit_budget(model, [[1, 2, 3, 4, 5, 6]], get_format("codebook"), memory_budget=10**9, kl_bound=10.0)
         assert found.best is found.tried[-1]
         assert found.best.verdict.passed
         assert found.best.steady < found.best.spike < 10**9
         assert mx.allclose(model(mx.array([[1, 2, 3]])), before.astype(mx.float32), atol=0.05).item()
         assert points_table(found).row_count == len(found.tried)
         with pytest.raises(GearbxError, match="no point meets the budget; the smallest has"):
-            fit_budget(model, [[1, 2, 3]], FORMATS["codebook"], memory_budget=1000)
+            fit_budget(model, [[1, 2, 3]], get_format("codebook"), memory_budget=1000)
 
 
 class TestFlags:

@@ -1,5 +1,8 @@
+import ast
 import copy
 import itertools
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -65,7 +68,7 @@ def test_every_prefix_computes_with_its_own_dequantization(widths, dtype):
     dense.weight = matrix(48, 256, dtype=dtype)
     ladder = tuple(np.cumsum(widths).tolist())
     planes = split(dense.weight, widths, GROUP, mx.float32)
-    modules = FORMATS["planes"].modules(dense, ladder[0], ladder, GROUP, mx.float32)
+    modules = get_format("planes").modules(dense, ladder[0], ladder, GROUP, mx.float32)
     x = matrix(3, 256, scale=1.0, seed=1)
     for bits in ladder:
         expected = x @ planes.dequantize(bits).T + dense.bias
@@ -157,7 +160,7 @@ def test_groups_without_range_keep_their_value(value, dtype):
 
 def test_low_gear_is_a_stock_module_on_the_first_plane():
     dense = nn.Linear(128, 16)
-    modules = FORMATS["planes"].modules(dense, 4, (4, 6, 8), GROUP, mx.float32)
+    modules = get_format("planes").modules(dense, 4, (4, 6, 8), GROUP, mx.float32)
     low, mid, high = modules[4], modules[6], modules[8]
     assert type(low) is nn.QuantizedLinear
     assert type(mid) is type(high) is PlanesLinear
@@ -170,7 +173,7 @@ def test_low_gear_is_a_stock_module_on_the_first_plane():
 def test_gears_of_four_and_eight_bits_share_their_arrays():
     dense = nn.Linear(512, 256, bias=False)
     dense.weight = matrix(256, 512, dtype=mx.float16)
-    modules = FORMATS["planes"].modules(dense, 4, (4, 8), GROUP, mx.float16)
+    modules = get_format("planes").modules(dense, 4, (4, 8), GROUP, mx.float16)
     arrays = {id(a): a.nbytes for m in modules.values() for _, a in tree_flatten(m.parameters())}
     # 8 bits of codes, and per group of 64 one scale and two biases of 16 bits: 8.75, where two copies take 13.
     assert 8 * sum(arrays.values()) / dense.weight.size == 8 + 3 * 16 / GROUP
@@ -182,7 +185,7 @@ def test_experts_agree_with_linears_one_by_one(name, bits):
     experts = SwitchLinear(128, 32, num_experts=3, bias=True)
     experts.bias = matrix(3, 32, scale=1.0)
     ladder = (2, bits) if bits > 2 else (2,)
-    module = FORMATS[name].modules(experts, bits, ladder, GROUP, mx.float32)[bits]
+    module = get_format(name).modules(experts, bits, ladder, GROUP, mx.float32)[bits]
     assert isinstance(module, PlanesSwitchLinear | QuantizedSwitchLinear)
     assert (module.input_dims, module.output_dims, module.num_experts) == (128, 32, 3)
     x = matrix(5, 1, 1, 128, scale=1.0)
@@ -191,7 +194,7 @@ def test_experts_agree_with_linears_one_by_one(name, bits):
     for row, expert in enumerate([0, 2, 1, 2, 0]):
         alone = nn.Linear(128, 32)
         alone.weight, alone.bias = experts.weight[expert], experts.bias[expert]
-        expected = FORMATS[name].modules(alone, bits, ladder, GROUP, mx.float32)[bits](x[row])
+        expected = get_format(name).modules(alone, bits, ladder, GROUP, mx.float32)[bits](x[row])
         assert mx.allclose(y[row, 0], expected, atol=1e-5).item()
 
 
@@ -202,10 +205,10 @@ def test_bytes_read_are_those_of_the_arrays(name, ladder, dtype):
     dense = nn.Linear(256, 64, bias=False)
     dense.weight = matrix(64, 256, dtype=dtype)
     for bits in ladder:
-        module = FORMATS[name].modules(dense, bits, ladder, GROUP, dtype)[bits]
+        module = get_format(name).modules(dense, bits, ladder, GROUP, dtype)[bits]
         arrays = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
         again = (len(module.widths) - 1) * module.scales.nbytes if isinstance(module, PlanesLinear) else 0
-        assert FORMATS[name].bytes_read((64, 256), bits, ladder, GROUP, dtype.size) == arrays + again
+        assert get_format(name).bytes_read((64, 256), bits, ladder, GROUP, dtype.size) == arrays + again
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -214,7 +217,7 @@ def test_making_a_gear_draws_no_random_numbers(name):
     mx.random.seed(7)
     expected = mx.random.uniform(shape=(4,))
     mx.random.seed(7)
-    mx.eval([m.parameters() for m in FORMATS[name].modules(dense, 4, (4, 8), GROUP, mx.float32).values()])
+    mx.eval([m.parameters() for m in get_format(name).modules(dense, 4, (4, 8), GROUP, mx.float32).values()])
     assert mx.array_equal(mx.random.uniform(shape=(4,)), expected).item()
 
 
@@ -222,11 +225,23 @@ def test_making_a_gear_draws_no_random_numbers(name):
 def test_a_gear_is_the_same_whatever_it_is_computed_in(name):
     dense = nn.Linear(128, 16, bias=False)
     dense.weight = matrix(16, 128, dtype=mx.bfloat16)
-    half = FORMATS[name].modules(dense, 4, (4, 8), GROUP, mx.bfloat16)[4]
-    single = FORMATS[name].modules(copy.copy(dense), 4, (4, 8), GROUP, mx.float32)[4]
+    half = get_format(name).modules(dense, 4, (4, 8), GROUP, mx.bfloat16)[4]
+    single = get_format(name).modules(copy.copy(dense), 4, (4, 8), GROUP, mx.float32)[4]
     assert single.scales.dtype == mx.float32
     for array in ("weight", "scales", "biases"):
         assert mx.array_equal(half[array], single[array]).item()
+
+
+def test_every_format_has_the_name_that_it_is_registered_by():
+    assert {name: get_format(name).name for name in FORMATS} == {name: name for name in FORMATS}
+    assert get_format("planes") is get_format(get_format("planes"))
+
+
+def test_names_of_formats_and_kernels_load_neither_mlx_nor_numpy():
+    names = "gearbx_mlx.formats, gearbx_mlx.kernels.names"
+    program = f"import sys, {names}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert {"mlx", "mlx_lm", "numpy"}.isdisjoint(ast.literal_eval(done.stdout))
 
 
 def test_what_does_not_exist_is_refused():

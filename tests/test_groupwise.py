@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.formats import FORMATS
+from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.groupwise import Groupwise, GroupwiseLinear, GroupwiseSwitchLinear, dequantize, quantize
 from gearbx_mlx.formats.rowwise import pack, unpack
 
@@ -105,7 +105,7 @@ def test_the_cache_changes_no_bit():
 @pytest.mark.parametrize("shape", [(9, 37), (4, 256), (3, 5, 21), (1, 1)])
 def test_bytes_read_are_those_of_the_arrays(shape):
     arrays = sum(a.nbytes for _, a in tree_flatten(gear(matrix(*shape, dtype=mx.float16)).parameters()))
-    assert FORMATS["groupwise"].bytes_read(shape, 4, (4,), 64, 2) == arrays
+    assert get_format("groupwise").bytes_read(shape, 4, (4,), 64, 2) == arrays
     if shape[-1] % 32 == 0:
         assert 8 * arrays / math.prod(shape) == 4 + 32 / 32  # codes, and a float32 scale for 32 of them
 

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, Observer
-from gearbx_mlx.formats import FORMATS
+from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.rowwise import (
     OFFSET,
     Q_MAX,
@@ -210,7 +210,7 @@ class TestModules:
         dense = linear(1, 1, bias=False) if len(shape) == 2 else SwitchLinear(1, 1, 1, bias=False)
         dense.weight = matrix(*shape, dtype=mx.float16)
         arrays = sum(a.nbytes for _, a in tree_flatten(gear(dense, bits, dtype=mx.float16).parameters()))
-        assert FORMATS["rowwise"].bytes_read(shape, bits, (bits,), 64, 2) == arrays
+        assert get_format("rowwise").bytes_read(shape, bits, (bits,), 64, 2) == arrays
 
     def test_a_gear_is_the_same_whatever_it_is_computed_in(self):
         dense = linear(9, 37, mx.bfloat16)

@@ -15,7 +15,7 @@ from ..gears.discovery import is_quantized, with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
-from ..kernels.dispatch import KERNELS
+from ..kernels.names import KERNELS
 from ..loading import DEMO_MODEL, context_length, model_name
 from .sensitivity import Exact
 

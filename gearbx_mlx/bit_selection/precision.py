@@ -14,7 +14,8 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError, about
-from ..formats import Format, get_format
+from ..formats import get_format
+from ..formats.base import Format
 from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
 from ..gears.ladder import DENSE, SUPPORTED, WIDTHS, Ladder

@@ -1,22 +1,163 @@
-"""Flags of the gears, and the settings of a gearbox once the checkpoint is known."""
+"""Flags of the gears, as given and as they are once the checkpoint is known."""
 
 import argparse
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..errors import GearbxError, about
+from ..bit_selection.floors import Floors
+from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, FORMATS
 from ..gears.ladder import Ladder
-from ..gears.manifest import Manifest
 from ..gears.names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, MANAGE, RESIDENCIES
 from ..kernels.names import ACTIVATIONS, KERNELS
-from .floors import FloorSettings, add_floor_flags
 from .settings import Settings, flag_of, name
 
-CODEBOOKS = ("codebook", "codebook-library")
-CODEBOOK_LADDER = "4,16"  # they have no 8 bits
-QUALITY_LADDER = "2,16"  # a gear of 2 bits has every layer at the bits that were found for it
-"""
+if TYPE_CHECKING:
+    from ..bit_selection.precision import PrecisionManifest
+    from ..gears.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class LayoutSettings(Settings):
+    """How gears are stored, as given; None: as the checkpoint or the manifest says, else the default."""
+
+    gears: str | None = None
+    format: str | None = None
+    manage: str | None = None
+    q_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gears is not None:
+            Ladder.parse(self.gears)
+
+    def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
+        """Format, manage and group size: those of `source`, which flags may repeat and not change, else the defaults.
+
+        Args:
+            why: ends the error's first half, such as "the gears of DIR have".
+
+        Raises:
+            GearbxError: a flag that differs from `source`.
+        """
+        defaults = {"format": DEFAULT_FORMAT, "manage": "all", "group_size": DEFAULT_GROUP_SIZE}
+        found = {}
+        for key, default in defaults.items():
+            field = "q_group_size" if key == "group_size" else key
+            wanted = getattr(self, field)
+            there = default if source is None else getattr(source, key)
+            if source is not None and wanted not in (None, there):
+                flag = flag_of(field)
+                raise GearbxError(f"{flag} is {wanted}, and {why} {there}; leave out {flag}")
+            found[key] = there if wanted is None else wanted
+        return found
+
+
+@dataclass(frozen=True)
+class GearFlags(Settings):
+    """How the gears run, as given."""
+
+    manifest: str | None = name()
+    residency: str = "resident"
+    kernels: str = "auto"
+    activations: str = DEFAULT_ACTIVATIONS
+    low_model: str | None = name()
+
+
+@dataclass(frozen=True)
+class GearSettings:
+    """Everything that a gearbox is made with, once flags, checkpoint and manifest agree.
+
+    ladder: None where the command has no default and none was given. floors: bits follow from them. precision: the
+    manifest whose tables the gears have. cap_bits: further bits that layers are stored at.
+    """
+
+    ladder: Ladder | None
+    format: str
+    manage: str
+    group_size: int
+    residency: str = "resident"
+    kernels: str = "auto"
+    activations: str = DEFAULT_ACTIVATIONS
+    low_model: str | None = None
+    floors: Floors | None = None
+    manifest: str | None = None
+    precision: "PrecisionManifest | None" = None
+    cap_bits: tuple[int, ...] = ()
+
+    @property
+    def gears(self) -> Ladder:
+        """The ladder, where there is one."""
+        assert self.ladder is not None
+        return self.ladder
+
+    def governor_keywords(self) -> Mapping[str, Any]:
+        """What the manifest tells a `Governor`: which layers to cap first, and how far."""
+        if self.precision is None:
+            return {}
+        return {"sensitivity": self.precision.sensitivity, "bounds": self.precision.bounds}
+
+
+def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("gears")
+    group.add_argument(
+        "--gears",
+        help="Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}",
+    )
+
+
+def add_layout_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--format", choices=list(FORMATS), help=f"How gears are stored. Default: {DEFAULT_FORMAT}")
+    group.add_argument("--manage", choices=MANAGE, help="Linear layers that change gear. Default: all")
+    group.add_argument(
+        "--q-group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        help=f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}",
+    )
+
+
+def add_gear_flags(parser: argparse.ArgumentParser) -> None:
+    add_ladder_flags(parser)
+    group = parser.add_argument_group("gearbox")
+    add_layout_flags(group)
+    group.add_argument(
+        "--manifest",
+        metavar="FILE",
+        help="Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+    )
+    group.add_argument(
+        "--residency",
+        choices=RESIDENCIES,
+        help="Where idle gears are: in memory, offloaded out of MLX's memory (host), or read again from disk. "
+        "Default: resident",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
+        "that has them, except for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
+        "Default: auto",
+    )
+    group.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to 16 or "
+        f"8 bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
+    )
+    group.add_argument(
+        "--low-model",
+        metavar="PATH",
+        help="The same model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it: it is the lowest gear.",
+    )
+
+
+def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
+    """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
+    if format not in ("codebook", "codebook-library"):
+        return default
+    return "2,16" if by_quality else "4,16"
 
 

@@ -1,25 +1,35 @@
-"""How one weight matrix is stored. A new format is one file here and one line in FORMATS."""
+"""How one weight matrix is stored. A new format is one file here and one line in FORMATS.
+
+Importing this module loads neither mlx nor numpy: a format's own module is imported when the format is used.
+"""
+
+import functools
+import pkgutil
+from typing import TYPE_CHECKING
 
 from ..errors import GearbxError
-from .affine import Affine
-from .base import Format
-from .codebook import Codebook
-from .codebook_library import CodebookLibrary
-from .groupwise import Groupwise
-from .planes import NestedPlanes
-from .rowwise import Rowwise
 
-FORMATS: dict[str, Format] = {
-    f.name: f for f in (NestedPlanes(), Affine(), Rowwise(), Groupwise(), Codebook(), CodebookLibrary())
+if TYPE_CHECKING:
+    from .base import Format
+
+FORMATS = {  # name to module and class
+    "planes": "gearbx_mlx.formats.planes:NestedPlanes",
+    "affine": "gearbx_mlx.formats.affine:Affine",
+    "rowwise": "gearbx_mlx.formats.rowwise:Rowwise",
+    "groupwise": "gearbx_mlx.formats.groupwise:Groupwise",
+    "codebook": "gearbx_mlx.formats.codebook:Codebook",
+    "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
 
 
-def get_format(name: str | Format) -> Format:
-    """A format by its name, or as it is. Raises GearbxError for a format that does not exist."""
-    if not isinstance(name, str):
-        return name
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}") from None
+def get_format(name: "str | Format") -> "Format":
+    """The format with this name; a format itself is returned as it is. Raises GearbxError for an unknown name."""
+    return _load_format(name) if isinstance(name, str) else name
+
+
+@functools.cache
+def _load_format(name: str) -> "Format":
+    if name not in FORMATS:
+        raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
+    return pkgutil.resolve_name(FORMATS[name])()

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, FORMATS
+from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
@@ -151,7 +151,7 @@ def discover(
     model: nn.Module,
     manage: str | Predicate = "all",
     group_size: int = 64,
-    format: Format = FORMATS[DEFAULT_FORMAT],
+    format: str | Format = DEFAULT_FORMAT,
 ) -> tuple[list[Layer], dict[str, str]]:
     """Sort all linear layers, a tied output head among them, into those that are managed and those that are not.
 
@@ -173,7 +173,7 @@ def discover(
                 unmanaged[path] = f"layers of class {kind} are not known"
             continue
         choice, objection = wanted(path, module), own(path, module)
-        misfit = format.fits(module.weight.shape[-1], group_size)
+        misfit = get_format(format).fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = "not selected by manage"
         elif objection is False:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
-from ..kernels.dispatch import ACTIVATIONS, KERNELS, Choice, choose
+from ..kernels.dispatch import Choice, choose
+from ..kernels.names import ACTIVATIONS, KERNELS
 from .discovery import Layer
 from .ladder import SUPPORTED, WIDTHS, Ladder
 from .manifest import Manifest

@@ -1,10 +1,8 @@
 """Native CPU kernels, compiled on this machine when first needed.
 
-The sources are in `cpu/`. Two ways to make kernels of them are tried in turn (`BUILDS`): operations of MLX's own graph,
-built against the headers and the library of the MLX that is installed; and, where that does not work, plain C functions
-that are called eagerly. The sources are compiled side by side, into the user's cache; the name of the file is a hash of
-everything that the result depends on. Whatever goes wrong is kept as one line: `why_not` where everything then runs on
-MLX's own kernels, `why_eager` where the second way is the one that works.
+The sources in `cpu/` become operations of MLX's own graph, built against the headers and the library of the installed
+MLX. They are compiled side by side, into the user's cache; the name of the file is a hash of everything that the result
+depends on. When something goes wrong, `why_not` gives the reason in one line, and everything runs on MLX's own kernels.
 """
 
 import contextlib
@@ -24,15 +22,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
 
-from .eager import Library
-
 NAME = "_gearbx_cpu"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
@@ -57,81 +54,61 @@ class Recipe:
     link: list[str]
 
 
-@dataclass(frozen=True)
-class Build:
-    """A way to make kernels: a compiler to a recipe, and how the result is loaded."""
-
-    name: str
-    suffix: str
-    recipe: Callable[[list[str]], Recipe]
-    load: Callable[[Path], "ModuleType | Library"]
-
-
-def native() -> "ModuleType | Library | None":
+def native() -> ModuleType | None:
     """The compiled kernels (`stack_matvec`, `dense_matvec`, ...), or None; compiles them when first called."""
     return _outcome()[0]
 
 
 def why_not() -> str | None:
     """Why there are no native kernels, in one line; None if there are."""
-    kernels, reason = _outcome()
-    return reason if kernels is None else None
-
-
-def why_eager() -> str | None:
-    """Why the kernels are called eagerly and are no operations of MLX's graph; None if they are, or there are none."""
-    kernels, reason = _outcome()
-    return reason if kernels is not None else None
+    return _outcome()[1]
 
 
 @functools.cache
-def _outcome() -> "tuple[ModuleType | Library | None, str | None]":
-    """The kernels that work, and why the first way to make them does not."""
-    reasons: list[str] = []
-    for build in BUILDS:
-        try:
-            return _built(build), reasons[0] if reasons else None
-        except _Unavailable as reason:
-            reasons.append(str(reason))
-    return None, reasons[0]
+def _outcome() -> tuple[ModuleType | None, str | None]:
+    """The kernels, or why there are none."""
+    try:
+        return _built(), None
+    except _Unavailable as reason:
+        return None, str(reason)
 
 
-def _built(build: Build) -> "ModuleType | Library":
-    recipe = build.recipe(find_compiler())
-    name = f"{build.name}-{_key(recipe)}{build.suffix}"
+def _built() -> ModuleType:
+    made_by = recipe(find_compiler())
+    name = f"{NAME}-{_key(made_by)}{SUFFIX}"
     for directory in _cache_directories():
         file, note = directory / name, directory / f"{name}.why-not"
         try:
             if file.exists():
                 try:
-                    return _checked(build.load(file))
+                    return _checked(_loaded(file))
                 except _Unavailable:
                     pass  # a damaged file: made anew
             elif note.exists():
                 raise _Unavailable(note.read_text(encoding="utf-8"))
             directory.mkdir(parents=True, exist_ok=True)
-            return _made(build, recipe, file, note)
+            return _made(made_by, file, note)
         except OSError:
             continue  # cannot be written to: the next one
     raise _Unavailable("there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one")
 
 
-def _made(build: Build, recipe: Recipe, file: Path, note: Path) -> "ModuleType | Library":
+def _made(made_by: Recipe, file: Path, note: Path) -> ModuleType:
     """Compile, check and keep the kernels; of kernels that do not work, the reason, so that they are compiled once."""
     # Beside its place, and moved there whole: another process may be doing the same.
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".building-") as beside:
         unfinished = Path(beside) / file.name
         with while_compiling():
-            _compile(recipe, unfinished)
+            _compile(made_by, unfinished)
         try:
-            _checked(build.load(unfinished))
+            _checked(_loaded(unfinished))
         except _Unavailable as reason:
             told = Path(beside) / note.name
             told.write_text(str(reason), encoding="utf-8")
             os.replace(told, note)
             raise
         os.replace(unfinished, file)
-    return build.load(file)
+    return _loaded(file)
 
 
 def find_compiler() -> list[str]:
@@ -148,40 +125,31 @@ def find_compiler() -> list[str]:
     return [found]
 
 
-def graph_recipe(compiler: list[str]) -> Recipe:
-    """For operations of MLX's graph."""
-    spec = importlib.util.find_spec("nanobind")
-    if spec is None or spec.origin is None:
-        raise _Unavailable("nanobind is not installed; pip install 'gearbx-mlx[native]'")
-    nanobind = Path(spec.origin).parent
+def recipe(compiler: list[str]) -> Recipe:
+    """For operations of MLX's graph, with this compiler."""
+    if os.name == "nt":
+        raise _Unavailable("native CPU kernels are for Linux and macOS")
+    import nanobind  # a dependency on Linux and macOS alone
+
     wheel = Path(mx.__file__).parent
     if not (wheel / "include" / "mlx").is_dir():
         raise _Unavailable(f"this MLX has no headers at {wheel / 'include'}")
+    nanobind_source = Path(nanobind.source_dir())
     include = [
         wheel / "include",
-        nanobind / "include",
-        nanobind / "ext" / "robin_map" / "include",
-        Path(sysconfig.get_path("include")),
+        nanobind.include_dir(),
+        nanobind_source.parent / "ext" / "robin_map" / "include",
+        sysconfig.get_path("include"),
     ]
-    sources = [*sorted(SOURCES.glob("*.cpp")), nanobind / "src" / "nb_combined.cpp"]
+    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     link = [f"-L{wheel / 'lib'}", "-lmlx", f"-Wl,-rpath,{wheel / 'lib'}"]
     if sys.platform == "darwin":
         link += ["-undefined", "dynamic_lookup"]
-    return _recipe(compiler, [*DEFINES, *(f"-I{path}" for path in include)], sources, link)
-
-
-def core_recipe(compiler: list[str]) -> Recipe:
-    """For plain C functions: all sources but those that know MLX."""
-    sources = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
-    return _recipe(compiler, ["-fvisibility=default"], sources, [])
-
-
-def _recipe(compiler: list[str], options: list[str], sources: list[Path], link: list[str]) -> Recipe:
-    if os.name == "nt":
-        raise _Unavailable("native CPU kernels are for Linux and macOS")
-    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    threads = [] if sys.platform == "darwin" else ["-pthread"]
-    return Recipe([*compiler, *FLAGS, processor, *threads, *options], sources, link)
+        threads = []
+    else:
+        threads = ["-pthread"]
+    command = [*compiler, *FLAGS, processor, *threads, *DEFINES, *(f"-I{path}" for path in include)]
+    return Recipe(command, [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"], link)
 
 
 def processor_features() -> str:
@@ -194,22 +162,15 @@ def processor_features() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _key(recipe: Recipe) -> str:
+def _key(made_by: Recipe) -> str:
     digest = hashlib.sha256()
-    commands = (*recipe.command, *map(str, recipe.sources), *recipe.link)
-    for text in (*commands, processor_features(), version("mlx"), _version("nanobind"), sys.version):
+    commands = (*made_by.command, *map(str, made_by.sources), *made_by.link)
+    for text in (*commands, processor_features(), version("mlx"), version("nanobind"), sys.version):
         digest.update(text.encode() + b"\0")
     for path in sorted(SOURCES.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _cache_directories() -> list[Path]:
@@ -271,14 +232,7 @@ def _loaded(file: Path) -> ModuleType:
     return module
 
 
-def _loaded_core(file: Path) -> Library:
-    try:
-        return Library(file)
-    except (OSError, AttributeError) as error:
-        raise _Unavailable(f"the compiled CPU kernels cannot be loaded: {str(error).splitlines()[0]}") from None
-
-
-def _checked(module: "ModuleType | Library") -> "ModuleType | Library":
+def _checked(module: ModuleType) -> ModuleType:
     """The module, once it has computed known products: bindings of another ABI fail here and not in a model."""
     x = mx.array([[(i % 7) - 3.0 for i in range(64)]])
     weight = mx.array([[float((i * j) % 16) for i in range(64)] for j in range(3)])
@@ -314,8 +268,3 @@ def _checked(module: "ModuleType | Library") -> "ModuleType | Library":
             if not right:
                 raise _Unavailable("the compiled CPU kernels do not compute what they should")
     return module
-
-
-GRAPH = Build(NAME, sysconfig.get_config_var("EXT_SUFFIX") or ".so", graph_recipe, _loaded)
-CORE = Build("_gearbx_core", ".so", core_recipe, _loaded_core)
-BUILDS = (GRAPH, CORE)  # in the order that they are tried

@@ -25,9 +25,8 @@ import mlx.core as mx
 from . import cpu, metal, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from .names import ACTIVATIONS
 
-KERNELS = ("auto", "native", "mlx")
-ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # what native kernels of the CPU multiply packed weights by; bits
 CHUNK = 16  # vectors for which native kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
@@ -55,13 +54,10 @@ def choose(kernels: str, activations: str = "int16") -> Choice:
     if reason is not None:
         return Choice(False, reason)
     told = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
-    eager = cpu.why_eager()
     notes = [told]
     x_bits = ACTIVATIONS[activations]
     if x_bits:
         notes.append(f"packed weights by activations of {x_bits} bits")
-    if eager:
-        notes.append(f"handed over eagerly: {eager}")
     return Choice(True, "; ".join(notes), x_bits)
 
 
@@ -169,12 +165,15 @@ def codebook_product(
         arrays: by the names that formats give them; with `library` a library, else with `codebook`.
         dense: makes W (O, I), of x's type, where no native kernel is used.
     """
-    kind = "library" if "library" in arrays else "codebook"
+    library = "library" in arrays
     if is_metal(x):
-        return (library_launch if kind == "library" else codebook_launch)(x, arrays, bits, bias).run()
+        return (library_launch if library else codebook_launch)(x, arrays, bits, bias).run()
     module = cpu.native() if is_native(vectors_of(x)) else None
-    kernel = getattr(module, f"{kind}_matvec", None)
-    y = x @ dense().T if kernel is None else kernel(x, **arrays, bits=bits).astype(x.dtype)
+    if module is None:
+        y = x @ dense().T
+    else:
+        kernel = module.library_matvec if library else module.codebook_matvec
+        y = kernel(x, **arrays, bits=bits).astype(x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)
 
 

@@ -1,0 +1,154 @@
+"""From the settings of the gears to a gearbox, or to an observer where nothing can shift."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from ..bit_selection.floors import Floors
+from ..bit_selection.precision import PrecisionManifest, fit, read_precision
+from ..bit_selection.selecting import select_bits, selection_lines
+from ..errors import GearbxError, about
+from ..gears.discovery import Predicate, with_clamps
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Ladder
+from ..gears.names import DEFAULT_LADDER
+from ..gears.observer import Observer
+from ..gears.saved import without_gears
+from ..loading import DEMO_MODEL, find, gears_of, load, model_name
+from .floors import FloorSettings
+from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
+from .terminal import note, show_compiling
+
+NO_FLOORS = FloorSettings()
+
+
+def settle_gears(
+    model: str | None,
+    layout: LayoutSettings,
+    flags: GearFlags | None = None,
+    floors: FloorSettings = NO_FLOORS,
+    default: str | None = DEFAULT_LADDER,
+    by_quality: bool = False,
+) -> GearSettings:
+    """The settings of a gearbox: of a geared checkpoint, else as flags and manifest say, else by default.
+
+    Args:
+        model: path or Hub repository; None: the demo model.
+        default: the ladder where neither a flag nor the checkpoint has one; None: none.
+        by_quality: the bits of every layer will be found, as floors find them.
+
+    Raises:
+        GearbxError: a flag that differs from the checkpoint or the manifest, or floors where bits are given.
+    """
+    flags = flags or GearFlags()
+    saved = gears_of(model)
+    ladder = layout.gears
+    precision: PrecisionManifest | None = None
+    if saved is not None:
+        for given, what in ((flags.manifest, "--manifest"), (floors.wanted, "the floors")):
+            if given:
+                raise GearbxError(f"the gears of {model} have their bits; leave out {what}, or give the original")
+        with about(model):
+            ladder = str(saved.chosen(ladder))
+        filled = layout.filled(saved, f"the gears of {model} have")
+    elif flags.manifest is not None:
+        if floors.wanted:
+            raise GearbxError("--manifest has the bits of every layer; leave out the floors")
+        precision = read_precision(Path(flags.manifest))
+        filled = layout.filled(precision, f"{flags.manifest} was measured with")
+    else:
+        filled = layout.filled(None, "")
+    if ladder is None and default is not None:
+        ladder = quality_ladder(filled["format"] if saved is None else None, by_quality or floors.wanted, default)
+    return GearSettings(
+        ladder=None if ladder is None else Ladder.parse(ladder),
+        **filled,
+        **vars(flags),
+        floors=floors.floors(filled["format"]),
+        precision=precision,
+    )
+
+
+def make_gearbox(
+    settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto", observe: bool = False
+) -> Gearbox | Observer:
+    """A gearbox with everything that the settings ask for; an observer for a model without gears.
+
+    Args:
+        checkpoint: what the model was loaded from; None: the demo model.
+        dtype: the type to compute in.
+        observe: watch only, whatever the model can do.
+
+    Raises:
+        GearbxError: settings that do not fit the model.
+    """
+    if observe or without_gears(model):
+        return Observer(model, settings.gears, dtype=dtype)
+    show_compiling()
+    low_model = None if settings.low_model is None else load(settings.low_model)[0]
+    layers: dict[str, Any] = {"manage": settings.manage, "widths": settings.cap_bits}
+    if settings.precision is not None:
+        layers = layers_of_manifest(settings, settings.precision, model)
+    elif settings.floors is not None:
+        layers["manage"] = predicate_of_floors(model, settings, settings.floors)
+    return Gearbox(
+        model,
+        settings.gears,
+        format=settings.format,
+        group_size=settings.group_size,
+        low_model=low_model,
+        residency=settings.residency,
+        checkpoint=find(checkpoint or DEMO_MODEL) if settings.residency == "disk" else None,
+        dtype=dtype,
+        kernels=settings.kernels,
+        activations=settings.activations,
+        **layers,
+    )
+
+
+def require_gearbox(
+    settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto"
+) -> Gearbox:
+    """As `make_gearbox`. Raises GearbxError for a model that has no gears."""
+    gearbox = make_gearbox(settings, model, checkpoint, dtype)
+    if not isinstance(gearbox, Gearbox):
+        raise GearbxError(
+            f"{model_name(checkpoint)}: is quantized already and has no gears to compare; "
+            "give the model that it was made from"
+        )
+    return gearbox
+
+
+def predicate_of_floors(model: nn.Module, settings: GearSettings, floors: Floors) -> Predicate:
+    """Which layers change gear, each with the fewest bits that reach its floor; prints what was chosen."""
+    selection = select_bits(model, settings.format, settings.manage, floors)
+    for line in selection_lines(selection):
+        note(line)
+    return selection.predicate
+
+
+def layers_of_manifest(settings: GearSettings, precision: PrecisionManifest, model: nn.Module) -> dict[str, Any]:
+    """The manifest's part of a gearbox's keywords: manage, tables and widths.
+
+    Raises:
+        GearbxError: it belongs to another model, or names a layer that this model does not have.
+    """
+    with about(settings.manifest):
+        manifest, _, missing = fit(precision, model)
+    for path in missing:
+        note(f"{settings.manifest}: has no {path}, which stays at full precision in the tables")
+    tables = manifest.tables(settings.gears)
+    uniform = [gear.name for gear in settings.gears if gear.name not in tables and not gear.dense]
+    if uniform:
+        note(
+            f"{settings.manifest}: has no table for {', '.join(uniform)}: all layers alike; "
+            "gearbx_mlx.allocate makes one"
+        )
+    manage = with_clamps(settings.manage, manifest.clamps) if manifest.clamps else settings.manage
+    return {"manage": manage, "tables": tables, "widths": sorted({*manifest.bits, *settings.cap_bits})}
+
+
+def with_cap_bits(settings: GearSettings, bits: tuple[int, ...]) -> GearSettings:
+    return dataclasses.replace(settings, cap_bits=bits)
