@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning
+from ..routing.pair import NAMES
 from ..telemetry.colors import gear_color
 
 if TYPE_CHECKING:
@@ -121,11 +122,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if "controller" in summary:
         table.add_row("controller", controller_line(summary["controller"]))
     if "drafted" in summary:
-        ties = summary["near_ties"]
+        ties = summary.get("near_ties")
         table.add_row(
             "drafted",
             f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
-            f"{summary['checks']} checks" + (f", {ties} near-ties" if ties else ""),
+            f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else ""),
         )
     if "recomputed" in summary:
         table.add_row("recomputed", f"{summary['recomputed']} tokens, in a higher gear")
@@ -181,4 +182,27 @@ def layers_table(ladder: "Ladder", layers: Sequence["LayerPath"]) -> Table:
         why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
         row = path, f"x {count}" if count > 1 else "", layer.kernels, why
         table.add_row(*map(str, layer.bits), *map(Text, row))
+    return table
+
+
+def pair_table(summary: dict[str, Any]) -> Table:
+    """The table under a generated text."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
+    shares = Text()
+    for i, name in enumerate(NAMES):
+        parameters = summary["parameters"][name] / 1e6
+        shares.append(f"{name} ({parameters:.3g} M) {summary['shares'][name]:.0%}   ", style=gear_color(i, len(NAMES)))
+    table.add_row("models", Text(f"{summary['small_model']}, {summary['model']}  (pair)"))
+    table.add_row("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s")
+    table.add_row("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s")
+    table.add_row("turns", shares)
+    table.add_row("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens read to catch up")
+    table.add_row(
+        "mean entropy", f"{summary['mean_entropy_bits']:.2f} bits; the threshold is {summary['threshold_bits']:.3g}"
+    )
+    table.add_row("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token")
+    against = f", the large model {human_bytes(top)} ({top / read:.2f} times as much)" if read else ""
+    table.add_row("weights read", f"{human_bytes(read)} per token{against}")
+    table.add_row("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}")
     return table
