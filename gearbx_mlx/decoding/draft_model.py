@@ -30,23 +30,16 @@ def drafted_tokens(
     Its cost, the drafts' bytes included, stands with its first token.
     """
     entropy, draft_bytes = fast_entropy(gearbox), bytes_read(draft_model)
-    tokens, new_round = 0, True
+    new_round = True
     step = single_pass(gearbox, gearbox.gear)
-    for response in mlx_stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
-        **kwargs,
-    ):
+    keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, **kwargs}
+    responses = mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords)
+    for number, response in enumerate(responses):
         if new_round:
-            gear, drafted = gearbox.gear, min(num_draft_tokens, max_tokens - tokens)
+            gear, drafted = gearbox.gear, min(num_draft_tokens, max_tokens - number)
             read = gearbox.weight_bytes_per_token(gear, drafted + 1) + drafted * draft_bytes
             step = Step(gear, (), single_pass(gearbox, gear).passes, read, drafted=drafted)
         else:
             step = Step(step.gear, (), (0,) * len(gearbox.ladder))
-        tokens += 1
         yield response, SampledToken(entropy(response.logprobs), step)
         new_round = not response.from_draft  # the model's own token is the last of a round

@@ -45,10 +45,9 @@ class Kickdown(Mode):
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
-        # Logits processors change the distribution that is sampled: its entropy is then another than the model saw.
-        geared = GearedModel(
-            gearbox, self.thresholds, rule=self.rule, share_entropy=not kwargs.get("logits_processors")
-        )
+        # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
+        share = not kwargs.get("logits_processors")
+        geared = GearedModel(gearbox, self.thresholds, rule=self.rule, share_entropy=share)
         monitor = Monitor(vocabulary(model), self.window)
         return stream_wrapped(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Mode pair: two models of one tokenizer take turns (EAD 3). Rolling entropy says which of them computes the next token.
+"""Mode pair: two models of one tokenizer take turns (EAD 3): rolling entropy chooses the one for the next token.
 
 Unlike a shift in mode `route`, a switch acts on the very next token, as in EAD's Algorithm 1. So the entropy is waited
 for before the next pass is dispatched: mlx-lm does not run ahead.

@@ -24,8 +24,8 @@ class Step:
     gear: that they are of. entropies: bits, of the distributions that decided about it, in the order in which they
     were seen. passes: over the weights, in each gear of the ladder. weight_bytes: that those passes read. draft: what
     was drafted in this place. drafted: tokens drafted in this step. noise: how much rounding may move a logit, where
-    several positions were computed in one pass. accepted: whether the token is the one that was drafted. entropy: bits, of
-    the distribution that is sampled, where the model has computed it already.
+    several positions were computed in one pass. accepted: whether the token is the one that was drafted. entropy: of
+    the distribution that is sampled, bits, where the model has computed it already.
     """
 
     gear: Gear
