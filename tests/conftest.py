@@ -125,10 +125,10 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
 @pytest.fixture
 def afresh(monkeypatch):
     """The kernels are looked for anew in the test, and again after it."""
-    cpu._outcome.cache_clear()
+    cpu._kernels_or_reason.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    cpu._outcome.cache_clear()
+    cpu._kernels_or_reason.cache_clear()
 
 
 @pytest.fixture
