@@ -8,12 +8,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import COLOR_SYSTEMS, Console
+from rich.progress import Progress
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning
 from ..telemetry.colors import gear_color
+from . import progress
+from .progress import human_bytes
 
 if TYPE_CHECKING:
     from ..gears.description import LayerPath
@@ -32,6 +35,18 @@ def note(text: str) -> None:
 
 def print_error(text: str) -> None:
     messages.print(Text(f"error: {text}", style="red"), soft_wrap=True)
+
+
+def progress_bar(in_bytes: bool = False) -> Progress:
+    """Shows on stderr how far long work is: `with progress_bar() as progress: for x in progress.track(xs): ...`.
+
+    On a terminal it is a bar that vanishes at the end. Elsewhere it is a line such as `layers: 12 of 43`, at most
+    every ten seconds, and none for work of under two seconds.
+
+    Args:
+        in_bytes: totals are bytes.
+    """
+    return progress.bar(messages, in_bytes)
 
 
 def run(command: Callable[[], int | None]) -> None:
@@ -88,15 +103,6 @@ class TintedText:
         # Escapes around the text as it is: a console would expand its tabs and drop its control characters.
         sys.stdout.write(self.styles[gear].render(text, color_system=self.system) if self.system else text)
         sys.stdout.flush()
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
