@@ -5,22 +5,26 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import COLOR_SYSTEMS, Console
+from rich.progress import Progress
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
 from ..routing.pair import NAMES
 from ..telemetry.colors import gear_color
+from . import progress, signals, streams
+from .progress import human_bytes
 
 if TYPE_CHECKING:
     from ..gears.description import LayerPath
     from ..gears.ladder import Ladder
 
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 
@@ -35,31 +39,63 @@ def print_error(text: str) -> None:
     messages.print(Text(f"error: {text}", style="red"), soft_wrap=True)
 
 
-def run(command: Callable[[], int | None]) -> None:
-    """Run a command to its exit status: 2 and one line for a user's mistake, 130 for Ctrl-C."""
+def progress_bar(in_bytes: bool = False) -> Progress:
+    """Shows on stderr how far long work is: `with progress_bar() as progress: for x in progress.track(xs): ...`.
+
+    On a terminal it is a bar that vanishes at the end. Elsewhere it is a line such as `layers: 12 of 43`, at most
+    every ten seconds, and none for work of under two seconds.
+
+    Args:
+        in_bytes: totals are bytes.
+    """
+    return progress.bar(messages, in_bytes)
+
+
+def run(command: Callable[[], int | None]) -> NoReturn:
+    """Run a command and exit: 2 and one line for a user's mistake, 128 and the signal's number where one ended it."""
     warnings.showwarning = lambda message, *_: messages.print(
         Text(f"warning: {message}", style="yellow"), soft_wrap=True
     )
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
+    with signals.heeded() as ending, streams.guarded() as errors:
+        status = write_all(command)
+    if ending.received and status == INTERRUPTED:
+        status = 128 + ending.received
+    sys.exit(status or int(errors.lost))
+
+
+def write_all(command: Callable[[], int | None]) -> int:
+    """The exit status of a command and of what it writes on stdout."""
     try:
-        status = command()
+        status = status_of(command)
         sys.stdout.flush()
+    except OutputLost as lost:
+        if lost.closed_pipe:
+            return BROKEN_PIPE
+        print_error(str(lost))
+        return 1
+    return status
+
+
+def status_of(command: Callable[[], int | None]) -> int:
+    """The exit status of a command; an error is one line on stderr."""
+    try:
+        return command() or 0
     except GearbxError as error:
         print_error(str(error))
-        status = USER_ERROR
+        return USER_ERROR
     except KeyboardInterrupt:
-        status = INTERRUPTED
-    except BrokenPipeError:  # the reader has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        return INTERRUPTED
+    except OutputLost:
+        raise
+    except SystemExit as ended:  # from argparse, after --help or a flag that it does not know
+        return ended.code if isinstance(ended.code, int) else 0
     except Exception as error:  # not foreseen: still one line, and a way to see the rest
         if os.environ.get(TRACEBACK):
             raise
-        kind = type(error).__name__
-        print_error(f"{kind}: {error} ({TRACEBACK}=1 shows where)")
-        status = 1
-    sys.exit(status or 0)
+        print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)")
+        return 1
 
 
 def show_compiling() -> None:
@@ -89,15 +125,6 @@ class TintedText:
         # Escapes around the text as it is: a console would expand its tabs and drop its control characters.
         sys.stdout.write(self.styles[gear].render(text, color_system=self.system) if self.system else text)
         sys.stdout.flush()
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

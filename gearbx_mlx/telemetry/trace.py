@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ..errors import OutputLost
 from .files import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
@@ -49,8 +50,8 @@ def record(
 class TraceWriter:
     """A context that writes records as they come.
 
-    The file takes its name when the context ends, by an interrupt as well: the trace is then complete up to there.
-    Any other exception leaves no file.
+    The file takes its name when the context ends, also by an interrupt or where standard output is lost: the trace is
+    then complete up to there. Any other exception leaves no file.
     """
 
     def __init__(self, path: Path | None):
@@ -72,7 +73,7 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+        if kind is not None and issubclass(kind, KeyboardInterrupt | OutputLost):
             self._stack.close()  # as if all had ended well
         else:
             self._stack.__exit__(kind, error, trace)
