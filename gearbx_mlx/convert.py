@@ -165,12 +165,12 @@ def convert(
 
 def bits_for(args: argparse.Namespace, source: Path, trust: dict[str, Any], plan: "Plan", work: Path) -> dict[str, int]:
     """Path to bits: what an earlier run found, or floors that are given or found; the report beside the checkpoint."""
+    from .files.writing import write_text
     from .fitting import fit, point_rows, points_table
     from .floors import Floors, select_bits, selection_lines
     from .gears.converter import planned
     from .gears.selection_report import as_dict
     from .loading import load
-    from .telemetry.files import write_text
     from .telemetry.summary import as_json
 
     earlier = planned(work)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
-from .telemetry.files import write_text
+from .files.writing import write_text
 from .telemetry.summary import as_json
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 from . import pairing, terminal
 from .evaluation import gsm8k_pair, pair
 from .evaluation.session import Session, fingerprint
+from .files.writing import write_text
 from .gears.activations import dtype_name, model_dtype
 from .loading import DEMO_MODEL, find, model_name
-from .telemetry.files import write_text
 from .telemetry.summary import as_json
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1

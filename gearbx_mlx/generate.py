@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
-from .telemetry.files import write_text
+from .files.writing import write_text
 from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
 

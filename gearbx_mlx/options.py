@@ -12,6 +12,8 @@ import mlx.nn as nn
 
 from .decoding.stream import AUTO
 from .errors import GearbxError
+from .files.reading import read_as
+from .files.writing import check_writable
 from .gears.activations import DTYPES
 from .gears.attachment import model_fingerprint
 from .gears.discovery import vocabulary
@@ -21,7 +23,6 @@ from .routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Thresh
 from .routing.monitor import DEFAULT_WINDOW, Monitor
 from .routing.prompt import first_gear
 from .routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
-from .telemetry.files import check_writable
 
 DEFAULT_MAX_TOKENS = 100
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -112,14 +113,14 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        try:
-            content = parse_thresholds(Path(text).read_text(encoding="utf-8"))
-            check_gate(content.window, content.hysteresis, content.min_gear_duration)
-            return content
-        except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
-            raise GearbxError(
-                f"{text}: cannot be read as a thresholds file ({one_line(error)}); {MAKE_THRESHOLDS}"
-            ) from error
+        return read_as(Path(text), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
+
+
+def parse_gate(text: str) -> ThresholdFile:
+    """A thresholds file from its text. Raises GearbxError for one whose gate settings no gate can have, too."""
+    content = parse_thresholds(text)
+    check_gate(content.window, content.hysteresis, content.min_gear_duration)
+    return content
 
 
 def make_routing(args: argparse.Namespace, ladder: Ladder, model: nn.Module) -> Routing:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
-from .telemetry.files import write_text
+from .files.writing import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GearbxError
-from ..telemetry.files import replacing, write_text
+from ..files.writing import replacing, write_text
 from .replay import Recording
 
 INPUTS, PARTS = "inputs.json", "recordings"

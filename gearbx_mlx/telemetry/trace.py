@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from .files import replacing
+from ..files.writing import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
 MODE_FIELDS = {
