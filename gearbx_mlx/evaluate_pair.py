@@ -129,8 +129,10 @@ def run_gsm8k(
 
     def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
         tracked = progress.track(prompts, description=name)
-        tried = session.rows(name, partial(solve, tracked, turns.window, gate_of))
-        attempts[name], thresholds[name] = [gsm8k_pair.PairAttempt(**entry) for entry in tried], threshold
+        attempts[name] = session.rows(
+            name, partial(solve, tracked, turns.window, gate_of), gsm8k_pair.PairAttempt, len(prompts)
+        )
+        thresholds[name] = threshold
         return attempts[name]
 
     status = 0

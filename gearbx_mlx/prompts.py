@@ -7,6 +7,7 @@ from msgspec import Struct
 from .errors import GearbxError
 from .files.reading import json_lines, read_text
 
+GIVE = "give one prompt per line, or JSON Lines"
 # GEARBX 4.2: three short prompts of mixed difficulty.
 MIXED = (
     "Once upon a time there was a king who had three sons.",
@@ -39,9 +40,9 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
     """
-    text = read_text(path, "text", "give a file with one prompt per line")
+    text = read_text(path, "text", GIVE)
     if path.suffix in (".jsonl", ".json"):
-        prompts = [prompt_of(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row)]
+        prompts = [prompt_of(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row, GIVE)]
     else:
         prompts = [line.strip("\r") for line in text.split("\n") if line.strip()]
     if not prompts:

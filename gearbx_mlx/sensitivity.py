@@ -113,7 +113,7 @@ def measured(
     """Exactly, one layer at a time."""
     from . import measuring
     from .evaluation.journal import Journal
-    from .evaluation.precision import flagged, layer_precisions, measure_clamped, measure_layers, rank_agreement
+    from .evaluation.precision import PARTS, flagged, layer_precisions, measure_clamped, measure_layers, rank_agreement
     from .gears.attachment import model_fingerprint
     from .gears.precision import EXACT, PrecisionManifest
 
@@ -124,7 +124,7 @@ def measured(
     gearbox = measuring.geared(args, model, bits, *settings, {})
     layers = gearbox.layers
     clamps = flagged(layers)
-    journal = Journal(file, told | {"native": gearbox.kernels.native, "dtype": args.dtype})
+    journal = Journal(file, told | {"native": gearbox.kernels.native, "dtype": args.dtype}, PARTS)
     with measuring.progress_bar() as bar:
         exact = measuring.exact_of(gearbox, texts, bar)
         task = bar.add_task("layers", total=len(layers))

@@ -47,7 +47,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
-    for number, row in json_lines(path, read_text(path, "text", GIVE), Row):
+    for number, row in json_lines(path, read_text(path, "text", GIVE), Row, GIVE):
         names = next((names for names in choices if row.has(names)), None)
         if names is None:
             shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)

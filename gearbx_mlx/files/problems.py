@@ -125,7 +125,7 @@ def type_at(info: Any, steps: list[Step], key: bool = False) -> Any:
         elif isinstance(info, inspect.DictType):
             info = info.value_type
         else:
-            info = info.item_types[step] if isinstance(info, inspect.TupleType) else info.item_type
+            info = info.item_types[int(step)] if isinstance(info, inspect.TupleType) else info.item_type
     info = without_null(info)
     return info.key_type if key else info
 

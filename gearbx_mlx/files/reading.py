@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ..errors import GearbxError, about
+from ..errors import GearbxError
 from .problems import malformed, misfit, shown
 
 T = TypeVar("T")
@@ -121,15 +121,22 @@ def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
     return read_as(path, lambda text: typed(parse_json(text), kind), what, remedy)
 
 
-def json_lines(path: Path, text: str, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """The number of each line of JSON Lines, counted from 1, and its value; empty lines are skipped.
+def json_lines(path: Path, text: str, kind: type[T], remedy: str, first: int = 1) -> Iterator[tuple[int, T]]:
+    """The number of each line of JSON Lines and its value; empty lines are skipped.
 
     Only "\\n" ends a line: splitlines() would also split at separators inside a string.
 
+    Args:
+        path: for the error.
+        first: number of the first line.
+
     Raises:
-        GearbxError: a line does not fit the type; the message names file and line.
+        GearbxError: a line does not fit the type; the message names file, line and remedy.
     """
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), first):
         if line.strip():
-            with about(f"{path}, line {number}"):
-                yield number, typed(parse_json(line), kind)
+            try:
+                value = typed(parse_json(line), kind)
+            except GearbxError as error:
+                raise GearbxError(f"{path}, line {number}: {error}; {remedy}") from error
+            yield number, value

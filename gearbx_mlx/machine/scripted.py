@@ -88,7 +88,7 @@ def read_entries(path: Path) -> Iterator[tuple[str, Entry]]:
     """Each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad one."""
     text = read_text(path, "a script of machine states", GIVE)
     if not text.lstrip().startswith("["):
-        for number, entry in json_lines(path, text, Entry):
+        for number, entry in json_lines(path, text, Entry, GIVE):
             yield f"line {number}", entry
         return
     with about(path):
