@@ -13,7 +13,7 @@ from test_bad_input import assert_refused
 from test_commands import save_model
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kickdown import GearedModel
+from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
 from gearbx_mlx.evaluation.noise import noisy

@@ -5,9 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from conftest import save_model, tiny_model
+from conftest import save_model, stream_pair, tiny_model
 
-from gearbx_mlx.decoding.pair import stream_pair
 from gearbx_mlx.evaluation.pair import Blend, mixed, record_pair, share_by_position, sweep, turns
 from gearbx_mlx.routing.pair import LARGE, Coin, parameter_ratio
 
