@@ -1,11 +1,12 @@
 """The tables of a run: its summary, and what each layer of the model runs on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..routing.pair import NAMES
 from ..telemetry.colors import gear_color
 from .sizes import human_bytes
 
@@ -13,26 +14,69 @@ if TYPE_CHECKING:
     from ..gears.description import LayerPath
     from ..gears.ladder import Ladder
 
+Row = tuple[str, str | Text]
 
-def summary_table(summary: dict[str, Any]) -> Table:
-    """The table under a generated text, from the object that `--summary` writes."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+
+def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Table:
+    """The table under a text that one model wrote.
+
+    Args:
+        summary: the object that `--summary` writes.
+        mode_rows: what the mode adds.
+    """
     watching = summary["mode"] == "telemetry-only"
-    for name, value in (
-        ("model", Text(f"{summary['model']}  ({summary['mode']})")),
+    controller = summary.get("controller")
+    return two_columns(
+        [
+            ("model", Text(f"{summary['model']}  ({summary['mode']})")),
+            *speed_rows(summary),
+            ("gears it would use" if watching else "gears", gear_shares(summary)),
+            shifts_row(summary, watching),
+            *([("controller", controller_line(controller))] if controller else []),
+            *mode_rows,
+            ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
+            bits_row(summary, watching),
+            ("weights read", weights_line(summary, "" if watching else "top gear")),
+            ("memory", memory_line(summary, watching)),
+            *layer_rows(summary),
+            *dtype_rows(summary),
+        ]
+    )
+
+
+def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
+    """The table under a text that two models wrote in turns; arguments as for `summary_table`."""
+    shares = Text()
+    for i, name in enumerate(NAMES):
+        parameters = summary["parameters"][name] / 1e6
+        shares.append(f"{name} ({parameters:.3g} M) {summary['shares'][name]:.0%}   ", style=gear_color(i, len(NAMES)))
+    entropy, threshold = summary["mean_entropy_bits"], summary["threshold_bits"]
+    return two_columns(
+        [
+            ("models", Text(f"{summary['small_model']}, {summary['model']}  (pair)")),
+            *speed_rows(summary),
+            ("turns", shares),
+            *mode_rows,
+            ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
+            ("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token"),
+            ("weights read", weights_line(summary, "large model")),
+            ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
+        ]
+    )
+
+
+def two_columns(rows: Iterable[Row]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def speed_rows(summary: dict[str, Any]) -> list[Row]:
+    return [
         ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s"),
-        ("gears it would use" if watching else "gears", gear_shares(summary)),
-        shifts_row(summary, watching),
-        *mode_rows(summary),
-        ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
-        *weight_rows(summary, watching),
-        ("memory", memory_line(summary, watching)),
-        *layer_rows(summary),
-        *dtype_rows(summary),
-    ):
-        table.add_row(name, value)
-    return table
+    ]
 
 
 def gear_shares(summary: dict[str, Any]) -> Text:
@@ -45,25 +89,10 @@ def gear_shares(summary: dict[str, Any]) -> Text:
     return shares
 
 
-def shifts_row(summary: dict[str, Any], watching: bool) -> tuple[str, str]:
+def shifts_row(summary: dict[str, Any], watching: bool) -> Row:
     if watching:
         return "would shift", f"{summary['shifts']} times"
     return "shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all"
-
-
-def mode_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of a controller and of the modes that compute a token more than once."""
-    rows = []
-    if "controller" in summary:
-        rows.append(("controller", controller_line(summary["controller"])))
-    if "drafted" in summary:
-        ties = summary["near_ties"]
-        counts = f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%})"
-        verified = f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else "")
-        rows.append(("drafted", f"{counts}, {verified}"))
-    if "recomputed" in summary:
-        rows.append(("recomputed", f"{summary['recomputed']} tokens, in a higher gear"))
-    return rows
 
 
 def controller_line(summary: dict[str, Any]) -> str:
@@ -76,14 +105,16 @@ def controller_line(summary: dict[str, Any]) -> str:
     return f"{aim}; {moved}{machine}" + ("; out of reach" if summary["out_of_reach"] else "")
 
 
-def weight_rows(summary: dict[str, Any], watching: bool) -> list[tuple[str, str]]:
-    bits, layers = summary["effective_bits_per_weight"], "linear" if watching else "managed"
-    read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
-    against = "" if watching or not read else f", the top gear {human_bytes(top)} ({top / read:.2f} times as much)"
-    return [
-        ("effective bits", f"{bits:.2f} per weight of the {layers} layers"),
-        ("weights read", f"{human_bytes(read)} per token{against}"),
-    ]
+def bits_row(summary: dict[str, Any], watching: bool) -> Row:
+    layers = "linear" if watching else "managed"
+    return "effective bits", f"{summary['effective_bits_per_weight']:.2f} per weight of the {layers} layers"
+
+
+def weights_line(summary: dict[str, Any], reference: str) -> str:
+    """Bytes of weights that a token reads, compared with what it reads in `reference`, unless that is empty."""
+    read, most = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
+    against = f", the {reference} {human_bytes(most)} ({most / read:.2f} times as much)" if reference and read else ""
+    return f"{human_bytes(read)} per token{against}"
 
 
 def memory_line(summary: dict[str, Any], watching: bool) -> str:
@@ -92,14 +123,14 @@ def memory_line(summary: dict[str, Any], watching: bool) -> str:
     return peak if watching else f"{peak}; after shifting to {gears}"
 
 
-def layer_rows(summary: dict[str, Any]) -> list[tuple[str, str | Text]]:
+def layer_rows(summary: dict[str, Any]) -> list[Row]:
     """How many layers change gear, and why the others do not."""
     counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
     reasons = summary["unmanaged_reasons"].items()
     return [("layers", counts), *(("", Text(f"{count}: {reason}")) for reason, count in reasons)]
 
 
-def dtype_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def dtype_rows(summary: dict[str, Any]) -> list[Row]:
     computed, stored = summary["compute_dtype"], summary["storage_dtype"]
     if computed == stored:
         return []

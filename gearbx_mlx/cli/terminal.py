@@ -17,8 +17,6 @@ from ..telemetry.colors import gear_color
 from . import progress, streams
 from .signals import INTERRUPTED
 from .sizes import human_bytes as human_bytes
-from .tables import layers_table as layers_table
-from .tables import summary_table as summary_table
 
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import terminal
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 from ..telemetry.summary import as_json
 
 if TYPE_CHECKING:
@@ -314,8 +314,8 @@ def run_gsm8k(args: argparse.Namespace, ladder: "Ladder") -> int:
         try:
             for name, keywords in gsm8k.ways_to_write(args.policy or WRITING, ladder, vars(routing)).items():
                 shown = progress.track(prompts, description=name)
-                tried = session.rows(name, partial(gsm8k.solve, gearbox, tokenizer, shown, **keywords))
-                attempts[name] = [gsm8k.Attempt(**entry) for entry in tried]
+                solve = partial(gsm8k.solve, gearbox, tokenizer, shown, **keywords)
+                attempts[name] = session.rows(name, solve, gsm8k.Attempt, len(prompts))
         except KeyboardInterrupt:
             status = terminal.INTERRUPTED
     if not attempts:

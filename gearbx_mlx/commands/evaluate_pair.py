@@ -12,9 +12,9 @@ from ..cli import pair as pairing
 from ..cli import terminal
 from ..evaluation import gsm8k_pair, pair
 from ..evaluation.session import Session, fingerprint
+from ..files.writing import write_text
 from ..gears.activations import dtype_name, model_dtype
 from ..loading import DEMO_MODEL, find, model_name
-from ..telemetry.files import write_text
 from ..telemetry.summary import as_json
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
@@ -130,8 +130,10 @@ def run_gsm8k(
 
     def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
         tracked = progress.track(prompts, description=name)
-        tried = session.rows(name, partial(solve, tracked, turns.window, gate_of))
-        attempts[name], thresholds[name] = [gsm8k_pair.PairAttempt(**entry) for entry in tried], threshold
+        attempts[name] = session.rows(
+            name, partial(solve, tracked, turns.window, gate_of), gsm8k_pair.PairAttempt, len(prompts)
+        )
+        thresholds[name] = threshold
         return attempts[name]
 
     status = 0

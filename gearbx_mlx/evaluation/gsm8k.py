@@ -10,6 +10,7 @@ import numpy as np
 
 from ..decoding.response import GearResponse
 from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
+from ..files.reading import Count
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from ..routing.gates import Held
@@ -26,8 +27,8 @@ class Attempt:
 
     found: str | None
     right: bool
-    tokens: int
-    weight_bytes: int
+    tokens: Count
+    weight_bytes: Count
 
 
 def final_number(text: str) -> Decimal | None:
@@ -85,11 +86,10 @@ def judged(responses: Iterable[GearResponse], answer: str) -> Attempt:
 
 def solve(
     gearbox: Gearbox, tokenizer: Any, prompts: Iterable[tuple[Sequence[int], int, str]], **keywords: Any
-) -> list[dict[str, Any]]:
-    """Attempts as plain values, one for each prompt: its tokens, how many to write, the worked answer."""
+) -> list[Attempt]:
+    """An attempt for each prompt: its tokens, how many to write, the worked answer."""
     return [
-        asdict(attempt(gearbox, tokenizer, tokens, answer, max_tokens=length, **keywords))
-        for tokens, length, answer in prompts
+        attempt(gearbox, tokenizer, tokens, answer, max_tokens=length, **keywords) for tokens, length, answer in prompts
     ]
 
 

@@ -1,14 +1,14 @@
 """EAD's Table 1 free-running: two models write answers to GSM8K, and so does a coin with the large one's share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from ..decoding.pair import stream_pair
 from ..decoding.response import GearResponse
+from ..files.reading import Count
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
@@ -22,8 +22,8 @@ REFERENCE = f"pair-{0:g}"  # the large model alone
 class PairAttempt(Attempt):
     """And how many tokens the large model computed, and how many were read again to catch up."""
 
-    large: int = 0
-    caught_up: int = 0
+    large: Count = 0
+    caught_up: Count = 0
 
 
 def solve(
@@ -33,8 +33,8 @@ def solve(
     prompts: Prompts,
     window: int,
     gate_of: Callable[[int], tuple[Gate, int]],
-) -> list[dict[str, Any]]:
-    """Attempts as plain values, one for each prompt: its tokens, how many to write, the worked answer.
+) -> list[PairAttempt]:
+    """An attempt for each prompt: its tokens, how many to write, the worked answer.
 
     Args:
         gate_of: of the prompt's number, the gate and the model that begins.
@@ -48,7 +48,7 @@ def solve(
         )
         tried = judged(noted(responses, taken), answer)
         by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-        rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))
+        rows.append(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken)))
     return rows
 
 
