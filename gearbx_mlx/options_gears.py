@@ -10,12 +10,13 @@ from .errors import GearbxError, about
 from .floors import add_floor_flags, select_bits, selection_lines, wanted_floors
 from .formats import DEFAULT_FORMAT, FORMATS
 from .gears.discovery import MANAGE, Predicate, with_clamps
-from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, Gearbox
+from .gears.gearbox import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, Gearbox
 from .gears.ladder import Ladder
 from .gears.observer import Observer
 from .gears.precision import PrecisionManifest, fit, read_precision
 from .gears.residency import NAMES as RESIDENCIES
 from .gears.saved import without_gears
+from .gears.values import GROUP_SIZES
 from .kernels.dispatch import ACTIVATIONS, KERNELS
 from .loading import DEMO_MODEL, find, gears_of, load
 from .terminal import note, show_compiling
@@ -107,7 +108,7 @@ def settle_gears(args: argparse.Namespace, default: str | None = DEFAULT_LADDER)
             args.gears = QUALITY_LADDER if by_quality else CODEBOOK_LADDER
     for name, fallback in DEFAULTS.items():
         given = getattr(args, name, None)
-        held = fallback if saved is None else vars(saved)[name.removeprefix("q_")]
+        held = fallback if saved is None else getattr(saved, name.removeprefix("q_"))
         if saved is not None and given not in (None, held):
             flag = f"--{name.replace('_', '-')}"
             raise GearbxError(f"{flag} is {given}, and the gears of {args.model} have {held}; leave out {flag}")

@@ -4,10 +4,13 @@ A matrix keeps the values in fp16 with 16-bit columns, row after row, and where 
 and 4 for a row. Of stacked experts, every list is as long as the longest; what is beyond a list's end is not read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+from .base import StoredArray
 
 SIGMAS = 3.0
 MOST = 0.02  # of a matrix; the furthest, if more are beyond SIGMAS
@@ -38,6 +41,17 @@ class Outliers:
     def arrays(self) -> dict[str, mx.array]:
         """Under the names that they have in a module."""
         return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
+
+    @staticmethod
+    def stored_arrays(shape: Sequence[int], bits: int) -> dict[str, StoredArray]:
+        """`Format.stored_arrays` of them, for a weight of this shape."""
+        types = {
+            "outliers": (mx.float16, None),
+            "outlier_columns": (mx.uint16, None),
+            "outlier_offsets": (mx.uint32, shape[-2] + 1),
+        }
+        matrices = tuple(shape[:-2])
+        return {name: StoredArray(dtype, (*matrices, length), bits, name) for name, (dtype, length) in types.items()}
 
     @classmethod
     def of(cls, arrays) -> "Outliers":

@@ -28,12 +28,12 @@ from .residency import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
 from .settings import check_settings, check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
+from .values import GROUP_SIZES
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
-GROUP_SIZES = (32, 64, 128)
 
 
 class Gearbox:
