@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import quantized_module, whole_groups
+from .base import StoredArray, affine_arrays, quantized_module, whole_groups
 
 
 class Affine:
@@ -34,6 +34,11 @@ class Affine:
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
         return quantized_module(dense, bits, group_size, arrays["weight"], arrays["scales"], arrays["biases"])
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        return affine_arrays(shape, bits, group_size, dtype)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

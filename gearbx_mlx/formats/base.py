@@ -1,13 +1,26 @@
 """The interface of a format, and what formats over MLX's quantized layers share."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
+
+
+class StoredArray(NamedTuple):
+    """An array of a gear, as a file contains it.
+
+    shape: None stands for a length that the data decide. bits, name: of the gear that the array was made for, and its
+    name there; gears may share arrays.
+    """
+
+    dtype: mx.Dtype
+    shape: tuple[int | None, ...]
+    bits: int
+    name: str
 
 
 class Format(Protocol):
@@ -60,6 +73,12 @@ class Format(Protocol):
         """
         ...
 
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        """The arrays that `module` takes for a weight (..., O, I), by name. Arguments are those of `modules`."""
+        ...
+
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
@@ -73,6 +92,14 @@ class Format(Protocol):
 def whole_groups(width: int, group_size: int) -> str | None:
     """`Format.fits` for formats that have no partial groups."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
+
+
+def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:
+    """`Format.stored_arrays` of a stock quantized module."""
+    rows, width = tuple(shape[:-1]), shape[-1]
+    groups = (*rows, width // group_size)
+    weight = StoredArray(mx.uint32, (*rows, width * bits // 32), bits, "weight")
+    return {"weight": weight} | {name: StoredArray(dtype, groups, bits, name) for name in ("scales", "biases")}
 
 
 def quantized_module(

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.dispatch import codebook_product
+from .base import StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import (
     GAUSSIAN_SHARE,
@@ -166,6 +167,12 @@ class CodebookFormat(abc.ABC):
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers."""
 
+    @abc.abstractmethod
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        """As Format.stored_arrays."""
+
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:
             choices = ", ".join(map(str, self.layer_bits))
@@ -206,3 +213,11 @@ class Codebook(CodebookFormat):
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         rows = math.prod(shape[:-1])
         return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, word = tuple(shape[:-1]), LAYOUT[bits][1]
+        weight = StoredArray(word, (*rows, row_bytes(shape[-1], bits) // word.size), bits, "weight")
+        codebook = StoredArray(mx.float16, (*rows, 2**bits), bits, "codebook")
+        return {"weight": weight, "codebook": codebook} | Outliers.stored_arrays(shape, bits)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from .base import StoredArray
 from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
@@ -224,3 +225,17 @@ class CodebookLibrary(CodebookFormat):
         groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
         libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
         return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
+        types = {
+            "weight": (mx.uint32, (*rows, groups * GROUP * bits // 32)),
+            "library": (mx.float16, (*shape[:-2], LIBRARY, 2**bits)),
+            "entries": (mx.uint8, (*rows, groups)),
+            "scales": (mx.float16, (*rows, groups)),
+            "midpoints": (mx.float16, (*rows, groups)),
+        }
+        arrays = {name: StoredArray(dtype, lengths, bits, name) for name, (dtype, lengths) in types.items()}
+        return arrays | Outliers.stored_arrays(shape, bits)

@@ -5,10 +5,13 @@ begins: 4 bytes per outlier and 4 per row. The lists of stacked experts are padd
 padding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+
+from .base import StoredArray
 
 SIGMAS = 3.0
 MOST = 0.02  # largest share of a matrix's weights; if more are beyond SIGMAS, the furthest
@@ -39,6 +42,17 @@ class Outliers:
     def arrays(self) -> dict[str, mx.array]:
         """The arrays by the names that a module gives them."""
         return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
+
+    @staticmethod
+    def stored_arrays(shape: Sequence[int], bits: int) -> dict[str, StoredArray]:
+        """`Format.stored_arrays` of them, for a weight of this shape."""
+        types = {
+            "outliers": (mx.float16, None),
+            "outlier_columns": (mx.uint16, None),
+            "outlier_offsets": (mx.uint32, shape[-2] + 1),
+        }
+        matrices = tuple(shape[:-2])
+        return {name: StoredArray(dtype, (*matrices, length), bits, name) for name, (dtype, length) in types.items()}
 
     @classmethod
     def of(cls, arrays) -> "Outliers":

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
+from .base import StoredArray
 from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
@@ -105,6 +106,13 @@ class Groupwise:
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
         return kind(dense, BITS, arrays, self.cache)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
+        weight = StoredArray(mx.uint8, (*rows, groups * GROUP_BYTES), BITS, "weight")
+        return {"weight": weight, "scales": StoredArray(mx.float32, (*rows, groups), BITS, "scales")}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

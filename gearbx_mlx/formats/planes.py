@@ -19,7 +19,7 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..kernels.dispatch import stack_experts, stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
-from .base import quantized_module, whole_groups
+from .base import StoredArray, affine_arrays, quantized_module, whole_groups
 from .native import Native, with_expert_bias
 from .packing import pack_mlx_codes, unpack_mlx_codes
 
@@ -243,6 +243,21 @@ class NestedPlanes:
             weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
         stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
         return self._prefix(dense, bits, stack)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        made = affine_arrays(shape, ladder[0], group_size, dtype)
+        if bits == ladder[0]:
+            return made
+        widths = plane_widths(ladder[: ladder.index(bits) + 1])
+        arrays = {"scales": made["scales"], "weights.0": made["weight"], "plane_biases.0": made["biases"]}
+        for i, width in enumerate(widths[1:], 1):
+            plane = affine_arrays(shape, width, group_size, dtype)
+            arrays[f"weights.{i}"] = plane["weight"]._replace(bits=ladder[i], name=f"weights.{i}")
+            first = widths.index(width, 1)  # planes of one width share a bias
+            arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
+        return arrays
 
     def _prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
         """The module for the gear with `bits`."""

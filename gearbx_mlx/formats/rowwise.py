@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
+from .base import StoredArray
 from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
@@ -152,6 +153,13 @@ class Rowwise:
         if isinstance(dense, NativeDense):
             kind = NativeRowwiseLinear
         return kind(dense, bits, arrays, self.cache)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows = tuple(shape[:-1])
+        weight = StoredArray(mx.int8 if bits == 8 else mx.uint8, (*rows, row_bytes(shape[-1], bits)), bits, "weight")
+        return {"weight": weight, "scales": StoredArray(dtype, rows, bits, "scales")}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
