@@ -122,7 +122,7 @@ class TestReplay:
         """GearedModel and the replay of it come to the same."""
 
         def entropy(place: int, q: np.ndarray) -> float:
-            return float(metrics.entropy_bits(metrics.log_softmax(q)))
+            return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
 
         pair = Gearbox(tiny_model(), "2,16", group_size=32)
         low, top = pair.ladder

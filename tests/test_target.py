@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from test_bad_input import assert_refused
 
-from gearbx_mlx.evaluation.budget import Wish, candidates, in_order
+from gearbx_mlx.evaluation.budget import candidates, in_order
+from gearbx_mlx.evaluation.wish import Wish
 from gearbx_mlx.evaluation.replay import Recording
 from gearbx_mlx.gears.ladder import Ladder
 
