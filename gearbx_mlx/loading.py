@@ -205,4 +205,3 @@ def context_length(config: dict) -> int | None:
 def model_name(path_or_hf_repo: str | None) -> str:
     """What to call the model in a report."""
     return str(path_or_hf_repo) if path_or_hf_repo else "demo"
-

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,12 +121,12 @@ def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
 
 
 def routing_for(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: str
+    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
 ) -> Routing:
     """The routing of a model.
 
     Args:
-        fingerprint: of the model, which a file may belong to.
+        fingerprint: returns the model's, which a file may belong to.
 
     Raises:
         GearbxError: thresholds that do not fit the ladder or the model.
@@ -133,7 +134,7 @@ def routing_for(
     source = read_thresholds(settings.thresholds)
     if isinstance(source, ThresholdFile):
         try:
-            thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint)
+            thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())
         except GearbxError as error:
             raise GearbxError(f"{settings.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
         return Routing(**vars(gate.filled(source)), thresholds=thresholds)

@@ -159,5 +159,3 @@ def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
     if format not in ("codebook", "codebook-library"):
         return default
     return "2,16" if by_quality else "4,16"
-
-

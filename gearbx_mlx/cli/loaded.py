@@ -11,7 +11,7 @@ from .model import ModelSettings
 
 
 def trust(settings: ModelSettings) -> dict[str, Any]:
-    """Keywords of `load` that trust remote code; named only when wanted, since mlx-lm before 0.32 does not know them."""
+    """Keywords of `load` that trust remote code, only where they are needed: mlx-lm before 0.32 does not know them."""
     keywords: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
     return {"tokenizer_config": dict(keywords), **keywords}
 
@@ -35,9 +35,7 @@ def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     return model, tokenizer, config
 
 
-def room_for(
-    config: Mapping[str, Any], prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None
-) -> int:
+def room_for(config: Mapping[str, Any], prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
 
     `prompt_tokens` counts those of a prompt cache as well.

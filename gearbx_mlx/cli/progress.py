@@ -45,7 +45,7 @@ class ProgressLines(Progress):
         self.clock, self.count = clock, human_bytes if in_bytes else "{:.0f}".format
         self.next_line = clock() + SHORT
 
-    def update(self, task_id: TaskID, **changes: Any) -> None:  # type: ignore[override]
+    def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         self.write_line(self._tasks[task_id])
 

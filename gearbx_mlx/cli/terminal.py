@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import Progress
@@ -13,9 +13,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
+from ..routing.pair import NAMES
 from ..telemetry.colors import gear_color
-from . import progress
+from . import progress, signals, streams
 from .progress import human_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..gears.ladder import Ladder
 
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 
@@ -49,31 +51,51 @@ def progress_bar(in_bytes: bool = False) -> Progress:
     return progress.bar(messages, in_bytes)
 
 
-def run(command: Callable[[], int | None]) -> None:
-    """Run a command to its exit status: 2 and one line for a user's mistake, 130 for Ctrl-C."""
+def run(command: Callable[[], int | None]) -> NoReturn:
+    """Run a command and exit: 2 and one line for a user's mistake, 128 and the signal's number where one ended it."""
     warnings.showwarning = lambda message, *_: messages.print(
         Text(f"warning: {message}", style="yellow"), soft_wrap=True
     )
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
+    with signals.heeded() as ending, streams.guarded() as errors:
+        status = write_all(command)
+    if ending.received and status == INTERRUPTED:
+        status = 128 + ending.received
+    sys.exit(status or int(errors.lost))
+
+
+def write_all(command: Callable[[], int | None]) -> int:
+    """The exit status of a command and of what it writes on stdout."""
     try:
-        status = command()
+        status = status_of(command)
         sys.stdout.flush()
+    except OutputLost as lost:
+        if lost.closed_pipe:
+            return BROKEN_PIPE
+        print_error(str(lost))
+        return 1
+    return status
+
+
+def status_of(command: Callable[[], int | None]) -> int:
+    """The exit status of a command; an error is one line on stderr."""
+    try:
+        return command() or 0
     except GearbxError as error:
         print_error(str(error))
-        status = USER_ERROR
+        return USER_ERROR
     except KeyboardInterrupt:
-        status = INTERRUPTED
-    except BrokenPipeError:  # the reader has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        return INTERRUPTED
+    except OutputLost:
+        raise
+    except SystemExit as ended:  # from argparse, after --help or a flag that it does not know
+        return ended.code if isinstance(ended.code, int) else 0
     except Exception as error:  # not foreseen: still one line, and a way to see the rest
         if os.environ.get(TRACEBACK):
             raise
-        kind = type(error).__name__
-        print_error(f"{kind}: {error} ({TRACEBACK}=1 shows where)")
-        status = 1
-    sys.exit(status or 0)
+        print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)")
+        return 1
 
 
 def show_compiling() -> None:
@@ -127,11 +149,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if "controller" in summary:
         table.add_row("controller", controller_line(summary["controller"]))
     if "drafted" in summary:
-        ties = summary["near_ties"]
+        ties = summary.get("near_ties")
         table.add_row(
             "drafted",
             f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
-            f"{summary['checks']} checks" + (f", {ties} near-ties" if ties else ""),
+            f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else ""),
         )
     if "recomputed" in summary:
         table.add_row("recomputed", f"{summary['recomputed']} tokens, in a higher gear")
@@ -187,4 +209,27 @@ def layers_table(ladder: "Ladder", layers: Sequence["LayerPath"]) -> Table:
         why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
         row = path, f"x {count}" if count > 1 else "", layer.kernels, why
         table.add_row(*map(str, layer.bits), *map(Text, row))
+    return table
+
+
+def pair_table(summary: dict[str, Any]) -> Table:
+    """The table under a generated text."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    read, top = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
+    shares = Text()
+    for i, name in enumerate(NAMES):
+        parameters = summary["parameters"][name] / 1e6
+        shares.append(f"{name} ({parameters:.3g} M) {summary['shares'][name]:.0%}   ", style=gear_color(i, len(NAMES)))
+    table.add_row("models", Text(f"{summary['small_model']}, {summary['model']}  (pair)"))
+    table.add_row("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s")
+    table.add_row("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s")
+    table.add_row("turns", shares)
+    table.add_row("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens read to catch up")
+    table.add_row(
+        "mean entropy", f"{summary['mean_entropy_bits']:.2f} bits; the threshold is {summary['threshold_bits']:.3g}"
+    )
+    table.add_row("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token")
+    against = f", the large model {human_bytes(top)} ({top / read:.2f} times as much)" if read else ""
+    table.add_row("weights read", f"{human_bytes(read)} per token{against}")
+    table.add_row("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}")
     return table

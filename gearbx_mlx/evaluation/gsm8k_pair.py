@@ -7,7 +7,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..decoding.pair import stream_pair
+from ..decoding.pair import Pair
+from ..decoding.stream import stream_generate
 from ..decoding.response import GearResponse
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio

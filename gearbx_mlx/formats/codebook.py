@@ -26,7 +26,7 @@ from .codebook_outliers import (
     row_blocks,
     take_out,
 )
-from .codebook_packing import LAYOUT, pack, row_bytes, unpack
+from .codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
 from .native import Native
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
@@ -72,7 +72,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
     parts = []
     for block in row_blocks(*rows.shape):
         codebook, codes = fit(rows[block], mx.array(outlying[block]), bits, rounds)
-        parts.append((pack(codes, bits), codebook))
+        parts.append((pack_codebook_codes(codes, bits), codebook))
         mx.eval(parts[-1])
     words, codebooks = (mx.concatenate(list(p)).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
     arrays = {"weight": words, "codebook": codebooks} | take_out(weight, mask).arrays()
@@ -82,7 +82,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
     """The weights (..., O, width) float32 that the codes name, outliers left out."""
-    codes = unpack(arrays["weight"], bits, width).astype(mx.uint32)
+    codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
     return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
 
 

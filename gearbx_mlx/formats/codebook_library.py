@@ -18,7 +18,7 @@ import numpy as np
 from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
-from .packing import pack, unpack
+from .packing import pack_mlx_codes, unpack_mlx_codes
 from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
 
 BITS = (2, 3, 4)
@@ -153,7 +153,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
         libraries.append(learn(matrix, outlying, bits, rounds))
         for block in row_blocks(*matrix.shape):
             codes, *rest = fit(*grouped(matrix[block], outlying[block]), libraries[-1])
-            parts.append((pack(codes, bits), *rest))
+            parts.append((pack_mlx_codes(codes, bits), *rest))
             mx.eval(parts[-1])
     words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
     arrays = {
@@ -170,7 +170,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
     """The weights (..., O, width) float32 that the codes name, outliers left out."""
     groups = (*arrays["entries"].shape, GROUP)
-    codes = unpack(arrays["weight"], bits).reshape(groups)
+    codes = unpack_mlx_codes(arrays["weight"], bits).reshape(groups)
     library = arrays["library"].astype(mx.float32)
     first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * LIBRARY
     entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits

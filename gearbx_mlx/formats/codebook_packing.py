@@ -25,7 +25,7 @@ def row_bytes(width: int, bits: int) -> int:
     return math.ceil(math.ceil(width / held) * word.size / ALIGNMENT) * ALIGNMENT
 
 
-def pack(codes: mx.array, bits: int) -> mx.array:
+def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
     """(..., I) unsigned codes below 2^bits to words (..., row_bytes(I, bits) / size of a word)."""
     held, word = LAYOUT[bits]
     words = row_bytes(codes.shape[-1], bits) // word.size
@@ -38,8 +38,8 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     return packed
 
 
-def unpack(words: mx.array, bits: int, width: int) -> mx.array:
-    """The inverse of pack: words to (..., width) uint8 codes."""
+def unpack_codebook_codes(words: mx.array, bits: int, width: int) -> mx.array:
+    """The inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
     held = LAYOUT[bits][0]
     codes = mx.stack([((words >> (i * bits)) & (2**bits - 1)).astype(mx.uint8) for i in range(held)], axis=-1)
     return codes.reshape(*words.shape[:-1], -1)[..., :width]

@@ -15,7 +15,7 @@ from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
 from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
-from .rowwise import pack, unpack
+from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
 
 BITS, Q_MAX, GROUP = 4, 7, 32
 GROUP_BYTES = GROUP * BITS // 8
@@ -46,7 +46,7 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
 
 class _Groupwise(Reconstructed):
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        codes = unpack(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
+        codes = unpack_symmetric_codes(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
         return dequantize(codes, arrays["scales"], self.input_dims, dtype)
 
 
@@ -92,7 +92,11 @@ class Groupwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
-        return {BITS: self.module(dense, BITS, {"weight": pack(codes, BITS), "scales": scales}, ladder, group_size)}
+        return {
+            BITS: self.module(
+                dense, BITS, {"weight": pack_symmetric_codes(codes, BITS), "scales": scales}, ladder, group_size
+            )
+        }
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int

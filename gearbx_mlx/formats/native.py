@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
-from .between import BETWEEN, native_class, stock_class
+from .fused import FUSED, native_class, stock_class
 
 
 class Native:
@@ -70,7 +70,7 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NativeDense,
     SwitchLinear: NativeSwitchLinear,
     nn.Embedding: NativeEmbedding,
-    **BETWEEN,
+    **FUSED,
 }
 STOCK = {native: stock for stock, native in NATIVE.items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)

@@ -5,7 +5,7 @@ import mlx.core as mx
 CODES = 32
 
 
-def pack(codes: mx.array, bits: int) -> mx.array:
+def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
     """(..., n) unsigned codes below 2^bits to (..., n * bits / 32) uint32; n is a multiple of 32."""
     groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES)
     words: list[mx.array | None] = [None] * bits
@@ -22,8 +22,8 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     return mx.stack([w for w in words if w is not None], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def unpack(words: mx.array, bits: int) -> mx.array:
-    """The inverse of pack: (..., n * bits / 32) uint32 to (..., n) uint32 codes."""
+def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:
+    """The inverse of `pack_mlx_codes`: (..., n * bits / 32) uint32 to (..., n) uint32 codes."""
     groups = words.reshape(*words.shape[:-1], -1, bits)
     mask = (1 << bits) - 1
     codes = []

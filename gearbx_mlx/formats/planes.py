@@ -20,7 +20,7 @@ from ..kernels.dispatch import stack_experts, stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
 from .base import quantized_module, whole_groups
 from .native import Native, with_expert_bias
-from .packing import pack, unpack
+from .packing import pack_mlx_codes, unpack_mlx_codes
 
 # The smallest scale: groups of equal weights have no range.
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
@@ -55,7 +55,7 @@ class Planes:
         for words, bias, width, shift in zip(
             self.weights[:count], self.biases, self.widths, plane_shifts(self.widths[:count])
         ):
-            codes = unpack(words, width).reshape(grouped).astype(mx.float32)
+            codes = unpack_mlx_codes(words, width).reshape(grouped).astype(mx.float32)
             scale = self.scales.astype(mx.float32)[..., None]
             total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
         return total.reshape(*self.scales.shape[:-1], -1)
@@ -113,7 +113,7 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     weights, unread = [], bits
     for width in widths:
         unread -= width
-        weights.append(pack((q >> unread) & (2**width - 1), width))
+        weights.append(pack_mlx_codes((q >> unread) & (2**width - 1), width))
     # Planes of one width have one bias: it is stored once.
     shared = {width: bias.astype(dtype or own) for width, bias in zip(widths[1:], biases[1:])}
     first = biases[0].astype(dtype or own)

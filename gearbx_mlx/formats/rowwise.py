@@ -32,7 +32,7 @@ def row_bytes(width: int, bits: int) -> int:
     return math.ceil(math.ceil(width / codes) * size / ALIGNMENT) * ALIGNMENT
 
 
-def pack(codes: mx.array, bits: int) -> mx.array:
+def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     """Signed codes to rows of bytes.
 
     Little-endian: the first of the codes that share bytes is in the lowest bits of the first byte.
@@ -59,8 +59,8 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     return mx.stack(parts, axis=-1).reshape(*codes.shape[:-1], -1)[..., :total]
 
 
-def unpack(rows: mx.array, bits: int, width: int) -> mx.array:
-    """The inverse of pack: (..., bytes) to (..., width) int8 codes."""
+def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
+    """The inverse of `pack_symmetric_codes`: (..., bytes) to (..., width) int8 codes."""
     if bits == 8:
         return rows[..., :width]
     held, size = UNIT[bits]
@@ -95,7 +95,7 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
 
 class _Rowwise(Reconstructed):
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        return dequantize(unpack(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
+        return dequantize(unpack_symmetric_codes(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
 
 
 class RowwiseLinear(_Rowwise, ReconstructedLinear):
@@ -142,7 +142,7 @@ class Rowwise:
         self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight, wanted)
-        arrays = {"weight": pack(codes, wanted), "scales": scales.astype(dtype)}
+        arrays = {"weight": pack_symmetric_codes(codes, wanted), "scales": scales.astype(dtype)}
         return {wanted: self.module(dense, wanted, arrays, ladder, group_size)}
 
     def module(

@@ -60,7 +60,7 @@ class Observer:
             for path, reason in self.unmanaged.items()
         ]
 
-    def weight_bytes_per_token(self, gear: Gear) -> int:
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         return self._token_bytes
 
 

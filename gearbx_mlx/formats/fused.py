@@ -62,7 +62,7 @@ class NativeSwiGLU(SwiGLU):
 
 ORIGIN = "mlx_lm_class"  # attribute of a class that was made of one of mlx-lm's
 
-BETWEEN: dict[type[nn.Module], type[nn.Module]] = {
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: NativeRMSNorm,
     nn.RoPE: NativeRoPE,
     Llama3RoPE: NativeLlama3RoPE,

@@ -16,11 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.formats.between import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, gated
+from gearbx_mlx.formats.fused import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, gated
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import dispatch
 
-CHECK = Path(__file__).parent / "native" / "check_between.c"
+CHECK = Path(__file__).parent / "native" / "check_fused.c"
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 

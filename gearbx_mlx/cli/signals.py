@@ -1,0 +1,39 @@
+"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. All of them end it as Ctrl-C does."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """`received` is the signal that ended the run, or None."""
+
+    received: int | None = None
+
+    def end(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.received = number
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[Signals]:
+    """While the context lasts, each ending signal raises KeyboardInterrupt, except those that the process ignores."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+        yield signals
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signals.end)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
