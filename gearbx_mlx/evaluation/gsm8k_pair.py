@@ -8,8 +8,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..decoding.pair import Pair
-from ..decoding.stream import stream_generate
 from ..decoding.response import GearResponse
+from ..decoding.stream import stream_generate
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
@@ -46,9 +46,8 @@ def solve(
     for number, (tokens, length, answer) in enumerate(prompts):
         gate, first = gate_of(number)
         taken: list[GearResponse] = []
-        responses = stream_pair(
-            small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
-        )
+        mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
+        responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
         tried = attempt(noted(responses, taken), answer)
         by_large = sum(response.gear == NAMES[LARGE] for response in taken)
         rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))

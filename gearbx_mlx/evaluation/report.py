@@ -61,7 +61,7 @@ def row_of(
 ) -> dict[str, Any]:
     """A row of the report.
 
-    `share_top` is the share of tokens from the higher of the two gears; for static gears and lossless, from the top one.
+    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
     """
     ladder = gearbox.ladder
     if entry.policy == "static":
@@ -85,7 +85,7 @@ def row_of(
 
 
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row the best static gear that reads no more and is no further from the reference, if there is one."""
+    """Add to every row the best static gear, if any, that reads no more and is no further from the reference."""
     static = [row for row in rows if row["policy"] == "static"]
     for row in rows:
         better = [

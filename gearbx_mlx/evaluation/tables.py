@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..telemetry.summary import as_json
+
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
 
 INCOMPLETE = "Not complete: the run was interrupted. Give the same command again, and it continues."
@@ -30,6 +32,21 @@ class Report:
     @property
     def complete(self) -> bool:
         return self.content["complete"]
+
+    @property
+    def json(self) -> str:
+        return as_json(finite(self.content))
+
+
+def finite(value: Any) -> Any:
+    """Plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> list[str]:
