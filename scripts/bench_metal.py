@@ -24,13 +24,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files.writing import check_writable, write_text
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_packing import LAYOUT
 from gearbx_mlx.formats.planes import Planes, split
 from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from gearbx_mlx.telemetry.files import check_writable, write_text
 from gearbx_mlx.telemetry.summary import as_json
 
 # What may differ from the reference, relative to the largest result: some roundings of the type.

@@ -23,13 +23,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+from gearbx_mlx.decoding.drafting import find_rule, read_draft_file
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Monitor, load
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.drafting import find_rule, read_draft_file
 from gearbx_mlx.decoding.entropy_sampler import drive
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper

@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import numpy as np
+from msgspec import Meta
 
 from ..evaluation.journal import Journal
 from ..evaluation.metrics import spearman
@@ -17,6 +18,8 @@ from .sensitivity import Exact
 
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
 CLAMP = 3.0  # sigmas: what weights of a flagged layer are cut to
+# A part of the journal: the KL (nats) and the change of perplexity (percent) of one layer, by width.
+PARTS = Annotated[dict[Annotated[str, Meta(pattern="^[234568]$")], tuple[float, float]], Meta(min_length=1)]
 SAMPLED = 2**20  # weights of a layer that its histogram is taken of
 
 

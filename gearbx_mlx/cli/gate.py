@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError
+from ..files.reading import read_as
 from ..gears.ladder import Ladder
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
@@ -101,13 +102,13 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
 
 def read_threshold_file(path: str) -> ThresholdFile:
     """Raises GearbxError for a file that cannot be read, or is no thresholds file."""
-    try:
-        content = parse_thresholds(Path(path).read_text(encoding="utf-8"))
-        GateSettings(content.window, content.hysteresis, content.min_gear_duration)
-    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
-        raise GearbxError(
-            f"{path}: cannot be read as a thresholds file ({one_line(error)}); {MAKE_THRESHOLDS}"
-        ) from error
+    return read_as(Path(path), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
+
+
+def parse_gate(text: str) -> ThresholdFile:
+    """A thresholds file from its text. Raises GearbxError for gate settings that no gate can have, too."""
+    content = parse_thresholds(text)
+    GateSettings(content.window, content.hysteresis, content.min_gear_duration)
     return content
 
 

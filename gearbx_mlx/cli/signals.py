@@ -36,4 +36,3 @@ def heeded() -> Iterator[Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

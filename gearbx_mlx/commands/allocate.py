@@ -1,14 +1,15 @@
 """python -m gearbx_mlx.allocate: bits for every layer of a gear, from a precision manifest, into the manifest."""
 
 import argparse
-import dataclasses
 import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from ..cli import terminal
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 
 if TYPE_CHECKING:
     from ..bit_selection.allocating import Allocator, Found
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             found, told = met(allocator, gearbox, gear, wish and (wish[0], wish[1][place]))
             gears[gear] = table_of(found, told, allocator.weights)
             tell(exact, allocator, gear, gears[gear])
-    manifest = dataclasses.replace(manifest, gears=dict(sorted(gears.items())))
+    manifest = structs.replace(manifest, gears=dict(sorted(gears.items())))
     write_text(out, manifest.as_json())
     print(out)
     return 0

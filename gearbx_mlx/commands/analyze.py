@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..cli import terminal
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 from ..telemetry.report import PICTURES
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record

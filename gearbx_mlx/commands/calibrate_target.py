@@ -4,10 +4,10 @@ import argparse
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
 from rich.progress import Progress
 
 from ..cli import gears as options_gears
@@ -21,6 +21,7 @@ from ..evaluation.policies import SameToken, Static
 from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from ..evaluation.report import Costs
 from ..evaluation.text import read_documents, windows_of
+from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
@@ -29,7 +30,6 @@ from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
 from ..routing.thresholds import ThresholdFile
-from ..telemetry.files import write_text
 from ..telemetry.summary import as_json
 
 MODEST = 1.02  # the next candidate after one that fell short reads so many times as much, or as little

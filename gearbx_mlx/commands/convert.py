@@ -171,8 +171,8 @@ def bits_for(args: argparse.Namespace, source: Path, trust: dict[str, Any], plan
     from ..bit_selection.floors import Floors, select_bits, selection_lines
     from ..bit_selection.selection_report import as_dict
     from ..conversion.converter import planned
+    from ..files.writing import write_text
     from ..loading import load
-    from ..telemetry.files import write_text
     from ..telemetry.summary import as_json
 
     earlier = planned(work)

@@ -10,7 +10,7 @@ from ..cli.settings import command_settings
 from ..errors import GearbxError
 from ..evaluation.picture import draw
 from ..evaluation.tables import Report
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 from . import evaluate_gsm8k, evaluate_pair, evaluate_text
 
 FILES = DATA, PAGE, PICTURE = "evaluation.json", "evaluation.md", "evaluation.png"

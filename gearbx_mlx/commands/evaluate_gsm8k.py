@@ -50,8 +50,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         try:
             for name, mode in modes.items():
                 shown = progress.track(prompts, description=name)
-                rows = session.rows(name, partial(gsm8k.solve, gearbox, tokenizer, shown, mode))
-                attempts[name] = [gsm8k.Attempt(**row) for row in rows]
+                solve = partial(gsm8k.solve, gearbox, tokenizer, shown, mode)
+                attempts[name] = session.rows(name, solve, gsm8k.Attempt, len(prompts))
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
     kernels = "native" if gearbox.kernels.native else "mlx"

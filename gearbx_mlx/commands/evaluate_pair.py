@@ -87,8 +87,9 @@ def answers_report(
 
         def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
             tracked = progress.track(prompts, description=name)
-            rows = session.rows(name, partial(solve, tracked, turns.window, gate_of))
-            attempts[name], thresholds[name] = [gsm8k_pair.PairAttempt(**row) for row in rows], threshold
+            make = partial(solve, tracked, turns.window, gate_of)
+            attempts[name] = session.rows(name, make, gsm8k_pair.PairAttempt, len(prompts))
+            thresholds[name] = threshold
             return attempts[name]
 
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cli import terminal
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ def measured(
     gearbox = measuring.geared(args, model, bits, *settings, {})
     layers = gearbox.layers
     clamps = flagged(layers)
-    journal = Journal(file, told | {"native": gearbox.kernels.native, "dtype": args.dtype})
+    journal = Journal(file, told | {"native": gearbox.kernels.native, "dtype": args.dtype}, PARTS)
     with measuring.progress_bar() as bar:
         exact = measuring.exact_of(gearbox, texts, bar)
         task = bar.add_task("layers", total=len(layers))

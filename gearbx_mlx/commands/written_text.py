@@ -11,7 +11,7 @@ from ..cli import terminal
 from ..cli.output import OutputSettings
 from ..cli.results import Speed
 from ..decoding.response import GearResponse
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
 

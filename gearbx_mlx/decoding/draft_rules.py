@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import GearbxError
+from ..files.reading import read_as
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..routing.acceptance import DraftRule, FixedLength, default_rule
@@ -18,11 +19,7 @@ How = DraftFile | DraftRule | str | Path | int | None
 
 def read_draft_file(path: str | Path) -> DraftFile:
     """Raises GearbxError for a file that cannot be read, or is something else."""
-    try:
-        return parse_draft_file(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
-        reason = str(error).partition("\n")[0]
-        raise GearbxError(f"{path}: cannot be read as a drafting file ({reason}); {MAKE_DRAFTING}") from error
+    return read_as(Path(path), parse_draft_file, "a drafting file", MAKE_DRAFTING)
 
 
 @cache

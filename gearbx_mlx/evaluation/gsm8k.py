@@ -15,6 +15,7 @@ from ..decoding.response import GearResponse
 from ..decoding.route import Route
 from ..decoding.static import Static
 from ..decoding.stream import stream_generate
+from ..files.reading import Count
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from .metrics import mcnemar, paired
@@ -34,8 +35,8 @@ class Attempt:
 
     found: str | None
     right: bool
-    tokens: int
-    weight_bytes: int
+    tokens: Count
+    weight_bytes: Count
 
 
 def final_number(text: str) -> Decimal | None:
@@ -82,8 +83,8 @@ def attempt(responses: Iterable[GearResponse], answer: str) -> Attempt:
 
 def solve(
     gearbox: Gearbox, tokenizer: Any, prompts: Iterable[tuple[Sequence[int], int, str]], mode: Mode
-) -> list[dict[str, Any]]:
-    """The attempts of a mode, as plain values.
+) -> list[Attempt]:
+    """The attempts of a mode, one for each prompt.
 
     Args:
         prompts: of each its tokens, how many tokens to write, and the worked answer.
@@ -91,7 +92,7 @@ def solve(
     attempts = []
     for tokens, length, answer in prompts:
         responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
-        attempts.append(asdict(attempt(responses, answer)))
+        attempts.append(attempt(responses, answer))
     return attempts
 
 

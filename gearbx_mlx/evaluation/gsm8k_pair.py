@@ -1,7 +1,7 @@
 """EAD's Table 1 free-running: two models in turns write answers to GSM8K; the control takes turns by a coin."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -10,6 +10,7 @@ import numpy as np
 from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
+from ..files.reading import Count
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
@@ -24,8 +25,8 @@ REFERENCE = f"pair-{0:g}"  # the large model alone
 class PairAttempt(Attempt):
     """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up."""
 
-    large: int = 0
-    caught_up: int = 0
+    large: Count = 0
+    caught_up: Count = 0
 
 
 def solve(
@@ -35,14 +36,14 @@ def solve(
     prompts: Prompts,
     window: int,
     gate_of: Callable[[int], tuple[Gate, int]],
-) -> list[dict[str, Any]]:
-    """The attempts of a gate, as plain values.
+) -> list[PairAttempt]:
+    """The attempts of a gate, one for each prompt.
 
     Args:
         prompts: of each its tokens, how many tokens to write, and the worked answer.
         gate_of: from a prompt's number to the gate and the model that begins.
     """
-    rows = []
+    attempts = []
     for number, (tokens, length, answer) in enumerate(prompts):
         gate, first = gate_of(number)
         taken: list[GearResponse] = []
@@ -50,8 +51,8 @@ def solve(
         responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
         tried = attempt(noted(responses, taken), answer)
         by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-        rows.append(asdict(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))))
-    return rows
+        attempts.append(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken)))
+    return attempts
 
 
 def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:

@@ -101,7 +101,10 @@ class Runs:
         return driven(self.gearbox, self.windows, Static(gear))
 
     def _recording(self, name: str, steps: Iterator[Step]) -> Recording:
-        return self.session.recording(name, lambda: record(self.track(steps, len(self.targets), name), self.reference))
+        def make() -> Recording:
+            return record(self.track(steps, len(self.targets), name), self.reference)
+
+        return self.session.recording(name, make, len(self.targets), len(self.gearbox.ladder))
 
     def _write_reference(self, place: Path) -> None:
         tracked = self.track(self._static(self.gearbox.ladder.top), len(self.targets), "reference")

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ..errors import OutputLost
-from .files import replacing
+from ..files.writing import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
 
