@@ -4,23 +4,23 @@ import json
 from pathlib import Path
 
 import pytest
+from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
+from gearbx_mlx.evaluation.precision import PARTS
+from gearbx_mlx.gears.mlx_sensitivities import read_sensitivities
+from gearbx_mlx.gears.precision import read_precision
+from gearbx_mlx.options import read_thresholds
+from gearbx_mlx.prompts import read_prompts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, damaged
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.gsm8k import Attempt
 from gearbx_mlx.evaluation.journal import Journal
-from gearbx_mlx.evaluation.precision import PARTS
 from gearbx_mlx.evaluation.session import Session
 from gearbx_mlx.evaluation.text import read_documents, read_rows
-from gearbx_mlx.gears.mlx_sensitivities import read_sensitivities
-from gearbx_mlx.gears.precision import read_precision
 from gearbx_mlx.loading import DEMO_MODEL, context_length, read_config
 from gearbx_mlx.machine.scripted import Scripted
-from gearbx_mlx.options import read_thresholds
-from gearbx_mlx.prompts import read_prompts
 
 INPUTS = {"model": "a", "bits": [3, 4]}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
