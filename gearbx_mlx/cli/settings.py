@@ -7,7 +7,7 @@ A group of flags becomes a frozen dataclass whose fields have the flags' names, 
 import argparse
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from ..errors import GearbxError
 
@@ -77,3 +77,21 @@ def settings_of(kind: type[T], flags: argparse.Namespace) -> T:
     """The settings that some of a command's flags make: those with the names of the dataclass's fields."""
     given = vars(flags)
     return kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given})  # type: ignore[arg-type]
+
+
+def settings_from_keywords(kind: type[T], **keywords: Any) -> T:
+    """The settings of a command, from keywords with the flags' names: those that were not given have their defaults.
+
+    Args:
+        kind: a dataclass whose fields are groups of settings.
+
+    Raises:
+        GearbxError: a keyword that no group has, or a value that a group refuses.
+    """
+    groups = get_type_hints(kind)
+    known = {item.name for group in groups.values() for item in fields(group)}
+    unknown = sorted(keywords.keys() - known)
+    if unknown:
+        raise GearbxError(f"there is no keyword {unknown[0]}; choose from {', '.join(sorted(known))}")
+    given = argparse.Namespace(**keywords)
+    return kind(**{name: settings_of(group, given) for name, group in groups.items()})
