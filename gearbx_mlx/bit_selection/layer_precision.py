@@ -13,7 +13,7 @@ from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
 from .codebook_selection import kind_of
 from .precision import LayerPrecision, least_bits
-from .sensitivity import Exact
+from .sensitivity import Cost, Exact
 
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
 CLAMP = 3.0  # sigmas: what weights of a flagged layer are cut to
@@ -46,11 +46,14 @@ def flagged(layers: Sequence[Layer]) -> dict[str, float]:
 def measure_layers(
     exact: Exact, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Every layer at every width that it can have; each part goes into the journal."""
+    """Measure every layer at every width that it can have; each layer and its cost go into the journal."""
     for layer in exact.in_order():
         if layer.path not in journal.parts:
+            before = exact.cost.counts()
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
             found = {width: exact.measure(layer, width) for width in widths}
+            spent = [after - count for after, count in zip(exact.cost.counts(), before)]
+            journal.add(cost_part(layer.path), spent)
             journal.add(layer.path, {str(width): [d.kl, d.perplexity_change] for width, d in found.items()})
         progress()
 
@@ -79,6 +82,16 @@ def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], Non
 
 def clamp_part(path: str) -> str:
     return f"{path} clamped"
+
+
+def cost_part(path: str) -> str:
+    return f"{path} cost"
+
+
+def measuring_cost(parts: Mapping[str, Any]) -> Cost:
+    """What `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
+    spent = [part for name, part in parts.items() if name.endswith(cost_part(""))]
+    return Cost(*map(sum, zip(*spent)))
 
 
 def layer_precisions(
