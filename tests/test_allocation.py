@@ -235,6 +235,10 @@ class TestCommand:
             (("--target-kl", "little,less"), "are not numbers with commas between"),
             (("--target-bytes", "much,more"), "'much' is no size"),
             (("--exchanges", -1), "--exchanges is -1"),
+            (("--out", ""), "--out is empty"),
+            (("--manifest", ""), "--manifest is empty"),
+            (("--manifest", "a" * 300), "cannot be read as a precision manifest"),
+            (("--out", "a" * 300), "cannot be written (File name too long)"),
         ],
     )
     def test_bad_input(self, command, manifest, tmp_path, arguments, told):

@@ -26,12 +26,11 @@ def run(settings: AllocateSettings) -> int:
     out = output_path(wanted.out or file)
     model, tokenizer, config = load_original(settings.model)
     windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)
+    show_compiling()
     with about(file):
         manifest, _, missing = fit(manifest, model)
-    show_compiling()
-    bits = {*manifest.bits, *wanted.bits}
-    layout = manifest.format, manifest.group_size, manifest.manage, manifest.clamps
-    with about(file):
+        bits = {*manifest.bits, *wanted.bits}
+        layout = manifest.format, manifest.group_size, manifest.manage, manifest.clamps
         gearbox = single_layer_gearbox(model, bits, *layout, settings.model.dtype, text.kernels)
     for path in missing:
         note(f"{file}: has no {path}, which stays at full precision")
