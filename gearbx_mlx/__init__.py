@@ -4,6 +4,15 @@
 `--help` should not wait for it. EAGER_IMPORT=1 imports all of them at once.
 """
 
+import os.path
+import signal
+import sys
+
+program = os.path.basename("".join(sys.argv[:1])).split(".")[0]
+if program in ("-m", "gearbx_mlx") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # A command starts. Until it runs there is nothing to finish, and Ctrl-C ends it without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from importlib.metadata import PackageNotFoundError, version
 
 import lazy_loader

@@ -12,6 +12,21 @@ class GearbxWarning(UserWarning):
     """Something that works, but perhaps not as the user thinks."""
 
 
+class OutputLost(Exception):
+    """Standard output cannot be written. The run ends, and the files that it wrote so far are kept.
+
+    It is no OSError, so that no file is blamed for it.
+
+    Attributes:
+        reason: the system's words, such as "No space left on device".
+        closed_pipe: the reader has gone, as with `| head`.
+    """
+
+    def __init__(self, reason: str, closed_pipe: bool = False):
+        super().__init__(f"standard output cannot be written ({reason}); redirect it to another place")
+        self.reason, self.closed_pipe = reason, closed_pipe
+
+
 @contextmanager
 def about(thing: object) -> Iterator[None]:
     """Begins the message of an error inside with what it is about, such as a file."""

@@ -24,13 +24,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files.writing import check_writable, write_text
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_packing import LAYOUT
 from gearbx_mlx.formats.planes import Planes, split
 from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from gearbx_mlx.telemetry.files import check_writable, write_text
 from gearbx_mlx.telemetry.summary import as_json
 
 # What may differ from the reference, relative to the largest result: some roundings of the type.
@@ -99,10 +99,10 @@ def mlx_kernel(bits: int, group_size: int) -> Kernel:
 def rowwise_kernel(bits: int) -> Kernel:
     def pack(weight: mx.array) -> Arrays:
         codes, scales = rowwise.quantize(weight, bits)
-        return [rowwise.pack(codes, bits), scales]
+        return [rowwise.pack_symmetric_codes(codes, bits), scales]
 
     def dense(a: Arrays, columns: int) -> mx.array:
-        return rowwise.dequantize(rowwise.unpack(a[0], bits, columns), a[1])
+        return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
         return rowwise_launch(x, *a, bits, x.shape[-1], variant=variant).run()
@@ -113,10 +113,10 @@ def rowwise_kernel(bits: int) -> Kernel:
 def groupwise_kernel() -> Kernel:
     def pack(weight: mx.array) -> Arrays:
         codes, scales = groupwise.quantize(weight)
-        return [rowwise.pack(codes, groupwise.BITS), scales]
+        return [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
 
     def dense(a: Arrays, columns: int) -> mx.array:
-        codes = rowwise.unpack(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
+        codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
         return groupwise.dequantize(codes, a[1], columns)
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:

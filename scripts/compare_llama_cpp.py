@@ -26,9 +26,9 @@ from rich.table import Table
 
 from gearbx_mlx.commands.benchmark.decode import decode_seconds, random_llama
 from gearbx_mlx.commands.benchmark.kernels import GIBIBYTE, GIGABYTE, native_module, timed
+from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.kernels.names import ACTIVATIONS
-from gearbx_mlx.telemetry.files import write_text
 from gearbx_mlx.telemetry.summary import as_json
 
 TYPES = {4: "Q4_0", 8: "Q8_0", 16: "F16"}

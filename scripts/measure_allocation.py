@@ -23,8 +23,8 @@ from gearbx_mlx.bit_selection.sensitivity import Exact
 from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.cli.calibration_text import LENGTH, SAMPLES
 from gearbx_mlx.evaluation.text import read_documents, windows_of
+from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.gears.gearbox import Gearbox
-from gearbx_mlx.telemetry.files import replacing
 from gearbx_mlx.telemetry.report import get_pyplot
 
 HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"

@@ -239,8 +239,8 @@ def steps(target: float, noise: float, slower: float = 1.7, seconds: float = 30)
 
 def draw(run: Run, bare: Run, path: Path) -> None:
     """Speed, caps, bits and the machine over time."""
+    from gearbx_mlx.files.writing import replacing
     from gearbx_mlx.telemetry.colors import gear_color
-    from gearbx_mlx.telemetry.files import replacing
     from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
 
     pyplot = get_pyplot()

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib
 import json
 import os
@@ -15,8 +16,8 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox, commands
-from gearbx_mlx.formats.packing import unpack
+from gearbx_mlx import Gearbox, Pair, commands, stream_generate
+from gearbx_mlx.formats.packing import unpack_mlx_codes
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
@@ -108,7 +109,7 @@ def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarr
     """What a stack stands for in float64, and the sizes of its terms."""
     total, sizes = 0.0, 0.0
     for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):
-        codes = np.array(unpack(words, width)).astype(np.float64)
+        codes = np.array(unpack_mlx_codes(words, width)).astype(np.float64)
         s, z = (np.repeat(float64(a), group_size, axis=1) for a in (scales, bias))
         total = total + (s * codes + z) * 2.0**-shift
         sizes = sizes + (np.abs(s) * codes + np.abs(z)) * 2.0**-shift
@@ -125,10 +126,10 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
 @pytest.fixture
 def afresh(monkeypatch):
     """The kernels are looked for anew in the test, and again after it."""
-    cpu._outcome.cache_clear()
+    cpu._kernels_or_reason.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    cpu._outcome.cache_clear()
+    cpu._kernels_or_reason.cache_clear()
 
 
 @pytest.fixture
@@ -146,6 +147,15 @@ def save_model(model, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(vars(model.args)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path)
+
+
+def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
+    """stream_generate in mode pair, with the mode's settings among the keywords."""
+    renamed = {"min_duration": "min_gear_duration", "initial": "initial_gear"}
+    settings = {renamed.get(name, name): value for name, value in keywords.items()}
+    own = {item.name for item in dataclasses.fields(Pair)} & settings.keys()
+    mode = Pair(small, **{name: settings.pop(name) for name in own})
+    return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
 
 
 @pytest.fixture

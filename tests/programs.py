@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
 OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 SANITIZED = [
@@ -30,7 +30,7 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """Compile `check`, and link it with all sources of the kernels that know nothing of MLX, into `program`."""
-    common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{cpu.SOURCES}", *flags]
+    common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{SOURCES}", *flags]
     compile_all([[*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]])
     objects = [f"{program}.o", *kernels(program.parents[1], [*compiler, "-std=c++20", *common])]
     compile_all([[*compiler, *common, "-pthread", *objects, "-o", str(program)]])
@@ -41,7 +41,7 @@ def kernels(directory: Path, command: Sequence[str]) -> list[str]:
     if "PYTEST_XDIST_WORKER" in os.environ:  # which has a directory of its own in that of the session
         directory = directory.parent
     held = directory / f"kernels-{zlib.crc32(' '.join(command).encode()):08x}"
-    sources = [file for file in sorted(cpu.SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
+    sources = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
     with open(f"{held}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not held.exists():
@@ -70,7 +70,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def run_sanitized(check: Path, directory: Path, flags: Sequence[str]) -> None:
-    build(check, directory / "check", cpu.find_compiler(), ["-O1", *flags])
+    build(check, directory / "check", find_compiler(), ["-O1", *flags])
     run([str(directory / "check")])
 
 

@@ -185,12 +185,12 @@ class TestFile:
         [
             ({"schema": "other"}, "schema"),
             ({"version": 2}, "version"),
-            ({"bound": "0.5"}, "'bound'"),
+            ({"bound": "0.5"}, 'bound is "0.5", not a number'),
             ({"bound": 2.0}, "between 0 and 1"),
-            ({"edges": ["a", 2]}, "'edges'"),
+            ({"edges": ["a", 2]}, r'edges\[0\] is "a", not a number'),
             ({"agreement": [0.1, 0.2, 0.3]}, "must not rise"),
-            ({"draft": 16}, "'draft' is 16"),
-            ({"gears": None}, "'gears'"),
+            ({"draft": 16}, "draft is 16"),
+            ({"gears": None}, "gears is null, not a list"),
         ],
     )
     def test_refuses_what_it_cannot_use(self, change, says):

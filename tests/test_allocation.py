@@ -117,7 +117,8 @@ def measured():
     parts = {}
     for layer in exact.in_order():
         found = {str(bits): exact.measure(layer, bits) for bits in BITS}
-        parts[layer.path] = {bits: [d.kl, d.perplexity_change] for bits, d in found.items()}
+        distances = {bits: (d.kl, d.perplexity_change) for bits, d in found.items()}
+        parts[layer.path] = {"distances": distances, "cost": [0.0] * 6}
     layers = {
         path: LayerPrecision(e.kind, e.weights, 3, 16, e.kl)
         for path, e in layer_precisions(exact.gearbox.layers, parts, {}).items()

@@ -125,13 +125,13 @@ def test_thresholds(command, thresholds, word):
     [
         ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
         ({"schema": "something else"}, "schema"),
-        ({"version": 99}, "version 1"),
+        ({"version": 99}, "is of version 99, and this gearbx-mlx reads 1"),
         ({"thresholds": [2.0, 1.0]}, "ascend"),
         ({"thresholds": [1.0]}, "need 2 thresholds"),
         ({"thresholds": [1.0, float("nan")]}, "finite"),
         ({"thresholds": [10**400, 2.0]}, "finite"),
-        ({"thresholds": "1,2"}, "not a list of numbers"),
-        ({"window": "wide"}, "'window' is not a whole number"),
+        ({"thresholds": "1,2"}, 'thresholds is "1,2", not a list'),
+        ({"window": "wide"}, 'window is "wide", not a whole number'),
         ({"window": 0}, "window is 0"),
     ],
 )

@@ -15,7 +15,7 @@ from gearbx_mlx.formats.codebook import Codebook, CodebookLinear, CodebookSwitch
 from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
 from gearbx_mlx.formats.codebook_lloyd import ROUNDS, STEP, SortedRows, lloyd, lloyd_round, nearest
 from gearbx_mlx.formats.codebook_outliers import MOST, Outliers, find, find_all, take_out
-from gearbx_mlx.formats.codebook_packing import LAYOUT, pack, row_bytes, unpack
+from gearbx_mlx.formats.codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
 CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
@@ -42,15 +42,15 @@ class TestPacking:
     @given(st.sampled_from(list(LAYOUT)), st.integers(1, 4), widths, seeds)
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, width)).astype(np.uint8)
-        words = pack(mx.array(codes), bits)
+        words = pack_codebook_codes(mx.array(codes), bits)
         assert words.dtype == LAYOUT[bits][1]
         assert words.shape[-1] * words.dtype.size == row_bytes(width, bits)
-        assert np.array_equal(np.array(unpack(words, bits, width)), codes)
+        assert np.array_equal(np.array(unpack_codebook_codes(words, bits, width)), codes)
 
     @pytest.mark.parametrize(("bits", "held", "size"), [(2, 16, 32), (3, 10, 32), (4, 8, 32), (5, 3, 16), (6, 5, 32)])
     def test_words_are_those_of_table_3_3(self, bits, held, size):
         codes = [(7 * i + 3) % 2**bits for i in range(held)]
-        word = np.array(pack(mx.array(codes), bits))[0]
+        word = np.array(pack_codebook_codes(mx.array(codes), bits))[0]
         assert word.nbytes * 8 == size
         assert int(word) == sum(code << i * bits for i, code in enumerate(codes))
         assert LAYOUT[bits][0] == held
@@ -107,7 +107,7 @@ class TestOutliers:
         """A kernel takes back one value for all of them."""
         weight = heavy(64, 300)
         mask = find_all(weight)
-        codes = np.array(unpack(codebook.encode(weight, 4)["weight"], 4, 300))
+        codes = np.array(unpack_codebook_codes(codebook.encode(weight, 4)["weight"], 4, 300))
         assert (mask.sum(axis=1) > 1).any()
         for row, outlying in zip(codes, mask):
             assert len(set(row[outlying])) <= 1

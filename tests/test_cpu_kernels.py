@@ -1,10 +1,7 @@
-"""Native CPU kernels: against float64, bit by bit over batches, and what happens where they cannot be had."""
+"""Native CPU kernels: against float64, and bit by bit over batches."""
 
-import os
 import platform
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,14 +13,14 @@ from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, ti
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
+from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import NativeDense
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels import cpu, dispatch
+from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
-ROOT = Path(__file__).parents[1]
 CHECK = Path(__file__).parent / "native" / "check_core.c"
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
@@ -218,104 +215,6 @@ class TestModel:
             Gearbox(tiny_model(), kernels="fast")
 
 
-class TestWithoutACompiler:
-    def test_mlx_is_used_and_the_reason_is_told(self, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        afresh.setenv("PATH", str(tmp_path))
-        afresh.delenv("CXX", raising=False)
-        assert cpu.why_not() == "no C++ compiler was found; install g++ or clang, or set CXX"
-        gearbox = Gearbox(tiny_model(), kernels="auto")
-        assert "mlx (no C++ compiler was found" in gearbox.describe()
-        expected = Gearbox(tiny_model()).model(PROMPT)
-        assert mx.array_equal(gearbox.model(PROMPT), expected).item()
-        with pytest.warns(GearbxWarning, match="MLX's own kernels are used: no C\\+\\+ compiler was found"):
-            Gearbox(tiny_model(), kernels="native")
-
-    def test_a_compiler_that_is_named_and_not_there(self, afresh):
-        afresh.setenv("CXX", "no-such-compiler -O3")
-        assert cpu.why_not() == "CXX is 'no-such-compiler -O3', and there is no such compiler"
-
-    def test_a_compiler_that_fails(self, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        failing = tmp_path / "failing"
-        failing.write_text("#!/bin/sh\necho 'error: out of luck' >&2\nexit 3\n", encoding="utf-8")
-        failing.chmod(0o755)
-        afresh.setenv("CXX", str(failing))
-        assert cpu.why_not() == "failing could not compile the CPU kernels: error: out of luck"
-        assert list((tmp_path / "gearbx-mlx").iterdir()) == []
-
-
-class TestCache:
-    @pytest.fixture
-    def copying(self, native, afresh):
-        """A compiler that hands out what was compiled before: what these tests are about is where it goes."""
-        made = Path(native.__file__)
-        outputs = []
-
-        def copy(recipe: cpu.Recipe, output: Path) -> None:
-            outputs.append(output)
-            shutil.copy(made, output)
-
-        afresh.setattr(cpu, "_compile", copy)
-        cpu._outcome.cache_clear()
-        return outputs
-
-    def test_compiled_once(self, afresh, copying, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert cpu.why_not() is None
-        cpu._outcome.cache_clear()
-        assert cpu.why_not() is None
-        assert len(copying) == 1
-        assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
-
-    def test_a_damaged_file_is_made_anew(self, native, afresh, copying, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        file = tmp_path / "gearbx-mlx" / Path(native.__file__).name
-        file.parent.mkdir()
-        file.write_bytes(b"half of a file")
-        assert cpu.why_not() is None
-        assert len(copying) == 1
-        assert file.stat().st_size > 1000
-
-    def test_kernels_that_do_not_work_are_compiled_once(self, afresh, copying, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-        def refuse(module: object) -> None:
-            raise cpu._Unavailable("incompatible function arguments")
-
-        afresh.setattr(cpu, "_checked", refuse)
-        for _ in range(2):
-            cpu._outcome.cache_clear()
-            assert cpu.why_not() == "incompatible function arguments"
-        assert len(copying) == 1
-
-    def test_a_place_that_cannot_be_written_to(self, afresh, copying, tmp_path):
-        (tmp_path / "file").write_text("in the way", encoding="utf-8")
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert cpu.why_not() is None
-        assert not Path(cpu.native().__file__).is_relative_to(tmp_path)
-
-    def test_the_name_changes_with_all_that_the_result_depends_on(self, afresh):
-        recipe = cpu.recipe(["c++"])
-        afresh.setattr(cpu, "version", lambda name: "1")
-        keys = {cpu._key(recipe), cpu._key(cpu.recipe(["c++", "-g"])), cpu._key(cpu.recipe(["clang++"]))}
-        afresh.setattr(cpu, "processor_features", lambda: "another")
-        keys.add(cpu._key(recipe))
-        afresh.setattr(cpu, "version", lambda name: "2")
-        keys.add(cpu._key(recipe))
-        assert len(keys) == 5
-
-    def test_two_processes_at_once(self, tmp_path):
-        code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-        both = [
-            subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        assert [process.communicate(timeout=300)[0] for process in both] == ["None\n", "None\n"]
-        assert len(list((tmp_path / "gearbx-mlx").iterdir())) == 1
-
-
 @pytest.mark.parametrize("flags", programs.SANITIZED)
 def test_the_core_under_sanitizers(tmp_path, flags):
     programs.run_sanitized(CHECK, tmp_path, flags)
@@ -331,7 +230,7 @@ def test_integer_products_compile_for_newer_processors(tmp_path, flags):
     """Those of this machine may be older: what is compiled here is not run."""
     if platform.machine() != "x86_64":
         pytest.skip("x86 alone")
-    command = [*cpu.find_compiler(), "-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", *flags, "-S", "-o", "-"]
-    done = subprocess.run([*command, str(cpu.SOURCES / "integer.cpp")], capture_output=True, text=True)
+    command = [*find_compiler(), "-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", *flags, "-S", "-o", "-"]
+    done = subprocess.run([*command, str(SOURCES / "integer.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "vpdpbusd" in done.stdout

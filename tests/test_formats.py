@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import FORMATS, get_format
-from gearbx_mlx.formats.packing import pack, unpack
+from gearbx_mlx.formats.packing import pack_mlx_codes, unpack_mlx_codes
 from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
@@ -38,9 +38,9 @@ def error(approximation: mx.array, exact: mx.array) -> float:
 @given(st.sampled_from([1, 2, 3, 4, 5, 6, 8]), st.integers(1, 4), st.integers(1, 3), st.randoms())
 def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
     codes = np.array([[random.randrange(2**bits) for _ in range(32 * groups)] for _ in range(rows)], dtype=np.uint32)
-    words = pack(mx.array(codes), bits)
+    words = pack_mlx_codes(mx.array(codes), bits)
     assert words.shape == (rows, groups * bits)
-    assert np.array_equal(np.array(unpack(words, bits)), codes)
+    assert np.array_equal(np.array(unpack_mlx_codes(words, bits)), codes)
     ones = mx.ones((rows, groups))
     unpacked = mx.dequantize(words, ones, mx.zeros_like(ones), group_size=32, bits=bits)
     assert np.array_equal(np.array(unpacked), codes)
@@ -50,7 +50,7 @@ def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
 def test_unpacking_reads_what_mlx_packed(bits):
     weight = matrix(8, 128)
     words, scales, biases = mx.quantize(weight, GROUP, bits)
-    codes = unpack(words, bits).reshape(8, 2, GROUP).astype(mx.float32)
+    codes = unpack_mlx_codes(words, bits).reshape(8, 2, GROUP).astype(mx.float32)
     ours = (codes * scales[..., None] + biases[..., None]).reshape(8, 128)
     assert mx.allclose(ours, mx.dequantize(words, scales, biases, GROUP, bits), atol=1e-7).item()
 
@@ -83,7 +83,7 @@ def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(w
     bits = sum(widths)
     codes = mx.zeros((32, 256), dtype=mx.uint32)
     for words, width in zip(planes.weights, widths):
-        codes = (codes << width) | unpack(words, width)
+        codes = (codes << width) | unpack_mlx_codes(words, width)
     grouped = weight.astype(mx.float32).reshape(32, -1, GROUP)
     step = planes.scales.astype(mx.float32) * 2.0 ** -(bits - widths[0])
     rebuilt = planes.dequantize(bits).reshape(grouped.shape)

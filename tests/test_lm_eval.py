@@ -1,5 +1,10 @@
 """The model `gearbx` of lm-eval: scores and texts come from the gearbox, token by token."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +110,24 @@ def test_mistakes():
         GearbxLM(mode="fast")
     with pytest.raises(ValueError, match="3 gears need 2 thresholds"):
         GearbxLM(thresholds="1.0")
+
+
+def test_the_command_runs_a_task(tmp_path):
+    rows = [
+        {"question": "Once upon a time", "choices": [" there was a king", " zq xj qqq"], "label": 0},
+        {"question": "Tom has 5 apples and buys 7 more. How many", "choices": [" qj xv", " apples"], "label": 1},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tales.yaml").write_text(
+        "task: gearbx_tales\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
+        "doc_to_text: '{{question}}'\n"
+        "doc_to_choice: '{{choices}}'\ndoc_to_target: label\nmetric_list: [{metric: acc}]\n"
+    )
+    flags = ["--model", "gearbx", "--model_args", "gears=4:8:16,mode=kickdown,thresholds=1.0:2.0"]
+    flags += ["--tasks", "gearbx_tales", "--include_path", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "gearbx_mlx.lm_eval", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"\|gearbx_tales\|.*\|acc +\|.*\| +1\|", done.stdout), done.stdout

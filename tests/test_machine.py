@@ -182,13 +182,16 @@ class TestScript:
         [
             ("", "no states in it"),
             ('{"seconds": 0}\n{"seconds": 1', "line 2: not JSON"),
-            ("[1]", "entry 1: not an object"),
-            ('{"seconds": 0, "heat": 1}', "line 1: 'heat' is not known; choose from seconds, tokens, thermal"),
+            ("[1]", "entry 1: it is 1, not an object"),
+            ('{"seconds": 0, "heat": 1}', "line 1: heat is not known; choose from seconds, tokens, thermal"),
             ('{"thermal": "fair"}', "line 1: give either seconds or tokens"),
             ('{"seconds": 0}\n{"tokens": 1}', "line 2: tokens, where the lines before have seconds"),
             ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds is 1, before the line above"),
             ('{"seconds": -1}', "line 1: seconds is -1"),
-            ('\n{"seconds": 0, "thermal": "hot"}', "line 2: thermal is 'hot'"),
+            (
+                '\n{"seconds": 0, "thermal": "hot"}',
+                'line 2: thermal is "hot", not one of critical, fair',
+            ),
         ],
     )
     def test_what_is_wrong_is_named_with_its_line(self, tmp_path, text, told):

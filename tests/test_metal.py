@@ -37,13 +37,18 @@ def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
 
 def rowwise_arguments(rows=8, width=21, bits=6):
     codes, scales = rowwise.quantize(mx.random.normal((rows, width)), bits)
-    weight = rowwise.pack(codes, bits)
+    weight = rowwise.pack_symmetric_codes(codes, bits)
     return {"x": mx.random.normal((1, width)), "weight": weight, "scales": scales, "bits": bits, "width": width}
 
 
 def groupwise_arguments(rows=8, width=70):
     codes, scales = groupwise.quantize(mx.random.normal((rows, width)))
-    return {"x": mx.random.normal((1, width)), "weight": rowwise.pack(codes, 4), "scales": scales, "width": width}
+    return {
+        "x": mx.random.normal((1, width)),
+        "weight": rowwise.pack_symmetric_codes(codes, 4),
+        "scales": scales,
+        "width": width,
+    }
 
 
 CODEBOOKS = {"codebook": (codebook, codebook_launch), "library": (codebook_library, library_launch)}
@@ -83,10 +88,10 @@ def test_on_metal_itself(bits, variant):
 def test_other_formats_on_metal_itself(width, variant):
     for bits in rowwise.Q_MAX:
         given = rowwise_arguments(37, width, bits)
-        weight = rowwise.dequantize(rowwise.unpack(given["weight"], bits, width), given["scales"])
+        weight = rowwise.dequantize(rowwise.unpack_symmetric_codes(given["weight"], bits, width), given["scales"])
         assert mx.allclose(rowwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
     given = groupwise_arguments(37, width)
-    codes = rowwise.unpack(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
+    codes = rowwise.unpack_symmetric_codes(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
     weight = groupwise.dequantize(codes, given["scales"], width)
     assert mx.allclose(groupwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
     for kind, (module, launch) in CODEBOOKS.items():

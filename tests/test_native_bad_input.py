@@ -1,19 +1,12 @@
 """Native kernels and what should not happen: a correct result or one clear error, never a wrong number."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.kernels import cpu, dispatch
-
-ROOT = Path(__file__).parents[1]
+from gearbx_mlx.kernels import dispatch
 
 pytestmark = ON_A_CPU
 
@@ -86,54 +79,3 @@ class TestNumbers:
             finite = np.isfinite(float64(y))
             assert not finite[7].any()
             assert finite.sum() == 19 * 5
-
-
-class TestCompiler:
-    def test_a_library_that_cannot_be_loaded_is_compiled_once(self, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        compiled = []
-
-        def compile_nothing(recipe: cpu.Recipe, output: Path) -> None:
-            compiled.append(output.name)
-            output.write_bytes(b"no library")
-
-        afresh.setattr(cpu, "_compile", compile_nothing)
-        for _ in range(2):
-            cpu._outcome.cache_clear()
-            assert "cannot be loaded" in cpu.why_not()
-        assert len(compiled) == 1
-
-    def test_no_place_can_be_written_to(self, afresh, tmp_path):
-        (tmp_path / "file").write_text("in the way", encoding="utf-8")
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        afresh.setattr(cpu, "_temporary_directory", lambda: str(tmp_path / "file" / "temporary"))
-        assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
-        assert cpu.native() is None
-
-    def test_a_compilation_that_is_interrupted_leaves_nothing(self, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-        def interrupted(recipe: cpu.Recipe, output: Path) -> None:
-            output.write_bytes(b"half")
-            raise KeyboardInterrupt
-
-        afresh.setattr(cpu, "_compile", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cpu.why_not()
-        assert list((tmp_path / "gearbx-mlx").iterdir()) == []
-
-    def test_a_compiler_that_crashes_without_a_word(self, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
-        silent = tmp_path / "silent"
-        silent.write_text("#!/bin/sh\nexit 4\n", encoding="utf-8")
-        silent.chmod(0o755)
-        afresh.setenv("CXX", str(silent))
-        assert cpu.why_not() == "silent could not compile the CPU kernels: status 4"
-
-    def test_the_command_says_so_in_one_line_and_goes_on(self, tmp_path):
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": "no-such-compiler", "PYTHONPATH": str(ROOT)}
-        run = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "3", "--kernels", "native"]
-        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
-        assert done.returncode == 0
-        told = [line for line in done.stderr.splitlines() if line.startswith("warning")]
-        assert told == ["warning: MLX's own kernels are used: CXX is 'no-such-compiler', and there is no such compiler"]

@@ -20,10 +20,10 @@ from gearbx_mlx.formats.rowwise import (
     RowwiseLinear,
     RowwiseSwitchLinear,
     dequantize,
-    pack,
+    pack_symmetric_codes,
     quantize,
     row_bytes,
-    unpack,
+    unpack_symmetric_codes,
 )
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
@@ -53,33 +53,33 @@ class TestPacking:
     @given(st.sampled_from(BITS), st.integers(1, 4), widths, st.integers(0, 2**32 - 1))
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(-Q_MAX[bits], Q_MAX[bits] + 1, (rows, width)).astype(np.int8)
-        packed = pack(mx.array(codes), bits)
+        packed = pack_symmetric_codes(mx.array(codes), bits)
         assert packed.shape == (rows, row_bytes(width, bits))
         assert packed.dtype == (mx.int8 if bits == 8 else mx.uint8)
         assert packed.shape[-1] % 16 == 0
-        back = unpack(packed, bits, width)
+        back = unpack_symmetric_codes(packed, bits, width)
         assert back.dtype == mx.int8
         assert np.array_equal(np.array(back), codes)
 
     @pytest.mark.parametrize("bits", [6, 4, 2])
     def test_layout_is_a_little_endian_stream_of_offset_codes(self, bits):
         codes = np.random.default_rng(0).integers(-Q_MAX[bits], Q_MAX[bits] + 1, 37)
-        packed = np.array(pack(mx.array(codes), bits)).tobytes()
+        packed = np.array(pack_symmetric_codes(mx.array(codes), bits)).tobytes()
         stream = int.from_bytes(packed, "little")
         read = [((stream >> (i * bits)) & (2**bits - 1)) - OFFSET[bits] for i in range(len(packed) * 8 // bits)]
         assert read[:37] == codes.tolist()
         assert set(read[37:]) <= {0}  # padding decodes to 0
 
     def test_the_bytes_of_the_paper(self):
-        assert np.array(pack(mx.array([-7, 7]), 4))[0] == 0x01 | 0x0F << 4  # +8, low nibble first
-        assert np.array(pack(mx.array([-1, 0, 1, 0]), 2))[0] == 0b10_11_10_01  # +2
+        assert np.array(pack_symmetric_codes(mx.array([-7, 7]), 4))[0] == 0x01 | 0x0F << 4  # +8, low nibble first
+        assert np.array(pack_symmetric_codes(mx.array([-1, 0, 1, 0]), 2))[0] == 0b10_11_10_01  # +2
         word = 1 | 63 << 6 | 32 << 12 | 33 << 18  # +32, four codes in three bytes
-        assert np.array(pack(mx.array([-31, 31, 0, 1]), 6))[:3].tobytes() == word.to_bytes(3, "little")
-        assert np.array(pack(mx.array([-127, 127]), 8))[:3].tolist() == [-127, 127, 0]
+        assert np.array(pack_symmetric_codes(mx.array([-31, 31, 0, 1]), 6))[:3].tobytes() == word.to_bytes(3, "little")
+        assert np.array(pack_symmetric_codes(mx.array([-127, 127]), 8))[:3].tolist() == [-127, 127, 0]
 
     def test_experts_pack_as_matrices_one_by_one(self):
         codes = mx.array(np.random.default_rng(0).integers(-31, 32, (3, 5, 21)))
-        assert mx.array_equal(pack(codes, 6)[1], pack(codes[1], 6)).item()
+        assert mx.array_equal(pack_symmetric_codes(codes, 6)[1], pack_symmetric_codes(codes[1], 6)).item()
 
 
 class TestQuantization:

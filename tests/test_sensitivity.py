@@ -174,7 +174,7 @@ class TestClamps:
         made = layer_precisions(gearbox.layers, journal.parts, sizes)["lm_head"]
         assert made.clamp is None
         assert list(made.kl_clamped) == [3]  # no better there, so that no other width is tried
-        assert made.kl == {bits: journal.parts["lm_head"][str(bits)][0] for bits in BITS}
+        assert made.kl == {bits: journal.parts["lm_head"]["distances"][str(bits)][0] for bits in BITS}
 
     def test_is_kept_where_one_weight_ruins_the_others(self, tmp_path):
         """At every width: the weight that is cut meets an input that is never there."""
@@ -193,7 +193,7 @@ class TestClamps:
         made = layer_precisions(gearbox.layers, journal.parts, sizes)[next(iter(sizes))]
         assert made.clamp == 0.5
         assert made.kl == made.kl_clamped
-        assert all(made.kl[bits] < journal.parts[next(iter(sizes))][str(bits)][0] for bits in BITS)
+        assert all(made.kl[bits] < journal.parts[next(iter(sizes))]["distances"][str(bits)][0] for bits in BITS)
 
 
 class TestJournal:
@@ -339,10 +339,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("content", "told"),
         [
-            ('[["lm_head", NaN]]', "the sensitivity of lm_head is nan, which is no number"),
+            ('[["lm_head", NaN]]', "NaN is not a finite number"),
             ('[["lm_head", 0.1]]', "has no model."),
             ("[]", "has no layer"),
-            ('{"a": "b"}', "the sensitivity of a is b"),
+            ('{"a": "b"}', 'it is {"a": "b"}, not a list'),
             ("[1, 2]", "cannot be read as sensitivities"),
         ],
     )

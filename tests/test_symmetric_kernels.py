@@ -29,7 +29,7 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = rowwise.quantize(mx.random.normal((rows, width), key=keys[0]).astype(dtype), bits)
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = dispatch.rowwise_product(x, rowwise.pack(codes, bits), scales, bits, width)
+        y = dispatch.rowwise_product(x, rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
         weights = float64(codes) * float64(scales)[:, None]
         # Codes are multiplied with their offset, which the sum of the activations takes away again.
         assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * float64(scales)[:, None])
@@ -40,14 +40,14 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = groupwise.quantize(mx.random.normal((rows, width), key=keys[0]))
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = dispatch.groupwise_product(x, rowwise.pack(codes, 4), scales, width)
+        y = dispatch.groupwise_product(x, rowwise.pack_symmetric_codes(codes, 4), scales, width)
         sizes = np.repeat(float64(scales), 32, axis=1)[:, :width]
         weights = float64(codes)[:, :width] * sizes
         assert_products_close(y, x, weights, np.abs(weights) + 8 * sizes)
 
     def test_same_bits_in_any_company(self, native):
         codes, scales = rowwise.quantize(mx.random.normal((50, 203)), 6)
-        packed, x = rowwise.pack(codes, 6), mx.random.normal((20, 203))
+        packed, x = rowwise.pack_symmetric_codes(codes, 6), mx.random.normal((20, 203))
         for x_bits in (0, 8, 16):
             together = native.symmetric_matvec(x, packed, scales, 6, x_bits)
             for i in range(20):
@@ -56,7 +56,7 @@ class TestSymmetricCodes:
 
     def test_wrong_arguments_are_refused(self, native):
         codes, scales = rowwise.quantize(mx.random.normal((8, 64)), 4)
-        packed, x = rowwise.pack(codes, 4), mx.ones((1, 64))
+        packed, x = rowwise.pack_symmetric_codes(codes, 4), mx.ones((1, 64))
         for arguments in [
             (x, packed, scales, 5),
             (x, packed, scales, 8),

@@ -4,34 +4,28 @@ The number is how much the KL from full precision falls, to first order, if the 
 low bits in a model of low bits; per million weights.
 """
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import GearbxError
+from ..files.reading import read_json
 
+MAKE = "make it anew with mlx_lm.dynamic_quant"
 MILLION = 1e6
 LOW, HIGH = 4, 5  # mlx_lm's defaults
 FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
 
 
 def read_sensitivities(file: Path) -> dict[str, float]:
-    """Path to number.
+    """The sensitivity of each layer, by path.
 
     Raises:
         GearbxError: it cannot be read, is no list of pairs, or has a number that is not finite.
     """
-    try:
-        pairs = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise GearbxError(f"{file}: cannot be read as sensitivities of mlx_lm.dynamic_quant ({error})") from error
-    for path, value in pairs.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise GearbxError(f"{file}: the sensitivity of {path} is {value}, which is no number; make the file anew")
+    pairs = dict(read_json(file, list[tuple[str, float]], "sensitivities of mlx_lm.dynamic_quant", MAKE))
     if not pairs:
-        raise GearbxError(f"{file}: has no layer; make it with mlx_lm.dynamic_quant")
+        raise GearbxError(f"{file}: has no layer; {MAKE}")
     return pairs
 
 

@@ -3,22 +3,24 @@
 A JSON file, described by precision.schema.json beside this module.
 """
 
-import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import mlx.nn as nn
+import msgspec
+from msgspec import Meta, Struct, field, structs
 
-from ..errors import GearbxError, about
+from ..errors import GearbxError
+from ..files.problems import shown
+from ..files.reading import Count, check_schema, parse_json, read_as, typed
 from ..formats import get_format
 from ..formats.base import Format
 from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
-from ..gears.ladder import DENSE, SUPPORTED, WIDTHS, Ladder
+from ..gears.ladder import DENSE, Ladder
+from ..gears.values import Fingerprint, GroupSize, Length, Width
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
@@ -29,33 +31,47 @@ SAFE, CAREFUL = 0.02, 0.05  # nats
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
 
 
-@dataclass(frozen=True)
-class LayerPrecision:
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[EXACT, FIRST_ORDER]
+PerWidth = Mapping[Width, float]
+Size = Annotated[float, Meta(gt=0)]
+Nats = Annotated[float, Meta(ge=0)]
+
+
+class LayerPrecision(Struct, frozen=True):
     """One managed layer.
 
     kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 is
     the weight as it is. kl: bits to KL of the model in which it alone has them, nats per token. perplexity_change: in
     percent, likewise; empty where it was not measured. outliers: 99.9th percentile of |w| over sigma, a Gaussian's is
     3.29. clamp: what its weights are cut to before they are quantized. kl_clamped: the KL with that clamp, where tried.
+
+    Raises:
+        GearbxError: a range that is empty.
     """
 
-    kind: str
-    weights: int
-    min_bits: int
-    max_bits: int
-    kl: Mapping[int, float]
-    perplexity_change: Mapping[int, float] = field(default_factory=dict)
+    kind: str = field(name="class")
+    weights: Length
+    min_bits: Width
+    max_bits: Width
+    kl: Annotated[Mapping[Width, Nats], Meta(min_length=1)]
+    perplexity_change: PerWidth = field(default_factory=dict)
     outliers: float | None = None
-    clamp: float | None = None
-    kl_clamped: Mapping[int, float] = field(default_factory=dict)
+    clamp: Size | None = None
+    kl_clamped: PerWidth = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.min_bits > self.max_bits:
+            raise GearbxError(f"min_bits is {self.min_bits} and max_bits {self.max_bits}; give a range")
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Struct, frozen=True):
     """Bits of every layer in one gear; wish: what they were to meet. bits_per_weight: as read, scales included.
     kl (nats per token), perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
 
-    bits: Mapping[str, int]
+    bits: Mapping[str, Width]
     wish: str
     bits_per_weight: float
     kl: float
@@ -63,31 +79,37 @@ class Table:
     sum_of_parts: float
 
 
-@dataclass(frozen=True)
-class PrecisionManifest:
-    """Everything that the file says.
+class PrecisionManifest(Struct, frozen=True):
+    """The content of the file.
 
     method: "exact" or "first order". model: its name; fingerprint: of its weights. calibration: hash of the text's
     tokens; tokens: how many were predicted. format, group_size, manage: as the Gearbox takes them; bits: its widths.
-    perplexity: at full precision. gears: bits of a gear of the ladder to its table. cost: what measuring took, as parts
-    of passes that compute everything.
+    perplexity: at full precision. gears: bits of a gear of the ladder to its table. cost: the cost of measuring, as
+    parts of passes that compute everything.
     """
 
-    method: str
+    method: Method
     model: str
-    fingerprint: str
+    fingerprint: Fingerprint
     calibration: str
-    tokens: int
+    tokens: Count
     format: str
-    group_size: int
+    group_size: GroupSize
     manage: str
-    bits: tuple[int, ...]
+    bits: tuple[Width, ...]
     perplexity: float | None
-    layers: Mapping[str, LayerPrecision]
-    gears: Mapping[int, Table] = field(default_factory=dict)
-    cost: Mapping[str, float] = field(default_factory=dict)
+    layers: Annotated[Mapping[str, LayerPrecision], Meta(min_length=1)]
+    gears: Mapping[Width, Table] = field(default_factory=dict)
+    cost: Mapping[str, Any] = field(default_factory=dict)
     schema: str = SCHEMA
     version: int = VERSION
+
+    def check_tables(self) -> None:
+        """Raises GearbxError for a table that has a layer which is not among the layers."""
+        for gear, table in self.gears.items():
+            unknown = sorted(table.bits.keys() - self.layers.keys())
+            if unknown:
+                raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, which is not among the layers")
 
     @property
     def clamps(self) -> dict[str, float]:
@@ -112,12 +134,7 @@ class PrecisionManifest:
         return kl[nearest] * 4.0 ** (nearest - bits)
 
     def as_json(self) -> str:
-        content = dataclasses.asdict(self)
-        content["layers"] = {
-            path: {"class" if key == "kind" else key: value for key, value in layer.items()}
-            for path, layer in content["layers"].items()
-        }
-        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+        return json.dumps(msgspec.to_builtins(self), indent=1, allow_nan=False) + "\n"
 
     def tables(self, ladder: Ladder) -> dict[str, dict[str, int]]:
         """What a Gearbox takes: names of the ladder's gears to their tables, where there are some."""
@@ -142,8 +159,8 @@ class PrecisionManifest:
             raise GearbxError(f"has {unknown[0]}, which is no layer of this model that changes gear; {MAKE}")
         missing = [path for path in paths if path not in self.layers]
         top = dict.fromkeys(missing, DENSE)
-        gears = {bits: dataclasses.replace(table, bits={**top, **table.bits}) for bits, table in self.gears.items()}
-        return dataclasses.replace(self, gears=gears), missing
+        gears = {bits: structs.replace(table, bits={**top, **table.bits}) for bits, table in self.gears.items()}
+        return structs.replace(self, gears=gears), missing
 
 
 def least_bits(kl: Mapping[int, float], perplexity_change: Mapping[int, float]) -> int:
@@ -185,95 +202,18 @@ def read_precision(file: Path) -> PrecisionManifest:
     """A precision manifest.
 
     Raises:
-        GearbxError: it cannot be read, is of another schema or version, or says something that cannot be.
+        GearbxError: it cannot be read, is of another schema or version, or has a field that is missing or cannot be.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise GearbxError(f"{file}: cannot be read as a precision manifest ({error}); {MAKE}") from error
-    with about(file):
-        return parse_precision(content)
+    return read_as(file, lambda text: parse_precision(parse_json(text)), "a precision manifest", MAKE)
 
 
 def parse_precision(content: Any) -> PrecisionManifest:
-    """From what JSON holds. Raises GearbxError as read_precision."""
-    if not isinstance(content, Mapping) or content.get("schema") != SCHEMA:
-        raise GearbxError(f"is no precision manifest: its schema is not '{SCHEMA}'; {MAKE}")
-    if content.get("version") != VERSION:
-        raise GearbxError(f"is of version {content.get('version')}, and this gearbx-mlx reads {VERSION}; {MAKE}")
-    try:
-        layers = {path: parse_layer(path, layer) for path, layer in content["layers"].items()}
-        gears = {int(bits): parse_table(bits, table, layers) for bits, table in content.get("gears", {}).items()}
-        made = PrecisionManifest(
-            method=str(content["method"]),
-            model=str(content["model"]),
-            fingerprint=str(content["fingerprint"]),
-            calibration=str(content["calibration"]),
-            tokens=int(content["tokens"]),
-            format=str(content["format"]),
-            group_size=int(content["group_size"]),
-            manage=str(content["manage"]),
-            bits=tuple(map(width, content["bits"])),
-            perplexity=content["perplexity"] and number("perplexity", content["perplexity"]),
-            layers=layers,
-            gears=gears,
-            cost=dict(content.get("cost", {})),
-        )
-    except GearbxError:
-        raise
-    except KeyError as error:
-        raise GearbxError(f"has no field {error}; {MAKE}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise GearbxError(f"is damaged ({type(error).__name__}: {error}); {MAKE}") from error
-    if not layers:
-        raise GearbxError(f"has no layers; {MAKE}")
+    """A precision manifest from the content of its JSON.
+
+    Raises:
+        GearbxError: another schema or version, or a field that is missing or cannot be.
+    """
+    check_schema(content, "a precision manifest", SCHEMA, VERSION)
+    made = typed(content, PrecisionManifest)
+    made.check_tables()
     return made
-
-
-def parse_layer(path: str, content: Mapping[str, Any]) -> LayerPrecision:
-    def numbers(name: str) -> dict[int, float]:
-        return {width(bits): number(f"{path}: {name} at {bits} bits", v) for bits, v in content.get(name, {}).items()}
-
-    low, high = width(content["min_bits"]), width(content["max_bits"])
-    if low > high:
-        raise GearbxError(f"{path}: min_bits is {low} and max_bits {high}; give a range")
-    kl = numbers("kl")
-    if not kl or min(kl.values()) < 0:
-        raise GearbxError(f"{path}: kl is {'missing' if not kl else 'negative'}; {MAKE}")
-    clamp, outliers = content.get("clamp"), content.get("outliers")
-    if clamp is not None and number(f"{path}: clamp", clamp) <= 0:
-        raise GearbxError(f"{path}: clamp is {clamp}; give a size above 0, or null")
-    return LayerPrecision(
-        kind=str(content["class"]),
-        weights=int(content["weights"]),
-        min_bits=low,
-        max_bits=high,
-        kl=kl,
-        perplexity_change=numbers("perplexity_change"),
-        outliers=None if outliers is None else number(f"{path}: outliers", outliers),
-        clamp=clamp,
-        kl_clamped=numbers("kl_clamped"),
-    )
-
-
-def parse_table(gear: str, content: Mapping[str, Any], layers: Mapping[str, Any]) -> Table:
-    bits = {path: width(value) for path, value in content["bits"].items()}
-    unknown = sorted(bits.keys() - layers.keys())
-    if unknown:
-        raise GearbxError(f"the table of gear {gear} has {unknown[0]}, which is not among the layers; {MAKE}")
-    figures = ("bits_per_weight", "kl", "perplexity_change", "sum_of_parts")
-    return Table(bits, str(content["wish"]), *(number(f"gear {gear}: {name}", content[name]) for name in figures))
-
-
-def width(value: Any) -> int:
-    """Raises GearbxError for bits that no kernel reads."""
-    if int(value) not in WIDTHS or isinstance(value, float | bool):
-        raise GearbxError(f"has {value} bits; choose from {SUPPORTED}")
-    return int(value)
-
-
-def number(name: str, value: Any) -> float:
-    """Raises GearbxError for what is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise GearbxError(f"{name} is {value}, which is no number; {MAKE}")
-    return float(value)

@@ -84,9 +84,7 @@ def add_controller_flags(parser: argparse.ArgumentParser) -> None:
         help="Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks "
         "at this machine's heat, battery and memory too.",
     )
-    group.add_argument(
-        "--watch-machine", action="store_true", help="Cap by heat, battery and memory, at any speed."
-    )
+    group.add_argument("--watch-machine", action="store_true", help="Cap by heat, battery and memory, at any speed.")
     group.add_argument(
         "--machine",
         metavar="FILE",

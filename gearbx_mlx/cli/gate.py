@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError
+from ..files.reading import read_as
 from ..gears.ladder import Ladder
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
@@ -100,13 +102,13 @@ def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | Non
 
 def read_threshold_file(path: str) -> ThresholdFile:
     """Raises GearbxError for a file that cannot be read, or is no thresholds file."""
-    try:
-        content = parse_thresholds(Path(path).read_text(encoding="utf-8"))
-        GateSettings(content.window, content.hysteresis, content.min_gear_duration)
-    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
-        raise GearbxError(
-            f"{path}: cannot be read as a thresholds file ({one_line(error)}); {MAKE_THRESHOLDS}"
-        ) from error
+    return read_as(Path(path), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
+
+
+def parse_gate(text: str) -> ThresholdFile:
+    """A thresholds file from its text. Raises GearbxError for gate settings that no gate can have, too."""
+    content = parse_thresholds(text)
+    GateSettings(content.window, content.hysteresis, content.min_gear_duration)
     return content
 
 
@@ -120,12 +122,12 @@ def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
 
 
 def routing_for(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: str
+    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
 ) -> Routing:
     """The routing of a model.
 
     Args:
-        fingerprint: of the model, which a file may belong to.
+        fingerprint: returns the model's, which a file may belong to.
 
     Raises:
         GearbxError: thresholds that do not fit the ladder or the model.
@@ -133,7 +135,7 @@ def routing_for(
     source = read_thresholds(settings.thresholds)
     if isinstance(source, ThresholdFile):
         try:
-            thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint)
+            thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())
         except GearbxError as error:
             raise GearbxError(f"{settings.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
         return Routing(**vars(gate.filled(source)), thresholds=thresholds)

@@ -108,9 +108,7 @@ def make_gearbox(
     )
 
 
-def require_gearbox(
-    settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto"
-) -> Gearbox:
+def require_gearbox(settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto") -> Gearbox:
     """As `make_gearbox`. Raises GearbxError for a model that has no gears."""
     gearbox = make_gearbox(settings, model, checkpoint, dtype)
     if not isinstance(gearbox, Gearbox):

@@ -59,9 +59,9 @@ class GearFlags(Settings):
     """How the gears run, as given."""
 
     manifest: str | None = name()
-    residency: str = "resident"
-    kernels: str = "auto"
-    activations: str = DEFAULT_ACTIVATIONS
+    residency: str = one_of("resident", *RESIDENCIES)
+    kernels: str = one_of("auto", *KERNELS)
+    activations: str = one_of(DEFAULT_ACTIVATIONS, *ACTIVATIONS)
     low_model: str | None = name()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..decoding.governor import Governor
+from ..decoding.modes import mode_class
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..machine.readers import this_machine
@@ -49,3 +50,13 @@ def make_watch(script: str | None, verbose: bool) -> Watch:
         names = [reader.name for reader in readers] or ["nothing"]
         note(f"watching {' and '.join(names)} of this machine{missing}")
     return Watch(readers)
+
+
+def check_governing(settings: ControllerSettings, mode: str | None, draft_model: str | None) -> None:
+    """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed."""
+    if not settings.wanted:
+        return
+    if mode is not None and (reason := mode_class(mode).uncapped):
+        raise GearbxError(f"--mode {mode} {reason}; leave out --target-tps and --watch-machine, or use --mode route")
+    if draft_model is not None:
+        raise GearbxError("with --draft-model tokens come several at a time and cannot be timed; leave it out")

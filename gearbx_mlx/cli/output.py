@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import GearbxError
-from ..telemetry.files import check_writable
+from ..files.writing import check_writable
 from .settings import Settings, name
 
 

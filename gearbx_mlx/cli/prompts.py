@@ -1,10 +1,13 @@
-"""Prompts: files of them, and the few that ship for calibration."""
+"""Prompts: from files, and the few that ship for calibration."""
 
-import json
 from pathlib import Path
 
-from ..errors import GearbxError
+from msgspec import Struct
 
+from ..errors import GearbxError
+from ..files.reading import json_lines, read_text
+
+GIVE = "give one prompt per line, or JSON Lines"
 # GEARBX 4.2: three short prompts of mixed difficulty.
 MIXED = (
     "Once upon a time there was a king who had three sons.",
@@ -23,33 +26,33 @@ HARD = (
 )
 
 
+class Row(Struct, frozen=True):
+    """A line of JSON Lines: the prompt is the first of these fields that has text in it."""
+
+    question: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+
+
 def read_prompts(path: Path) -> list[str]:
     """One prompt per line, or of JSON Lines the field "question" (GSM8K), "prompt" or "text".
 
     Raises:
         GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GearbxError(f"{path}: cannot be read as text ({error}); give a file with one prompt per line") from error
-    # Only "\n" ends a line of JSON Lines; splitlines() would also split at separators inside a string.
-    lines = {number: line.strip("\r") for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    text = read_text(path, "text", GIVE)
     if path.suffix in (".jsonl", ".json"):
-        prompts = [from_json(line, f"{path}, line {number}") for number, line in lines.items()]
+        prompts = [prompt_of(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row, GIVE)]
     else:
-        prompts = list(lines.values())
+        prompts = [line.strip("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
         raise GearbxError(f"{path}: has no prompt; give one per line")
     return prompts
 
 
-def from_json(line: str, place: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise GearbxError(f"{place}: not JSON ({error})") from error
-    for name in ("question", "prompt", "text"):
-        if isinstance(row, dict) and isinstance(row.get(name), str) and row[name].strip():
-            return row[name]
+def prompt_of(row: Row, place: str) -> str:
+    """Raises GearbxError for a line without text."""
+    for found in (row.question, row.prompt, row.text):
+        if found and found.strip():
+            return found
     raise GearbxError(f"{place}: no field 'question', 'prompt' or 'text' with text in it")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..decoding.governor import Governor
+from ..decoding.mode import Mode
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
@@ -39,7 +40,7 @@ class Speed:
 def summary_of(
     name: str,
     gearbox: Gearbox | Observer,
-    mode: str,
+    mode: Mode,
     tally: Tally,
     speed: Speed,
     peak_memory: int,
@@ -55,7 +56,8 @@ def summary_of(
     return summarize(
         tally,
         model=name,
-        mode=mode,
+        mode=mode.name,
+        of_mode=mode.summary(tally),
         ladder=gearbox.ladder_report(),
         bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
         weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},

@@ -6,8 +6,10 @@ A group of flags becomes a frozen dataclass whose fields have the flags' names, 
 
 import argparse
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from ..errors import GearbxError
 
@@ -68,7 +70,11 @@ class Settings:
 
 def check_bounds(name: str, value: float, least: float, greatest: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds."""
-    if not least <= value <= greatest:
+    try:
+        inside = least <= value <= greatest
+    except TypeError:  # from a program
+        inside = False
+    if not inside:
         upper = f" to {greatest:g}" if greatest < LARGEST_SHOWN else " or more"
         raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
 
@@ -79,19 +85,25 @@ def settings_of(kind: type[T], flags: argparse.Namespace) -> T:
     return kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given})  # type: ignore[arg-type]
 
 
-def settings_from_keywords(kind: type[T], **keywords: Any) -> T:
-    """The settings of a command, from keywords with the flags' names: those that were not given have their defaults.
+def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
+    """The settings of a command, from parsed flags or from a program's keywords.
 
     Args:
-        kind: a dataclass whose fields are groups of settings.
+        kind: a dataclass whose fields are groups of settings; a value belongs to the group that has a field of its
+            name.
 
     Raises:
-        GearbxError: a keyword that no group has, or a value that a group refuses.
+        GearbxError: a name that no group has, or as the groups.
     """
-    groups = get_type_hints(kind)
-    known = {item.name for group in groups.values() for item in fields(group)}
-    unknown = sorted(keywords.keys() - known)
-    if unknown:
-        raise GearbxError(f"there is no keyword {unknown[0]}; choose from {', '.join(sorted(known))}")
-    given = argparse.Namespace(**keywords)
-    return kind(**{name: settings_of(group, given) for name, group in groups.items()})
+    groups: dict[str, Any] = {item.name: item.type for item in fields(kind)}  # type: ignore[arg-type]
+    names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
+    known = sorted(name for members in names.values() for name in members)
+    for unknown in values.keys() - known:
+        raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    return kind(
+        **{
+            group: groups[group](**{name: values[name] for name in members if name in values})
+            for group, members in names.items()
+        }
+    )

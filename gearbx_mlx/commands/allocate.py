@@ -1,8 +1,9 @@
 """The body of `allocate`: finds bits for every layer of a gear, and stores them in the precision manifest."""
 
-import dataclasses
 import statistics
 from pathlib import Path
+
+from msgspec import structs
 
 from ..bit_selection.allocating import Allocator, Found, table_of
 from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
@@ -12,8 +13,8 @@ from ..cli.output import output_path
 from ..cli.parsers.allocate import AllocateSettings, Target
 from ..cli.terminal import human_bytes, note, progress_bar, show_compiling
 from ..errors import GearbxError, about
+from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
-from ..telemetry.files import write_text
 from .benchmark.decode import decode_seconds
 
 TRIALS, TOKENS = 3, 48  # timings of a gear, and tokens of each
@@ -43,7 +44,7 @@ def run(settings: AllocateSettings) -> int:
             target = target or uniform_target(allocator, gear)
             tables[gear] = table_of(find_table(allocator, target), str(target), allocator.weights)
             report(allocator, gear, tables[gear])
-    write_text(out, dataclasses.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
+    write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
     return 0
 

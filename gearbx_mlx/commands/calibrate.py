@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..telemetry.files import write_text
+from ..files.writing import write_text
 
 METHODS = ("share", "percentile", "median", "manual")
 MODES = ("route", "kickdown", "lossless")

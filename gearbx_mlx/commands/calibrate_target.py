@@ -4,10 +4,10 @@ import argparse
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
 from rich.progress import Progress
 
 from ..cli import gears as options_gears
@@ -16,11 +16,12 @@ from ..decoding.agreement import Agreement, draft_files
 from ..errors import GearbxError
 from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, Outcome, Wish, candidates, in_order
 from ..evaluation.drafting import drafted, sequences_of
-from ..evaluation.metrics import entropy_bits, log_softmax
+from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, Static
 from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from ..evaluation.report import Costs
 from ..evaluation.text import read_documents, windows_of
+from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
@@ -29,7 +30,6 @@ from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
 from ..routing.thresholds import ThresholdFile
-from ..telemetry.files import write_text
 from ..telemetry.summary import as_json
 
 MODEST = 1.02  # the next candidate after one that fell short reads so many times as much, or as little
@@ -173,7 +173,7 @@ def steps_of(
         return drafted(gearbox, windows, low, high, file.rule())
     if candidate.mode == KICKDOWN:
         threshold = candidate.thresholds[0]
-        policy = SameToken(low, high, lambda place, q: float(entropy_bits(log_softmax(q))), threshold)
+        policy = SameToken(low, high, lambda place, q: float(entropy_of_logprobs(log_softmax(q))), threshold)
         return driven(gearbox, windows, policy)
     return driven(gearbox, windows, Static(low))
 

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..cli.parsers.convert import ConversionSettings, ConvertSettings
-from ..cli.settings import settings_from_keywords
+from ..cli.settings import command_settings
 from ..conversion.model_card import provenance
 from ..errors import GearbxError, one_line
 from ..loading import DEMO_MODEL, find, gears_of
@@ -43,7 +43,7 @@ def convert(model: str | Path | None = None, **keywords: Any) -> Path:
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
             or a directory that exists or cannot be written.
     """
-    settings = settings_from_keywords(ConvertSettings, model=model, **keywords)
+    settings = command_settings(ConvertSettings, {"model": model, **keywords})
     out = write_checkpoint(settings)
     upload(out, settings.conversion.upload_repo)
     return out

@@ -1,12 +1,12 @@
 """The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
+from msgspec import structs
 
 from ..bit_selection.budget import fit, point_rows, points_table
 from ..bit_selection.floors import Floors
@@ -18,9 +18,10 @@ from ..cli.parsers.convert import ConvertSettings
 from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
 from ..cli.terminal import human_bytes, messages, note, progress_bar
 from ..conversion.companions import REPORT, copy_companions, write_config
-from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, planned
+from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
 from ..errors import GearbxError, one_line
+from ..files.writing import write_text
 from ..formats import DEFAULT_FORMAT
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
@@ -28,7 +29,6 @@ from ..gears.manifest import GEARS_FILE, Manifest
 from ..gears.names import DEFAULT_GROUP_SIZE
 from ..gears.tensor_file import hash_of
 from ..loading import load
-from ..telemetry.files import write_text
 from ..telemetry.summary import as_json
 
 
@@ -45,7 +45,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         raise GearbxError(f"{source}: is quantized already; convert the original")
     plan = plan_of(settings, {file.name: hash_of(file) for file in sorted(source.glob("model*.safetensors"))})
     if settings.quality is not None:
-        plan = dataclasses.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
+        plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
     converter = Converter(model, plan, work)
     try:
         with progress_bar(in_bytes=True) as progress:
@@ -81,9 +81,9 @@ def bits_for(
     quality: Floors | Budget, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
 ) -> dict[str, int]:
     """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
-    earlier = planned(work)
-    if earlier is not None and earlier | {"bits": None} == plan.as_json():
-        return earlier["bits"]
+    earlier, _, _ = read_journal(work)
+    if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
+        return dict(earlier.bits)
     lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
     model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
     report: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: b
 def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance) -> None:
     """Write the model card, and print the sizes of the files."""
     entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
-    spans = {name: entry["data_offsets"] for name, entry in entries.items()}
+    spans = {name: entry.data_offsets for name, entry in entries.items()}
     gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
     files = {name: (work / name).stat().st_size for name in (BASE_FILE, GEARS_FILE)}
     (work / CARD).write_text(geared_card(manifest, gears, files, origin), encoding="utf-8")

@@ -72,7 +72,7 @@ def write_card(layers: Sequence[Layer], bits: Mapping[str, int], weights: int, w
     files = sorted(work.glob("model*.safetensors"))
     sizes: dict[str, int] = {}
     for file in files:
-        spans = {name: entry["data_offsets"] for name, entry in read_entries(file)[0].items()}
+        spans = {name: entry.data_offsets for name, entry in read_entries(file)[0].items()}
         sizes |= {name: end - begin for name, (begin, end) in spans.items()}
     parts = ("weight", "scales", "biases")
     size = sum(sizes.get(f"{layer.path}.{part}", 0) for layer in layers for part in parts)

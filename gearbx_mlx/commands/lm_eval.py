@@ -1,4 +1,4 @@
-"""python -m gearbx_mlx.lm_eval: lm-eval's own command, with the model `gearbx`, which computes token by token.
+"""The model `gearbx` of lm-eval, which computes token by token.
 
 mlx_lm's class scores a whole span in one pass and generates in batches: no gear of a single token would ever act there.
 """
@@ -10,26 +10,31 @@ from typing import Any
 import lm_eval.models  # noqa: F401 - before gearbx is registered: lm-eval loads its own only into an empty registry
 import mlx.core as mx
 import numpy as np
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM, _lstrip, _rstrip_until
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ..decoding.kickdown import GearedModel
-from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
+from ..decoding.kickdown import Kickdown
+from ..decoding.kickdown_model import GearedModel
+from ..decoding.lossless import Lossless
+from ..decoding.mode import Mode
+from ..decoding.route import Route as RouteMode
+from ..decoding.static import Static as StaticMode
+from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..evaluation.policies import Policy, Route, Static
 from ..evaluation.replay import computed, next_logprobs
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..loading import load
-from ..routing.gates import Held, ThresholdGate
+from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor
 from ..routing.thresholds import check_thresholds, default_thresholds
 
-STATIC = "static"
-MODES = (STATIC, ROUTE, KICKDOWN, LOSSLESS)
+STATIC, ROUTE, KICKDOWN, LOSSLESS = MODES = ("static", "route", "kickdown", "lossless")
 
 
 class Read(list):
@@ -107,6 +112,14 @@ class GearbxLM(MLXLM):
         policy.begin()
         return policy
 
+    def generation_mode(self) -> Mode:
+        """The mode in which a continuation is written."""
+        if self.mode == ROUTE:
+            return RouteMode(self.thresholds, initial_gear=self.first.name)
+        if self.mode == KICKDOWN:
+            return Kickdown(self.thresholds)
+        return StaticMode(self.first.name) if self.mode == STATIC else Lossless()
+
     def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> tuple[mx.array, Read]:
         """Log-probabilities (1, V) after the prompt, whose last token is the first that the policy has a say in: what
         comes before is read in the gear to begin in, as in generation."""
@@ -155,10 +168,7 @@ class GearbxLM(MLXLM):
                 tokens,
                 self._max_tokens or options.get("max_gen_toks", DEFAULT_MAX_TOKENS),
                 gearbox=self.gearbox,
-                mode=ROUTE if self.mode == STATIC else self.mode,
-                gate=Held() if self.mode == STATIC else None,
-                thresholds=self.thresholds,
-                initial_gear=self.first.name,
+                mode=self.generation_mode(),
             ):
                 text += response.text
                 if any(stop in text for stop in until):
@@ -170,6 +180,5 @@ class GearbxLM(MLXLM):
 
 
 def main() -> None:
-    from lm_eval.__main__ import cli_evaluate
-
+    """lm-eval's command line, in whose registry the model now is."""
     cli_evaluate()

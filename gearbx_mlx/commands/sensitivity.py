@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
 from ..bit_selection.layer_precision import (
+    MeasuredLayer,
     estimated_precisions,
     flagged,
     hash_of_windows,
@@ -30,11 +31,11 @@ from ..cli.parsers.sensitivity import SensitivitySettings
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..errors import GearbxError
 from ..evaluation.journal import Journal
+from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
 from ..loading import model_name
-from ..telemetry.files import write_text
 
 JOURNAL = ".journal"  # behind the name of a manifest that is not whole yet
 
@@ -119,7 +120,7 @@ def measure(
     """
     gearbox = single_layer_gearbox(model, bits, clamps={}, **run_with)
     clamps = flagged(gearbox.layers)
-    journal = Journal(file, {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"]})
+    journal = Journal(file, {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"]}, MeasuredLayer)
     exact = exact_of(gearbox, windows, progress)
     task = progress.add_task("layers", total=len(gearbox.layers))
     measure_layers(exact, bits, journal, lambda: progress.advance(task))

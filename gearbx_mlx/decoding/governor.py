@@ -25,8 +25,7 @@ from ..machine.spikes import Spikes
 from ..machine.state import MachineState
 from ..machine.watch import Watch
 from .block_timer import BlockTimer
-from .entropy_sampler import SampledToken
-from .wrapper import Step
+from .step import SampledToken, Step
 
 Bounds = Mapping[str, tuple[int, int]]
 """Path to the fewest and the most bits that a layer may be capped to."""

@@ -1,123 +1,58 @@
-"""Kickdown: the low gear computes a token first, and where it is in doubt, a higher gear computes it again.
+"""Mode kickdown: the low gear computes a token first; where it is in doubt, a higher gear computes the token again."""
 
-The doubt is the entropy of that very token's distribution, before it is sampled. What the low gear wrote into the KV
-cache is taken back first, so that the cache holds the entries of the gear that a token was taken from.
-"""
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import warnings
-from collections.abc import Sequence
-from typing import Any, Protocol
+import mlx.nn as nn
 
-import mlx.core as mx
-
-from ..errors import GearbxWarning
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox
-from ..gears.ladder import Gear
-from ..routing.entropy import entropy_bits
-from ..routing.thresholds import check_thresholds, default_thresholds
-from .caches import room, take_back, untrimmable
-from .wrapper import ModelWrapper, Step
+from ..routing.monitor import DEFAULT_WINDOW, Monitor
+from ..telemetry.summary import Tally
+from .governor import Governor
+from .kickdown_model import GearedModel, RecomputeRule
+from .mode import Mode
+from .refused import refuse_draft_model
+from .response import GearResponse
+from .responses import stream_wrapped
 
 
-class RecomputeRule(Protocol):
-    """Whether to compute a token again, one gear higher."""
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        """`entropy` of this token in this gear, bits; `position` counts decoded tokens from 0, `gear` the gears."""
-        ...
-
-
-class AboveThreshold:
-    """Again, if the entropy is above the threshold between this gear and the next.
+@dataclass(frozen=True)
+class Kickdown(Mode):
+    """Climb the ladder for the tokens that need it.
 
     Args:
-        thresholds: bits, one for each step of the ladder.
-
-    Raises:
-        GearbxError: out of order, or not finite.
-    """
-
-    def __init__(self, thresholds: Sequence[float]):
-        check_thresholds(thresholds, len(thresholds) + 1)
-        self.thresholds = tuple(thresholds)
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        return entropy > self.thresholds[gear]
-
-
-class GearedModel(ModelWrapper):
-    """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
-
-    Steps of one token (batch 1) begin in the lowest gear. Everything else, which is to say prompts and batches, is
-    computed in `prefill`: a prompt's weights are read once for all of its tokens, so that its gear costs next to
-    nothing, and every later token looks back at it.
-
-    Args:
-        gearbox: of the model.
-        thresholds: bits, one for each step of the ladder; the paper's, scaled to the vocabulary, if not given.
+        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
         rule: whether to compute a token again, in place of thresholds.
-        prefill: the gear for prompts; the top one if not given.
-
-    `step` is the latest step, `positions` how many there were.
-
-    Raises:
-        GearbxError: thresholds that do not fit the ladder. When called: a cache from which nothing can be taken back.
+        window: tokens in the rolling mean that responses show.
     """
 
-    def __init__(
+    name: ClassVar[str] = "kickdown"
+    trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes")
+
+    thresholds: Sequence[float] | None = None
+    rule: RecomputeRule | None = None
+    window: int = DEFAULT_WINDOW
+
+    def stream(
         self,
-        gearbox: Gearbox,
-        thresholds: Sequence[float] | None = None,
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: Any,
         *,
-        rule: RecomputeRule | None = None,
-        prefill: Gear | str | int | None = None,
-    ):
-        super().__init__(gearbox)
-        gears = len(gearbox.ladder)
-        if rule is None:
-            if thresholds is None:
-                thresholds = default_thresholds(gears, vocabulary(gearbox.model))
-            check_thresholds(thresholds, gears)
-            rule = AboveThreshold(thresholds)
-        self.rule = rule
-        self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
-        self.positions = 0
-        self._running: Any = None  # the cache of the step before
+        gearbox: Any,
+        controller: Governor | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GearResponse]:
+        refuse_draft_model(self.name, kwargs)
+        # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
+        share = not kwargs.get("logits_processors")
+        geared = GearedModel(gearbox, self.thresholds, rule=self.rule, share_entropy=share)
+        monitor = Monitor(vocabulary(model), self.window)
+        return stream_wrapped(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
 
-    def __call__(
-        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
-    ) -> mx.array:
-        kwargs = self.further(input_embeddings, kwargs)
-        if inputs.size != 1:
-            return self.run(self.prefill, inputs, cache, **kwargs)
-        ladder = self.gearbox.ladder
-        first = ladder[0] if self._can_take_back(cache) else ladder.top
-        entropies: list[float] = []
-        for gear in ladder[first.index :]:
-            logits = self.run(gear, inputs, cache, **kwargs)
-            if gear == ladder.top:
-                break
-            entropies.append(float(entropy_bits(logits[0, -1])))
-            if not self.rule(entropies[-1], self.positions, gear.index):
-                break
-            if cache is not None:
-                take_back(cache, 1)
-        ran = ladder[first.index : gear.index + 1]
-        read = sum(self.gearbox.weight_bytes_per_token(g) for g in ran)
-        self.step = Step(gear, tuple(entropies), self.passes(*ran), read)
-        self.positions += 1
-        return logits
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return {"recomputed": tally.recomputed}
 
-    def _can_take_back(self, cache: Any) -> bool:
-        """Raises GearbxError for a cache that cannot be used; one that fills up on the way is left to the top gear."""
-        if cache is None or len(self.gearbox.ladder) == 1:
-            return True
-        running, self._running = self._running is cache, cache
-        if room(cache) >= 1:
-            return True
-        error = untrimmable(cache, "kickdown")
-        if not running:
-            raise error
-        warnings.warn(f"the top gear goes on alone: {error}", GearbxWarning, stacklevel=4)
-        return False
+    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [("recomputed", f"{summary['recomputed']} tokens, in a higher gear")]

@@ -1,71 +1,139 @@
-"""Routing (GEARBX 10.3): mlx-lm generates, the entropies of past tokens choose the gear of coming ones.
+"""Mode route (GEARBX 10.3): the entropies of past tokens choose the gear of coming ones.
 
 mlx-lm runs one token ahead: when token t is handed out, the pass that computes t + 1 has been dispatched. A shift made
 then first acts on t + 2.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.observer import Observer
-from ..routing.entropy import entropy_bits
-from ..routing.gates import Gate
-from ..routing.monitor import Monitor
-from .entropy_sampler import SampledToken, entropy_function, governed, measured, single_pass, told
+from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
+from ..routing.monitor import DEFAULT_WINDOW, Monitor
+from ..routing.prompt import first_gear
+from ..routing.thresholds import check_thresholds, default_thresholds
+from ..telemetry.summary import Tally, draft_rows, draft_summary
+from .draft_model import drafted_tokens
+from .entropy import fast_entropy
+from .entropy_sampler import sampled_tokens
 from .governor import Governor
+from .mode import AUTO, Mode
 from .response import GearResponse
-from .wrapper import Step
+from .responses import gear_response, governed
+from .step import SampledToken, Step, single_pass
 
 
-def measured_speculative(
-    model: nn.Module, tokenizer: Any, prompt: Any, gearbox: Gearbox | Observer, **kwargs: Any
-) -> Iterator[tuple[GenerationResponse, SampledToken]]:
-    """As `measured`, with a draft model: one pass checks a whole draft, and its last token is not from the draft."""
-    gear = gearbox.gear
-    for response in mlx_stream_generate(model, tokenizer, prompt, **kwargs):
-        yield response, SampledToken(entropy_bits(response.logprobs), single_pass(gearbox, gear))
-        if not response.from_draft:
-            gear = gearbox.gear
+@dataclass(frozen=True)
+class Route(Mode):
+    """Shift by the rolling entropy.
+
+    Args:
+        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
+        window: tokens in the rolling mean.
+        hysteresis: bits.
+        min_gear_duration: tokens.
+        initial_gear: name or bits of the gear that reads the prompt and begins; "auto": chosen by the prompt
+            (GEARBX 11).
+        gate: a Gate of your own, in place of thresholds, hysteresis and duration.
+    """
+
+    name: ClassVar[str] = "route"
+
+    thresholds: Sequence[float] | None = None
+    window: int = DEFAULT_WINDOW
+    hysteresis: float = DEFAULT_HYSTERESIS
+    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
+    initial_gear: str | int = AUTO
+    gate: Gate | None = None
+
+    def stream(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: Any,
+        *,
+        gearbox: Any,
+        controller: Governor | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GearResponse]:
+        gate, monitor = self.gate_for(gearbox), Monitor(vocabulary(model), self.window)
+        first = self.first_gear(gearbox, tokenizer, prompt)
+        gate.reset(first.index)
+        gearbox.shift(first)
+        tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
+        return routed(tokens, gearbox, gate, monitor, controller)
+
+    def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
+        """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
+        if self.gate is not None:
+            return self.gate
+        gears = len(gearbox.ladder)
+        thresholds = self.thresholds
+        if thresholds is None:
+            thresholds = default_thresholds(gears, vocabulary(gearbox.model))
+        check_thresholds(thresholds, gears)
+        return ThresholdGate(tuple(thresholds), self.hysteresis, self.min_gear_duration)
+
+    def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
+        """Raises GearbxError for a gear that the ladder does not have."""
+        ladder = gearbox.ladder
+        if self.initial_gear == AUTO:
+            return ladder[first_gear(prompt_text(tokenizer, prompt), len(ladder))]
+        return ladder.find(self.initial_gear)
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
+
+    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return draft_rows(summary)
 
 
-def route(
+def in_engaged_gear(
     model: nn.Module,
     tokenizer: Any,
     prompt: Any,
-    *,
     gearbox: Gearbox | Observer,
-    gate: Gate,
-    monitor: Monitor,
-    controller: Governor | None = None,
+    draft_model: nn.Module | None = None,
     **kwargs: Any,
-) -> Iterator[GearResponse]:
-    """Generate, and shift by the rolling entropy. Begins in the gear that is engaged.
-
-    Args:
-        gearbox: an Observer makes this telemetry only.
-        controller: caps the gears.
-        kwargs: of mlx-lm's stream_generate.
-    """
-    ladder = gearbox.ladder
+) -> Iterator[tuple[GenerationResponse, SampledToken]]:
+    """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well."""
+    if draft_model is not None:
+        return drafted_tokens(model, draft_model, tokenizer, prompt, gearbox, **kwargs)
 
     def step() -> Step:
         return single_pass(gearbox, gearbox.gear)
 
-    if kwargs.get("draft_model") is not None:
-        responses = measured_speculative(model, tokenizer, prompt, gearbox, **kwargs)
-    else:
-        responses = measured(model, tokenizer, prompt, step, entropy_function(gearbox), **kwargs)
+    return sampled_tokens(model, tokenizer, prompt, step, fast_entropy(gearbox), **kwargs)
+
+
+def routed(
+    tokens: Iterator[tuple[GenerationResponse, SampledToken]],
+    gearbox: Gearbox | Observer,
+    gate: Gate,
+    monitor: Monitor,
+    controller: Governor | None = None,
+) -> Iterator[GearResponse]:
+    """Pass tokens on, and shift after each by the rolling entropy. Begins in the gear that is engaged."""
     before: Gear | None = None
-    for response, reading, decision in governed(responses, controller):
-        entropy = float(reading.entropy)
+    for response, token, decision in governed(tokens, controller):
+        entropy = float(token.entropy)
         seen = monitor.update(entropy)
-        gearbox.shift(ladder[gate.update(seen)])
-        gearbox.prepare(ladder[gate.peek(seen.forecast)])
-        yield told(response, reading.step, entropy, seen.mean, before, decision=decision)
-        before = reading.step.gear
+        gearbox.shift(gearbox.ladder[gate.update(seen)])
+        gearbox.prepare(gearbox.ladder[gate.peek(seen.forecast)])
+        yield gear_response(response, token.step, entropy, seen.mean, before, decision=decision)
+        before = token.step.gear
+
+
+def prompt_text(tokenizer: Any, prompt: Any) -> str:
+    """The prompt as text, whether it came as text or as tokens."""
+    if isinstance(prompt, str):
+        return prompt
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics

@@ -1,7 +1,5 @@
-"""What can stand in a model's place: mlx-lm calls it as it would call the model."""
+"""A model wrapper: mlx-lm calls it as it calls the model, and it decides which gear computes what."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,57 +9,28 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from .entropy import fast_entropy
+from .step import Step
 
-
-@dataclass(frozen=True)
-class Draft:
-    """A token that a gear proposed for the place where the top gear then computed its own."""
-
-    token: int
-    gear: Gear
-
-
-@dataclass(frozen=True)
-class Step:
-    """How the logits of one token came about.
-
-    gear: that they are of. entropies: bits, of the distributions that decided about it, in the order in which they
-    were seen. passes: over the weights, in each gear of the ladder. weight_bytes: that those passes read. draft: what
-    was drafted in this place. drafted: tokens drafted in this step. noise: how much rounding may move a logit, where
-    several positions were computed in one pass. accepted: whether the token is the one that was drafted.
-    """
-
-    gear: Gear
-    entropies: tuple[float, ...] = ()
-    passes: tuple[int, ...] = ()
-    weight_bytes: int = 0
-    draft: Draft | None = None
-    drafted: int = 0
-    noise: mx.array | None = None
-    accepted: bool = False
-
-    def given(self, token: int) -> "Step":
-        """The step once its token is known: one that was drafted is the draft gear's."""
-        if self.draft is None or self.draft.token != token:
-            return self
-        return replace(self, gear=self.draft.gear, accepted=True)
+OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
 
 class ModelWrapper(nn.Module):
-    """A model that decides for itself which gear computes what; all else is the model's own.
+    """A model that decides for itself which gear computes what; everything else is the model's own.
 
-    Parameters, layers, `args`, `make_cache` and whatever else is asked for are those of the model, under the same
-    names, and changes to them are changes to the model.
+    Parameters, layers, `args`, `make_cache` and all other attributes are those of the model, under the same names, and
+    changes to them are changes to the model.
 
     Args:
         gearbox: of the model.
     """
 
     def __init__(self, gearbox: Gearbox):
+        object.__setattr__(self, "gearbox", gearbox)
         super().__init__()
-        self.gearbox = gearbox
         self.step = Step(gearbox.ladder.top)
         """The latest step of one token."""
+        self.entropy = fast_entropy(gearbox)
         self._takes_embeddings = does_model_support_input_embeddings(gearbox.model)
 
     def run(self, gear: Gear, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:
@@ -73,7 +42,7 @@ class ModelWrapper(nn.Module):
         """Passes in each gear of the ladder, counted from those that ran."""
         return tuple(sum(gear == ran for ran in gears) for gear in self.gearbox.ladder)
 
-    def further(self, input_embeddings: mx.array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def model_keywords(self, input_embeddings: mx.array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords for the model. Raises GearbxError for embeddings that it does not take."""
         if input_embeddings is None:
             return kwargs
@@ -81,41 +50,11 @@ class ModelWrapper(nn.Module):
             raise GearbxError(f"{type(self.gearbox.model).__name__} takes no input embeddings; give tokens")
         return {**kwargs, "input_embeddings": input_embeddings}
 
-    # A module keeps its parameters and layers in the dictionary that it is: this one has the model's.
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, name, value)  # not into the dictionary of parameters and layers
+
+    def __getattribute__(self, name: str) -> Any:
+        return getattr(self.gearbox.model, name) if name in OF_MODULES else super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "gearbox":  # not yet set
-            raise AttributeError(name)
         return getattr(self.gearbox.model, name)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.gearbox.model[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.gearbox.model[key] = value
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.gearbox.model
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.gearbox.model)
-
-    def __len__(self) -> int:
-        return len(self.gearbox.model)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def keys(self) -> Any:
-        return self.gearbox.model.keys()
-
-    def values(self) -> Any:
-        return self.gearbox.model.values()
-
-    def items(self) -> Any:
-        return self.gearbox.model.items()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.gearbox.model.get(key, default)

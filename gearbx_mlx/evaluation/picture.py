@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..telemetry.files import replacing
+from ..files.writing import replacing
 from ..telemetry.report import get_pyplot
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0

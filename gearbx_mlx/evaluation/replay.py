@@ -14,9 +14,10 @@ from ..decoding.caches import room, take_back, untrimmable
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from .metrics import entropy_bits, kl_divergence, log_softmax
+from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .policies import Policy
 
+REMAKE = "remove it, and the same command makes it again"
 AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
@@ -53,9 +54,31 @@ class Recording:
         np.savez(file, **vars(self))
 
     @classmethod
-    def load(cls, file: Path) -> "Recording":
-        with np.load(file) as stored:
-            return cls(**{field.name: stored[field.name] for field in fields(cls)})
+    def load(cls, file: Path, tokens: int, gears: int) -> "Recording":
+        """A recording of so many predictions on a ladder of so many gears. Raises GearbxError for a damaged file."""
+        loaded = load_arrays(file)
+        shapes = {field.name: (tokens, gears) if field.name == "passes" else (tokens,) for field in fields(cls)}
+        for name, shape in shapes.items():
+            array = loaded.get(name) if isinstance(loaded, dict) else None
+            if array is None or array.shape != shape or array.dtype.kind not in "bif":
+                raise GearbxError(f"{file}: damaged: '{name}' is not an array of {shape} numbers; {REMAKE}")
+        recording = cls(**{name: loaded[name] for name in shapes})
+        if not ((recording.gear >= 0) & (recording.gear < gears)).all():
+            raise GearbxError(f"{file}: damaged: 'gear' has a number outside of the ladder; {REMAKE}")
+        return recording
+
+
+def load_arrays(file: Path) -> Any:
+    """The array of an .npy file, unread, or the arrays of an .npz file by name. Raises GearbxError for any other."""
+    try:
+        loaded = np.load(file, mmap_mode="r", allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            return loaded
+        with loaded:
+            return dict(loaded)
+    except Exception as error:  # numpy and zipfile fail in a dozen ways on a damaged file
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        raise GearbxError(f"{file}: cannot be read as recorded numbers ({reason}); {REMAKE}") from error
 
 
 def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
@@ -112,9 +135,10 @@ class Reference:
     """The top gear's log-probabilities for every prediction, computed once and kept in a file."""
 
     def __init__(self, path: Path, targets: np.ndarray):
-        self.stored = np.load(path, mmap_mode="r")
-        if len(self.stored) != len(targets):
-            raise GearbxError(f"{path}: holds {len(self.stored)} predictions, not {len(targets)}; remove it")
+        self.stored = load_arrays(path)
+        shape: tuple[int, ...] = getattr(self.stored, "shape", ())
+        if len(shape) != 2 or shape[0] != len(targets) or shape[1] <= max(targets) or self.stored.dtype.kind != "f":
+            raise GearbxError(f"{path}: damaged: {shape} is not a row of log-probabilities per prediction; {REMAKE}")
         self.nll = np.array([-self.logprobs(place)[target] for place, target in enumerate(targets)])
         self.top_probability = np.array([np.exp(self.logprobs(place).max()) for place in range(len(targets))])
 
@@ -156,7 +180,7 @@ def record(steps: Iterable[Step], reference: Reference) -> Recording:
                 kl_divergence(p, q),
                 kl_divergence(q, p),
                 p.argmax() == q.argmax(),
-                entropy_bits(q),
+                entropy_of_logprobs(q),
                 step.gear.index,
                 step.passes,
             )

@@ -1,21 +1,27 @@
-"""A directory in which a long run keeps what it has computed, and goes on when it is started again."""
+"""A directory in which a long run keeps its results, and from which it continues when it is started again."""
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from ..errors import GearbxError
-from ..telemetry.files import replacing, write_text
-from .replay import Recording
+from ..files.reading import read_json
+from ..files.writing import replacing, write_text
+from .journal import check_inputs
+from .replay import REMAKE, Recording
+
+T = TypeVar("T")
 
 INPUTS, PARTS = "inputs.json", "recordings"
 SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def fingerprint(*files: Path) -> str:
-    """Of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
+    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -28,65 +34,68 @@ def fingerprint(*files: Path) -> str:
 
 
 class Session:
-    """What was computed from the same inputs is not computed again.
+    """Keeps what was computed, so that a rerun with the same inputs does not compute it again.
 
     Args:
-        directory: is made if it is not there.
-        inputs: all that the results depend on, as JSON can hold it.
+        directory: is made if it does not exist.
+        inputs: all that the results depend on, as JSON can express it.
 
     Raises:
-        GearbxError: the directory holds results of other inputs; the first one that changed is named.
+        GearbxError: the directory cannot be made, or holds results of other inputs: the message names the first one
+            that changed.
     """
 
     def __init__(self, directory: Path, inputs: Mapping[str, Any]):
         self.directory = directory
-        if directory.exists() and not directory.is_dir():
-            raise GearbxError(f"{directory}: is a file; --out names a directory")
         try:
+            if directory.exists() and not directory.is_dir():
+                raise GearbxError(f"{directory}: is a file; --out names a directory")
             (directory / PARTS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise GearbxError(f"{directory}: cannot be made ({error.strerror}); choose another directory") from error
-        self._check(dict(inputs))
-
-    def _check(self, inputs: dict[str, Any]) -> None:
-        file = self.directory / INPUTS
-        if not file.exists():
-            write_text(file, json.dumps(inputs, indent=2) + "\n")
-            return
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-            changed = [name for name in {**before, **inputs} if before.get(name) != inputs.get(name)]
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise GearbxError(f"{file}: cannot be read ({error}); choose another --out, or remove it") from error
-        if changed:
-            name = changed[0]
-            raise GearbxError(
-                f"{self.directory}: holds results with {name} {before.get(name)}, and now it is {inputs.get(name)}; "
-                "choose another --out, or remove that directory"
+        file = directory / INPUTS
+        if file.exists():
+            before = read_json(
+                file, dict[str, Any], "the inputs of earlier results", "remove it, or choose another --out"
             )
+            check_inputs(before, inputs, f"{directory}: holds results", "that directory")
+        else:
+            write_text(file, json.dumps(inputs, indent=2) + "\n")
 
     def path(self, name: str) -> Path:
         return self.directory / PARTS / name
 
     def file(self, name: str, write: Callable[[Path], object]) -> Path:
-        """A file of the session, written by `write` unless it is there already."""
+        """A file of the session, written by `write` unless it exists."""
         path = self.path(name)
         if not path.exists():
             with replacing(path) as place:
                 write(place)
         return path
 
-    def recording(self, name: str, make: Callable[[], Recording]) -> Recording:
-        """A recording, made unless it is there already."""
+    def recording(self, name: str, make: Callable[[], Recording], tokens: int, gears: int) -> Recording:
+        """A recording of so many predictions on a ladder of so many gears, made unless it exists.
+
+        Raises:
+            GearbxError: the file is damaged.
+        """
 
         def write(place: Path) -> None:
             recording = make()
             with place.open("wb") as file:
                 recording.save(file)
 
-        return Recording.load(self.file(f"{name}.npz", write))
+        return Recording.load(self.file(f"{name}.npz", write), tokens, gears)
 
-    def rows(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Rows of plain values, made unless they are there already."""
-        path = self.file(f"{name}.json", lambda place: place.write_text(json.dumps(make()), encoding="utf-8"))
-        return json.loads(path.read_text(encoding="utf-8"))
+    def rows(self, name: str, make: Callable[[], Sequence[T]], kind: type[T], count: int) -> list[T]:
+        """So many values of a type, made unless they exist.
+
+        Args:
+            kind: a dataclass.
+
+        Raises:
+            GearbxError: the file is damaged.
+        """
+        path = self.file(f"{name}.json", lambda place: place.write_bytes(msgspec.json.encode(make())))
+        exactly = Annotated[list[kind], msgspec.Meta(min_length=count, max_length=count)]  # type: ignore[valid-type]
+        return read_json(path, exactly, "results", REMAKE)

@@ -1,12 +1,28 @@
 """From texts to windows of tokens, each read with a cache of its own."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import GearbxError
+from msgspec import Struct
 
+from ..errors import GearbxError
+from ..files.reading import json_lines, read_text
+
+GIVE = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
+
+
+class Row(Struct, frozen=True):
+    """A line of JSON Lines."""
+
+    text: str | None = None
+    question: str | None = None
+    answer: str | None = None
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether there is text in all of these fields."""
+        return all((getattr(self, name) or "").strip() for name in names)
 
 
 def read_documents(path: Path) -> list[str]:
@@ -17,42 +33,29 @@ def read_documents(path: Path) -> list[str]:
     """
     if path.suffix in (".jsonl", ".json"):
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
-    text = read(path)
+    text = read_text(path, "text", GIVE)
     if not text.strip():
         raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as of GSM8K")
     return [text]
 
 
 def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[str, str]]:
-    """The objects of a JSON Lines file, each with strings for `text`, or for `question` and `answer`.
+    """The objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
 
     Raises:
         GearbxError: as read_documents; `fields` says which are asked for.
     """
-    wanted = [fields] if fields else [("text",), ("question", "answer")]
+    choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
-    for number, line in enumerate(read(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise GearbxError(f"{path}, line {number}: not JSON ({error})") from error
-        has = isinstance(row, dict) and {key for key, value in row.items() if isinstance(value, str) and value.strip()}
-        if not has or not any(set(names) <= has for names in wanted):
-            shown = " or ".join(" and ".join(repr(name) for name in names) for names in wanted)
+    for number, row in json_lines(path, read_text(path, "text", GIVE), Row, GIVE):
+        names = next((names for names in choices if row.has(names)), None)
+        if names is None:
+            shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)
             raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")
-        rows.append(row)
+        rows.append({name: getattr(row, name) for name in names})
     if not rows:
         raise GearbxError(f"{path}: is empty; give one JSON object per line, as of GSM8K")
     return rows
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GearbxError(f"{path}: cannot be read as text ({error}); give UTF-8 text or JSON Lines") from error
 
 
 def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, name: str) -> list[list[int]]:

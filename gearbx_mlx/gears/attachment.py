@@ -1,25 +1,22 @@
 """Which gearbox a model has, and which model it is."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.nn as nn
 
 from .fingerprint import fingerprint
 from .saved import saved_gears
 
-if TYPE_CHECKING:
-    from .gearbox import Gearbox
-
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
 
-def attached(model: nn.Module) -> "Gearbox | None":
-    """The gearbox that was last put on a model."""
+def attached(model: nn.Module) -> Any:
+    """The Gearbox that was last put on a model, or None."""
     return getattr(model, ATTACHED, None)
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Of the model as it was loaded, whatever gear it is in."""
+    """The fingerprint of the model as it was loaded, in any gear."""
     gearbox, saved = attached(model), saved_gears(model)
     if gearbox is not None:
         return gearbox.fingerprint

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError
 from ..formats.base import quantized_module
-from ..formats.between import BETWEEN
+from ..formats.fused import FUSED
 from ..formats.native import Native, with_kernels
 from .activations import stored_dtype
 from .cost import layer_bytes
@@ -121,7 +121,7 @@ def differing(
         own, its = (dict(tree_flatten(m.parameters())) for m in (module, after[path]))
         if own.keys() != its.keys() or not all(mx.array_equal(own[n], its[n].astype(own[n].dtype)) for n in own):
             cast(after[path], dtype)
-            after[path] = with_kernels(after[path], type(module) in BETWEEN.values())
+            after[path] = with_kernels(after[path], type(module) in FUSED.values())
             changed.append(path)
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
 

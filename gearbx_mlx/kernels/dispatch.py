@@ -214,7 +214,7 @@ def are_pairs(x: mx.array, indices: mx.array) -> bool:
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """x (..., D) / sqrt(mean(x^2) + eps) * weight (D,), of the type that MLX gives it: the wider of the two."""
-    kernel = between_products("rms_norm") if x.size else None
+    kernel = fused_kernel("rms_norm") if x.size else None
     if kernel is None or x.dtype not in (mx.float32, weight.dtype):
         return mx.fast.rms_norm(x, weight, eps)
     return kernel(x, weight, eps).astype(x.dtype)
@@ -229,13 +229,13 @@ def rope(
         frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
     """
     takes = x.ndim == 4 and x.size > 0 and isinstance(offset, int)
-    kernel = between_products("rope") if takes else None
+    kernel = fused_kernel("rope") if takes else None
     return None if kernel is None else kernel(x, frequencies, traditional, scale, offset).astype(x.dtype)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     """silu(gate) * up, of gate's type; None: where MLX is to do it."""
-    kernel = between_products("swiglu") if gate.shape == up.shape and gate.size > 0 else None
+    kernel = fused_kernel("swiglu") if gate.shape == up.shape and gate.size > 0 else None
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 
@@ -256,7 +256,7 @@ def attention(
         and queries.shape[1] % keys.shape[1] == 0
         and queries.shape[2] <= keys.shape[2]
     )
-    kernel = between_products("attention") if takes else None
+    kernel = fused_kernel("attention") if takes else None
     if kernel is None:
         return None
     if isinstance(mask, mx.array):
@@ -264,8 +264,8 @@ def attention(
     return kernel(*arrays, scale, mask == "causal")
 
 
-def between_products(name: str) -> Callable[..., mx.array] | None:
-    """A kernel of the CPU for what is no product of weights (cpu/between.h, cpu/attention.h)."""
+def fused_kernel(name: str) -> Callable[..., mx.array] | None:
+    """A kernel of the CPU for what is no product of weights (cpu/fused.h, cpu/attention.h)."""
     module = cpu.native() if on_cpu() else None
     return getattr(module, name, None)
 

@@ -141,7 +141,7 @@ def rowwise_launch(
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """x @ W^T + bias for codes with one scale per row, as `formats.rowwise.pack` lays them.
+    """x @ W^T + bias for codes with one scale per row, as `formats.rowwise.pack_symmetric_codes` lays them.
 
     Args:
         x: (..., width), as `prepare`; bias and variant too.

@@ -1,30 +1,51 @@
-"""A machine that is played from a file, for tests and for trying a controller out."""
+"""A machine whose state comes from a file, for tests and for trying a controller out."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from ..errors import GearbxError, about
-from .state import NAMES, MachineState
+from ..files.reading import json_lines, parse_json, read_text, typed
+from .state import NAMES, THERMAL, MachineState
 
 TIMES = ("seconds", "tokens")
+GIVE = 'give lines such as {"seconds": 30, "thermal": "serious"}'
+
+if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
+    Thermal = str
+else:
+    Thermal = Literal[THERMAL]
+Moment = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a script: a time since generation began, and the state from then on."""
+
+    seconds: Moment | None = None
+    tokens: Moment | None = None
+    thermal: Thermal | None = None
+    battery: Fraction | None = None
+    charging: bool | None = None
+    memory: Fraction | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """From this moment on (seconds or tokens since generation began) the state is this."""
+    """The state from a moment on: seconds or tokens since generation began."""
 
     at: float
     state: MachineState
 
 
 class Scripted:
-    """Tells what a script says for the moment.
+    """A reader that takes the state of each moment from a script.
 
     Args:
-        points: in order; what one does not name stays as it was.
+        points: in order; a value that a point does not name stays as it was.
         unit: of their times: "seconds" or "tokens".
     """
 
@@ -44,23 +65,18 @@ class Scripted:
         Raises:
             GearbxError: naming file and line (of an array, entry).
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise GearbxError(f"{path}: cannot be read ({reason}); give a file of machine states") from error
         points: list[Point] = []
         unit = None
-        for place, entry in entries(path, text):
+        for place, entry in read_entries(Path(path)):
             with about(f"{path}, {place}"):
-                unit, point = parsed(entry, unit, points)
+                unit, point = point_of(entry, unit, points)
             points.append(point)
         if unit is None:
-            raise GearbxError(f'{path}: no states in it; give lines such as {{"seconds": 30, "thermal": "serious"}}')
+            raise GearbxError(f"{path}: no states in it; {GIVE}")
         return cls(points, unit)
 
     def read(self) -> MachineState:
-        """The state at `moment`; nothing is known before the first point."""
+        """The state at `moment`; empty before the first point."""
         known: dict[str, Any] = {}
         for point in self.points:
             if point.at <= self.moment:
@@ -68,39 +84,32 @@ class Scripted:
         return MachineState(**known)
 
 
-def entries(path: str | Path, text: str) -> list[tuple[str, Any]]:
-    """Every entry, and where it stands. Raises GearbxError for what is not JSON."""
-    if text.lstrip().startswith("["):
-        try:
-            return [(f"entry {number}", entry) for number, entry in enumerate(json.loads(text), 1)]
-        except json.JSONDecodeError as error:
-            raise GearbxError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append((f"line {number}", json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise GearbxError(f"{path}, line {number}: not JSON ({error.msg})") from error
-    return found
+def read_entries(path: Path) -> Iterator[tuple[str, Entry]]:
+    """Each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad one."""
+    text = read_text(path, "a script of machine states", GIVE)
+    if not text.lstrip().startswith("["):
+        for number, entry in json_lines(path, text, Entry, GIVE):
+            yield f"line {number}", entry
+        return
+    with about(path):
+        entries = typed(parse_json(text), list[Any])
+    for number, entry in enumerate(entries, 1):
+        with about(f"{path}, entry {number}"):
+            yield f"entry {number}", typed(entry, Entry)
 
 
-def parsed(entry: Any, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
-    """The unit of the time and the point. Raises GearbxError."""
-    if not isinstance(entry, dict):
-        raise GearbxError("not an object; give one with a time and a state")
-    unknown = [name for name in entry if name not in (*TIMES, *NAMES)]
-    if unknown:
-        raise GearbxError(f"'{unknown[0]}' is not known; choose from {', '.join((*TIMES, *NAMES))}")
-    times = [name for name in TIMES if name in entry]
+def point_of(entry: Entry, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
+    """The unit of an entry's time, and its point.
+
+    Raises:
+        GearbxError: it has no time or two, its unit is not that of the points before it, or it comes before them.
+    """
+    times = [name for name in TIMES if getattr(entry, name) is not None]
     if len(times) != 1:
         raise GearbxError("give either seconds or tokens")
     if unit not in (None, times[0]):
         raise GearbxError(f"{times[0]}, where the lines before have {unit}; use one of them")
-    at = entry[times[0]]
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < float("inf"):
-        raise GearbxError(f"{times[0]} is {at!r}; give a number, 0 or more")
+    at = getattr(entry, times[0])
     if before and at < before[-1].at:
-        raise GearbxError(f"{times[0]} is {at}, before the line above; put them in order")
-    return times[0], Point(float(at), MachineState(**{n: v for n, v in entry.items() if n in NAMES}))
+        raise GearbxError(f"{times[0]} is {at:g}, before the line above; put them in order")
+    return times[0], Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES}))

@@ -1,18 +1,19 @@
-"""Thresholds between gears: the paper's defaults, what a file of them looks like, and how they are checked.
+"""Thresholds between gears: the paper's defaults, the file that contains them, and the checks on them.
 
-How they are found on a text is in calibration.py.
+calibration.py finds them on a text.
 """
 
 import itertools
 import json
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from ..errors import GearbxError
+from ..files.reading import Count, check_schema, parse_json, typed
 
 LOW_BITS, HIGH_BITS = 1.8, 3.5  # GEARBX 3.3, for the reference vocabulary
 REFERENCE_VOCABULARY = 32768
@@ -42,8 +43,7 @@ def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
     return between(LOW_BITS * scale, HIGH_BITS * scale, gears)
 
 
-@dataclass
-class ThresholdFile:
+class ThresholdFile(Struct, frozen=True):
     """What `calibrate` writes and `generate --thresholds` reads.
 
     `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
@@ -52,15 +52,15 @@ class ThresholdFile:
     """
 
     thresholds: list[float]
-    vocab_size: int
+    vocab_size: Count
     model: str
     method: str
-    gears: list[int]
-    tokens: int
-    window: int
+    gears: list[Count]
+    tokens: Count
+    window: Count
     hysteresis: float
-    min_gear_duration: int
-    shares: list[float] = field(default_factory=list)
+    min_gear_duration: Count
+    shares: list[float] = []
     mode: str = ROUTE
     fingerprint: str = ""
     schema: str = SCHEMA
@@ -76,27 +76,9 @@ def parse_thresholds(text: str) -> ThresholdFile:
     Raises:
         GearbxError: not JSON, another schema or version, a field that is missing or of the wrong kind.
     """
-    try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise GearbxError(f"not JSON ({error})") from error
-    if not isinstance(content, dict) or (content.get("schema"), content.get("version")) != (SCHEMA, VERSION):
-        raise GearbxError(f"not a thresholds file of schema '{SCHEMA}', version {VERSION}")
-    thresholds = content.get("thresholds")
-    if not isinstance(thresholds, list) or not all(isinstance(t, int | float) for t in thresholds):
-        raise GearbxError("'thresholds' is not a list of numbers")
-    if not all(abs(t) <= sys.float_info.max for t in thresholds):
-        raise GearbxError("thresholds must be finite numbers of bits")
-    for name in ("vocab_size", "window", "min_gear_duration"):
-        if not isinstance(content.get(name), int):
-            raise GearbxError(f"'{name}' is not a whole number")
-    if not isinstance(content.get("hysteresis"), int | float):
-        raise GearbxError("'hysteresis' is not a number")
-    known = {item.name for item in fields(ThresholdFile)}
-    try:
-        return ThresholdFile(**{name: value for name, value in content.items() if name in known})
-    except TypeError as error:
-        raise GearbxError(str(error).partition("() ")[2] or str(error)) from error
+    content = parse_json(text)
+    check_schema(content, "a thresholds file", SCHEMA, VERSION)
+    return typed(content, ThresholdFile)
 
 
 def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GearbxError
+from ..files.writing import replacing
 from .colors import gear_color
-from .files import replacing
 
 LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
 MOST_BARS = 40

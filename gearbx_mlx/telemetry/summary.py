@@ -50,25 +50,25 @@ class Tally:
         """Bits per weight that all passes read, of which each gear has its own."""
         return sum(count * per_gear[name] for name, count in self.passes.items())
 
-    def of_mode(self, mode: str) -> dict[str, Any]:
-        """What only this mode has: tokens computed more than once; drafts, and checks by the top gear; what each of two
-        models wrote, and what they read when they came back."""
-        if mode == "kickdown":
-            return {"recomputed": self.recomputed}
-        if mode == "pair":
-            return {
-                "shares": {name: self.mean(count) for name, count in self.gear_tokens.items()},
-                "caught_up_tokens": self.caught_up,
-            }
-        if mode == "lossless":
-            return {
-                "drafted": self.drafted,
-                "accepted": self.accepted,
-                "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
-                "checks": list(self.passes.values())[-1],
-                "near_ties": self.near_ties,
-            }
-        return {}
+
+def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
+    """What drafts came to: tokens drafted and accepted, and the passes that verified them."""
+    return {
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
+        "acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
+        "verifications": verifications,
+    }
+
+
+def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as a line of a table: label and figures."""
+    if "drafted" not in summary:
+        return []
+    ties = summary.get("near_ties")
+    figures = f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
+    figures += f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else "")
+    return [("drafted", figures)]
 
 
 def summarize(
@@ -79,6 +79,7 @@ def summarize(
     ladder: Sequence[Mapping[str, Any]],
     bits_per_weight: Mapping[str, float],
     weight_bytes: Mapping[str, int],
+    of_mode: Mapping[str, Any],
     **further: Any,
 ) -> dict[str, Any]:
     """The summary object.
@@ -87,6 +88,7 @@ def summarize(
         ladder: name, bits, bytes_per_weight of each gear.
         bits_per_weight: of the managed layers, by gear, as one pass reads them.
         weight_bytes: that one token reads from the whole model, by gear.
+        of_mode: what the mode adds.
         further: fields that the command knows: speed, memory, layers.
     """
     return {
@@ -97,7 +99,7 @@ def summarize(
         "gear_tokens": tally.gear_tokens,
         "shifts": tally.shifts,
         "passes": tally.passes,
-        **tally.of_mode(mode),
+        **of_mode,
         "mean_entropy_bits": tally.mean(tally.entropy_sum),
         "effective_bits_per_weight": tally.mean(tally.bits_read(bits_per_weight)),
         "weight_bytes_per_token": tally.mean(tally.weight_bytes),

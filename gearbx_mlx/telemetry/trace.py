@@ -2,19 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from .files import replacing
+from ..errors import OutputLost
+from ..files.writing import replacing
 
 FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
-MODE_FIELDS = {
-    "kickdown": ("passes", "weight_bytes"),
-    "lossless": ("passes", "weight_bytes", "drafted", "from_draft"),
-    "pair": ("passes", "weight_bytes", "caught_up"),
-}
 
 
 class Token(Protocol):
@@ -35,21 +31,27 @@ class Token(Protocol):
     decision: Any
 
 
-def record(index: int, response: Token, extra: Mapping[str, Any] | None = None, mode: str = "route") -> dict[str, Any]:
-    """`index` counts from 0; entropies in bits; `extra` comes first (the prompt's number, say).
+def record(
+    index: int, response: Token, extra: Mapping[str, Any] | None = None, fields: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The trace's object for one token.
 
     A token after which a controller decided something has that as `decision`.
+
+    Args:
+        index: counts from 0.
+        extra: comes first (the prompt's number, say).
+        fields: further fields of the response, which the mode adds.
     """
-    fields = (*FIELDS, *MODE_FIELDS.get(mode, ()))
-    entry = {**(extra or {}), "index": index, **{name: getattr(response, name) for name in fields}}
+    entry = {**(extra or {}), "index": index, **{name: getattr(response, name) for name in (*FIELDS, *fields)}}
     return entry if response.decision is None else entry | {"decision": response.decision.record()}
 
 
 class TraceWriter:
     """A context that writes records as they come.
 
-    The file takes its name when the context ends, by an interrupt as well: the trace is then complete up to there.
-    Any other exception leaves no file.
+    The file takes its name when the context ends, also by an interrupt or where standard output is lost: the trace is
+    then complete up to there. Any other exception leaves no file.
     """
 
     def __init__(self, path: Path | None):
@@ -71,7 +73,7 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+        if kind is not None and issubclass(kind, KeyboardInterrupt | OutputLost):
             self._stack.close()  # as if all had ended well
         else:
             self._stack.__exit__(kind, error, trace)

@@ -69,12 +69,12 @@ def _planes(case: Case, weight: mx.array) -> dict[str, mx.array]:
 
 def _rowwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
     codes, scales = rowwise.quantize(weight, case.bits)
-    return {"w0": rowwise.pack(codes, case.bits), "scales": scales}
+    return {"w0": rowwise.pack_symmetric_codes(codes, case.bits), "scales": scales}
 
 
 def _groupwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
     codes, scales = groupwise.quantize(weight)
-    return {"w0": rowwise.pack(codes, case.bits), "scales": scales}
+    return {"w0": rowwise.pack_symmetric_codes(codes, case.bits), "scales": scales}
 
 
 CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}

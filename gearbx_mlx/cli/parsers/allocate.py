@@ -10,7 +10,7 @@ from ...gears.ladder import Ladder
 from ...gears.names import DEFAULT_LADDER
 from ..calibration_text import CalibrationTextSettings, add_text_flags
 from ..model import ModelSettings, add_model_flags
-from ..settings import Settings, flag_of, name, new_parser, number, settings_from_keywords
+from ..settings import Settings, command_settings, flag_of, name, new_parser, number
 from ..sizes import parse_bytes
 
 UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
@@ -125,4 +125,4 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def parse() -> AllocateSettings:
-    return settings_from_keywords(AllocateSettings, **vars(setup_arg_parser().parse_args()))
+    return command_settings(AllocateSettings, vars(setup_arg_parser().parse_args()))

@@ -11,7 +11,7 @@ from ...gears.names import DEFAULT_LADDER, DTYPES
 from ..budget import Budget, BudgetSettings, add_budget_flags
 from ..floors import FloorSettings, add_floor_flags
 from ..gears import LayoutSettings, add_ladder_flags, add_layout_flags, quality_ladder
-from ..settings import Settings, name, new_parser, one_of, settings_from_keywords
+from ..settings import Settings, command_settings, name, new_parser, one_of
 
 DESCRIPTION = (
     "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
@@ -104,4 +104,4 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def parse() -> ConvertSettings:
-    return settings_from_keywords(ConvertSettings, **vars(setup_arg_parser().parse_args()))
+    return command_settings(ConvertSettings, vars(setup_arg_parser().parse_args()))

@@ -10,7 +10,7 @@ from ..calibration_text import CalibrationTextSettings, add_text_flags
 from ..gears import LayoutSettings, add_layout_flags
 from ..model import ModelSettings, add_model_flags
 from ..output import check_distinct
-from ..settings import Settings, name, new_parser, settings_from_keywords
+from ..settings import Settings, command_settings, name, new_parser
 
 DEFAULT_BITS = "3,4,5,6,8"
 DESCRIPTION = (
@@ -83,4 +83,4 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def parse() -> SensitivitySettings:
-    return settings_from_keywords(SensitivitySettings, **vars(setup_arg_parser().parse_args()))
+    return command_settings(SensitivitySettings, vars(setup_arg_parser().parse_args()))

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 
 from ...cli import terminal
-from ...telemetry.files import write_text
+from ...files.writing import write_text
 from ...telemetry.summary import as_json
 
 TABLES = {

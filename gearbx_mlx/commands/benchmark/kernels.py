@@ -107,14 +107,14 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
             return rowwise_product(x, codes, scales, bits, width, x_bits=x_bits)
 
         codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
-        arrays = [rowwise.pack(codes, bits), scales]
+        arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
         yield from cases_of("rowwise", bits, arrays, total, by_activations(rows), paths)
 
     def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
         return groupwise_product(x, w, s, width, x_bits=x_bits)
 
     codes, scales = groupwise.quantize(weight)
-    arrays = [rowwise.pack(codes, groupwise.BITS), scales]
+    arrays = [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
     yield from cases_of("groupwise", groupwise.BITS, arrays, total, by_activations(groups), paths)
 
 

@@ -192,7 +192,7 @@ void bind_codebooks(nb::module_& m);
 // Adds attention (attention_primitive.cpp).
 void bind_attention(nb::module_& m);
 
-// Adds what stands between products (between_primitive.cpp).
-void bind_between(nb::module_& m);
+// Adds norms, rotary positions and SwiGLU (fused_primitive.cpp).
+void bind_fused(nb::module_& m);
 
 }  // namespace gearbx

@@ -151,7 +151,7 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_experts(m);
   bind_codebooks(m);
   bind_attention(m);
-  bind_between(m);
+  bind_fused(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

@@ -1,4 +1,4 @@
-#include "between.h"
+#include "fused.h"
 
 #include <cmath>
 #include <cstring>

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
-#include "between.h"
+#include "fused.h"
 #include "matvec.h"
 
 static uint64_t state = 1;

@@ -1,16 +1,15 @@
-"""From what is said about drafting, a file, a number or nothing, to the model that drafts by it."""
+"""When to stop drafting: the rule of a file, of a number of tokens, or the one that ships."""
 
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ..errors import GearbxError
+from ..files.reading import read_as
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..routing.acceptance import DraftRule, FixedLength, default_rule
 from ..routing.draft_file import DraftFile, parse_draft_file
-from .lossless import LosslessModel
 
 SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"
 MAKE_DRAFTING = "write a new one with python -m gearbx_mlx.calibrate --mode lossless"
@@ -20,11 +19,7 @@ How = DraftFile | DraftRule | str | Path | int | None
 
 def read_draft_file(path: str | Path) -> DraftFile:
     """Raises GearbxError for a file that cannot be read, or is something else."""
-    try:
-        return parse_draft_file(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # GearbxError and UnicodeDecodeError are ValueErrors
-        reason = str(error).partition("\n")[0]
-        raise GearbxError(f"{path}: cannot be read as a drafting file ({reason}); {MAKE_DRAFTING}") from error
+    return read_as(Path(path), parse_draft_file, "a drafting file", MAKE_DRAFTING)
 
 
 @cache
@@ -73,20 +68,3 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
     if isinstance(how, int):
         return FixedLength(how), None
     return how or default_rule(), None
-
-
-def make_lossless(
-    gearbox: Gearbox, tokenizer: Any, how: How = None, *, prompt_tokens: int = 0, **kwargs: Any
-) -> LosslessModel:
-    """The model to give to mlx-lm's stream_generate together with these keywords of it."""
-    rule, draft = find_rule(gearbox, how)
-    return LosslessModel(
-        gearbox,
-        rule,
-        draft=draft,
-        sampler=kwargs.get("sampler"),
-        logits_processors=kwargs.get("logits_processors") or (),
-        stop_tokens=tokenizer.eos_token_ids,
-        prompt_tokens=prompt_tokens,
-        max_tokens=kwargs.get("max_tokens", -1),
-    )

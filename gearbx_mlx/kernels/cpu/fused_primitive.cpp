@@ -1,6 +1,6 @@
-// What stands between products as operations of MLX's graph.
+// Fused operations as operations of MLX's graph.
 
-#include "between.h"
+#include "fused.h"
 
 #include <algorithm>
 
@@ -106,7 +106,7 @@ mx::array swiglu(const mx::array& gate, const mx::array& up) {
 
 }  // namespace
 
-void bind_between(nb::module_& m) {
+void bind_fused(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &swiglu, "gate"_a, "up"_a);
   m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a);

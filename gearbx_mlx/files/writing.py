@@ -20,8 +20,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     try:
-        if target.exists() and not target.is_file():
-            yield target
+        if path.exists() and not path.is_file():
+            yield path
             return
         handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
         os.close(handle)

@@ -1,0 +1,49 @@
+"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. All of them end it as Ctrl-C does."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 130
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """`received` is the signal that ended the run, or None."""
+
+    received: int | None = None
+
+    def end(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.received = number
+        raise KeyboardInterrupt
+
+
+def run_to_end(body: Callable[[], int | None]) -> int:
+    """The exit status of a command's body: 128 and the signal's number where a signal ended it."""
+    with heeded() as signals:
+        try:
+            status = body() or 0
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    return 128 + signals.received if status == INTERRUPTED and signals.received else status
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[Signals]:
+    """While the context lasts, each ending signal raises KeyboardInterrupt, except those that the process ignores."""
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+        yield signals
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signals.end)
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

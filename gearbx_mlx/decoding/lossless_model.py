@@ -1,0 +1,227 @@
+"""A model that drafts in a low gear and verifies the whole draft in one pass of the top gear.
+
+To mlx-lm this is a model like any other, whose logits are those of the top gear. Asked for one token, it drafts the
+next few, computes the top gear's logits for all of them at once, and answers from these for as long as the tokens that
+come are those it drafted. So sampling, logits processors, stop tokens and lengths are mlx-lm's own, and a draft that
+is wrong costs time and changes nothing.
+
+Draft and check share their noise (GEARBX 10.1): a drafted token is sampled with the random numbers that mlx-lm will
+sample that position with, so that both agree wherever their distributions do.
+
+All on one KV cache. The entries of the low gear are taken back before the top gear writes its own; those that lie
+beyond the token that was asked for are hidden, and brought back as their tokens come.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import GearbxError, GearbxWarning
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
+from .caches import borrowed, length, room, take_back, untrimmable
+from .step import Draft, Step
+from .wrapper import ModelWrapper
+
+NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
+
+
+@dataclass
+class Ahead:
+    """The top gear's logits (1, N, V) for a token and the draft after it; `place` of them have been handed out.
+
+    The cache was `cache`, and `length` tokens long, when the last of them was.
+    """
+
+    tokens: list[int]
+    logits: mx.array
+    noise: mx.array
+    cache: list[Any]
+    length: int
+    place: int = 1
+
+
+class LosslessModel(ModelWrapper):
+    """A model that computes the top gear's logits, several tokens in one pass where a draft foretold them.
+
+    Args:
+        gearbox: of the model, with two gears or more.
+        rule: when to stop drafting; the uncalibrated one if not given.
+        draft: the gear that drafts; the lowest if not given.
+        sampler, logits_processors: those that mlx-lm is run with, so that drafts are what it will choose. Greedy
+            without.
+        stop_tokens: after which nothing is drafted.
+        prompt_tokens: tokens that are given before the first is asked for.
+        max_tokens: that will be asked for.
+
+    Raises:
+        GearbxError: a ladder of one gear, a draft gear that is the top one. When called: a cache from which nothing
+            can be taken back.
+    """
+
+    def __init__(
+        self,
+        gearbox: Gearbox,
+        rule: DraftRule | None = None,
+        *,
+        draft: Gear | str | int | None = None,
+        sampler: Callable[[mx.array], mx.array] | None = None,
+        logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
+        stop_tokens: Collection[int] = (),
+        prompt_tokens: int = 0,
+        max_tokens: int = -1,
+    ):
+        super().__init__(gearbox)
+        self.top = gearbox.ladder.top
+        self.draft = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
+        if self.draft == self.top:
+            raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+        self.rule = rule or default_rule()
+        self.sampler = sampler
+        self.logits_processors = tuple(logits_processors)
+        self.stop_tokens = frozenset(stop_tokens)
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self._history = History()
+        self._ahead: Ahead | None = None
+        self._running: Any = None  # the cache of the step before
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
+    ) -> mx.array:
+        kwargs = self.model_keywords(input_embeddings, kwargs)
+        if inputs.size != 1 or cache is None or kwargs:
+            self._ahead = None
+            self._history.add(inputs)
+            read = self.gearbox.weight_bytes_per_token(self.top)
+            self.step = Step(self.top, (), self.passes(self.top), read)
+            return self.run(self.top, inputs, cache, **kwargs)
+        self._history.add(inputs)
+        token = np.array(inputs).item()
+        found = self._foretold(token, cache)
+        return self._look_ahead(token, cache) if found is None else found
+
+    def _foretold(self, token: int, cache: Any) -> mx.array | None:
+        """Logits (1, 1, V) that the last check has for this token, if it is the one that was drafted."""
+        ahead = self._ahead
+        if (
+            ahead is None
+            or ahead.place == len(ahead.tokens)
+            or ahead.tokens[ahead.place] != token
+            or len(cache) != len(ahead.cache)
+            or any(a is not b for a, b in zip(cache, ahead.cache))  # mlx-lm has begun to quantize it, say
+            or length(cache) != ahead.length
+        ):
+            return None
+        take_back(cache, -1)
+        place = ahead.place
+        ahead.place += 1
+        ahead.length += 1
+        self.step = Step(self.top, (), self.passes(), 0, self._drafted(ahead, place), 0, ahead.noise)
+        return ahead.logits[:, place : place + 1]
+
+    def _look_ahead(self, token: int, cache: Any) -> mx.array:
+        """Draft, check, and the logits (1, 1, V) of the token itself."""
+        self._ahead = None
+        tokens = [token]
+        entropies: list[float] = []
+        most = self._most(token, cache)
+        if most > 0:
+            drafted, entropies = self._drafts(token, cache, most)
+            tokens += drafted
+            with borrowed(cache):
+                logits = self.run(self.top, mx.array([tokens]), cache)
+            take_back(cache, -1)
+        else:
+            logits = self.run(self.top, mx.array([tokens]), cache)
+        noise = NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max()
+        ahead = Ahead(tokens, logits, noise, list(cache), length(cache))
+        ran = [self.draft] * len(entropies) + [self.top]
+        read = len(entropies) * self.gearbox.weight_bytes_per_token(self.draft)
+        read += self.gearbox.weight_bytes_per_token(self.top, len(tokens))
+        checked = noise if len(tokens) > 1 else None
+        self.step = Step(
+            self.top, tuple(entropies), self.passes(*ran), read, self._drafted(ahead, 0), len(entropies), checked
+        )
+        self._ahead = ahead
+        return logits[:, :1]
+
+    def _drafted(self, ahead: Ahead, place: int) -> Draft | None:
+        """What was drafted for where this place's logits lead."""
+        return Draft(ahead.tokens[place + 1], self.draft) if place + 1 < len(ahead.tokens) else None
+
+    def _most(self, token: int, cache: Any) -> int:
+        """How many tokens to draft at most, so that none is past the end and all can be taken back.
+
+        Raises GearbxError for a cache that cannot be used; one that fills up on the way is left to the top gear.
+        """
+        running, self._running = self._running is cache, cache
+        free = room(cache) - 1  # the token itself goes in too
+        if free < 1 and not running:
+            raise untrimmable(cache, "lossless")
+        if free < 1:
+            warnings.warn(f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4)
+        made = len(self._history) - self.prompt_tokens + 1  # tokens, that which comes of this step included
+        if made < 1 or token in self.stop_tokens:
+            return 0
+        left = self.max_tokens - made if self.max_tokens >= 0 else MOST_DRAFTED
+        return int(min(MOST_DRAFTED, left, free))
+
+    def _drafts(self, token: int, cache: Any, most: int) -> tuple[list[int], list[float]]:
+        """Tokens and the entropies (bits) they were drawn at. Cache and random numbers are left as they were."""
+        drafted: list[int] = []
+        entropies: list[float] = []
+        history = self._history.tokens() if self.logits_processors else []
+        self.rule.begin()
+        with borrowed(cache), same_random_numbers():
+            while len(drafted) < most:
+                logits = self.run(self.draft, mx.array([[token]]), cache)[:, -1]
+                for processor in self.logits_processors:
+                    logits = processor(mx.array(history + drafted, mx.uint32), logits)
+                logprobs = logits - mx.logsumexp(logits, keepdims=True)
+                entropy = self.entropy(logprobs)
+                sampled = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
+                mx.eval(entropy, sampled)
+                token = np.array(sampled).item()
+                drafted.append(token)
+                entropies.append(float(entropy))
+                if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
+                    break
+        return drafted, entropies
+
+
+class History:
+    """Tokens that the model was called with, which logits processors look back at."""
+
+    def __init__(self) -> None:
+        self._parts: list[mx.array] = []
+        self._count = 0
+
+    def add(self, inputs: mx.array) -> None:
+        self._parts.append(inputs.reshape(-1))
+        self._count += inputs.size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tokens(self) -> list[int]:
+        if len(self._parts) > 1:
+            self._parts = [mx.concatenate([part.astype(mx.uint32) for part in self._parts])]
+        return np.array(self._parts[0]).tolist()
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """What is drawn in the block will be drawn again after it."""
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)  # a key is its seed

@@ -1,0 +1,149 @@
+"""What is wrong with a JSON text or value, in words: msgspec's messages, with the exact place and the value."""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+LONGEST = 60  # characters of a value that a message shows
+NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$([^`]*)`)?", re.DOTALL)
+STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+ANY = "..."  # msgspec's name for every key of an object that has no fixed fields
+FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
+NOT_A_NUMBER = re.compile(r"-?(NaN|Infinity)")
+
+Step = str | int
+
+
+def shown(value: Any) -> str:
+    """A value of a JSON file for a message: one line, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def malformed(error: Exception, text: str | bytes) -> str:
+    """Why a text is not JSON, and where."""
+    if isinstance(error, UnicodeError):
+        return f"not JSON: not UTF-8 text ({error.reason})" if hasattr(error, "reason") else "not JSON: not UTF-8 text"
+    if isinstance(error, msgspec.ValidationError):  # the only one that needs no type
+        return "not JSON: a number has too many digits"
+    found = re.fullmatch(r"JSON is malformed: (.*) \(byte (\d+)\)", str(error))
+    if found is None:
+        return "not JSON: it ends too early, or has half of a surrogate pair"
+    data = text.encode() if isinstance(text, str) else text
+    before, after = data[: int(found[2])], data[int(found[2]) :]
+    line, column = before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
+    number = NOT_A_NUMBER.match(after[:16].decode(errors="replace"))
+    reason = f"{number[0]} is not a finite number" if number else found[1]
+    return f"not JSON: {reason} at line {line}, column {column}"
+
+
+def misfit(error: msgspec.ValidationError, content: Any, kind: Any) -> str:
+    """Why a value does not fit a type: the field, the value, and what it is not."""
+    match = MESSAGE.fullmatch(str(error))
+    assert match is not None
+    message, of_key, place = match[1], match[2], match[3] or ""
+    steps: list[Step] = [name or (ANY if index == ANY else int(index)) for name, index in STEP.findall(place)]
+    try:
+        steps, value, key = narrowed(content, kind, str(error), [*steps, ANY] if of_key else steps)
+    except (LookupError, TypeError):  # no place: a name in the file imitates one
+        message, of_key, steps, value, key = str(error), None, [], content, ""
+    info = inspect.type_info(kind)
+    if of_key:
+        expected = expectation(message, type_at(info, steps[:-1], key=True))
+        return f"{where(steps[:-1])} has the key {shown(key)}, {expected}"
+    field = FIELD.fullmatch(message)
+    if field and field[1] == "missing required":
+        return f"{where(steps)} has no field '{field[2]}'"
+    if field:
+        known = ", ".join(part.encode_name for part in type_at(info, steps).fields)
+        return f"{where([*steps, field[2]])} is not known; choose from {known}"
+    expected = expectation(message, type_at(info, steps))
+    if expected:
+        return f"{where(steps)} is {shown(value)}, {expected}"
+    return f"{where(steps)}: {message}" if steps else message  # from a check of our own
+
+
+def narrowed(content: Any, kind: Any, message: str, steps: list[Step]) -> tuple[list[Step], Any, str]:
+    """The steps with the keys that msgspec does not name, the value that they lead to, and the last key.
+
+    An object that contains the wrong entry alone fails with the same message, which finds the entry by bisection.
+    """
+
+    def fails(exact: list[Step], part: dict) -> bool:
+        try:
+            msgspec.convert(put(content, exact, part), kind, str_keys=True)
+        except msgspec.ValidationError as error:
+            return str(error) == message
+        return False
+
+    exact: list[Step] = []
+    value, key = content, ""
+    for step in steps:
+        if step == ANY:
+            keys = list(value)
+            while len(keys) > 1:
+                half = keys[: len(keys) // 2]
+                keys = half if fails(exact, {name: value[name] for name in half}) else keys[len(half) :]
+            step = key = keys[0]
+        exact.append(step)
+        value = value[step]
+    return exact, value, key
+
+
+def put(content: Any, steps: list[Step], value: Any) -> Any:
+    """A copy of a JSON value with another value in one place; the rest is shared."""
+    if not steps:
+        return value
+    copied = content.copy()
+    copied[steps[0]] = put(content[steps[0]], steps[1:], value)
+    return copied
+
+
+def where(steps: list[Step]) -> str:
+    """A place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
+    parts = [f"[{shown(step)}]" if isinstance(step, int) or not step.isidentifier() else f".{step}" for step in steps]
+    return "".join(parts).removeprefix(".") or "it"
+
+
+def type_at(info: Any, steps: list[Step], key: bool = False) -> Any:
+    """msgspec's description of the type in a place, or of the keys there."""
+    for step in steps:
+        info = without_null(info)
+        if isinstance(info, inspect.StructType | inspect.DataclassType):
+            info = next(field.type for field in info.fields if field.encode_name == step)
+        elif isinstance(info, inspect.DictType):
+            info = info.value_type
+        else:
+            info = info.item_types[int(step)] if isinstance(info, inspect.TupleType) else info.item_type
+    info = without_null(info)
+    return info.key_type if key else info
+
+
+def without_null(info: Any) -> Any:
+    if not isinstance(info, inspect.UnionType):
+        return info
+    return next(part for part in info.types if not isinstance(part, inspect.NoneType))
+
+
+def expectation(message: str, info: Any) -> str:
+    """What a value is not, from msgspec's message; empty for a message that msgspec did not write."""
+    if message.startswith("Invalid enum value"):
+        return f"not one of {', '.join(map(str, info.values))}"
+    if message.endswith("out of range"):
+        return "not a finite number" if isinstance(info, inspect.FloatType) else "a number with too many digits"
+    found = re.fullmatch(r"Expected `([^`]+)`(.*?)(, got .*)?", message, re.DOTALL)
+    if not found:
+        return ""
+    name = " or ".join(NAMES.get(part, part) for part in found[1].split(" | "))
+    return f"not {name}{found[2].replace(' matching regex', ' that matches')}"

@@ -1,0 +1,142 @@
+"""Text and JSON from files that anybody may have written: typed contents, or one line that says what is wrong.
+
+msgspec checks the types; `problems` puts what it says into words.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ..errors import GearbxError
+from .problems import malformed, misfit, shown
+
+T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
+
+LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
+DEEPEST = 64  # levels of objects and lists inside each other
+
+
+def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -> str:
+    """The text of a UTF-8 file.
+
+    Args:
+        what: the file is to be, with its article, such as "a precision manifest".
+        remedy: for a file that is something else.
+        largest: size, in characters.
+
+    Raises:
+        GearbxError: it cannot be opened, is no UTF-8 text, or is too large.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(largest + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise GearbxError(f"{path}: cannot be read as {what} ({reason}); check the path and its permissions") from error
+    except ValueError as error:  # bytes that are not UTF-8, or a path that contains a null character
+        reason = getattr(error, "reason", None) or str(error)
+        raise GearbxError(f"{path}: cannot be read as {what} (not UTF-8 text: {reason}); {remedy}") from error
+    if len(text) > largest:
+        raise GearbxError(f"{path}: cannot be read as {what} (longer than {largest} characters); {remedy}")
+    return text
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text contains.
+
+    Raises:
+        GearbxError: it is not JSON, or nested too deeply; NaN, Infinity and unpaired surrogates are not JSON. The
+            message names neither a file nor a remedy.
+    """
+    try:
+        content = msgspec.json.decode(text)
+    except RecursionError as error:
+        raise GearbxError(f"nested more than {DEEPEST} levels deep") from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise GearbxError(malformed(error, text)) from error
+    check_depth(content)
+    return content
+
+
+def check_depth(content: Any) -> None:
+    """Raises GearbxError if objects and lists are nested too deeply for what works on them next."""
+    level = [content]
+    for _ in range(DEEPEST):
+        parts = (part for part in level if isinstance(part, dict | list))
+        inner = (value for part in parts for value in (part.values() if isinstance(part, dict) else part))
+        level = [value for value in inner if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise GearbxError(f"nested more than {DEEPEST} levels deep")
+
+
+def typed(content: Any, kind: type[T]) -> T:
+    """What `parse_json` returned as a value of a type: a msgspec Struct, a dataclass, or a type such as list[str].
+
+    Raises:
+        GearbxError: it does not fit the type. The message names the field and its value, but neither a file nor a
+            remedy.
+    """
+    try:
+        return msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise GearbxError(misfit(error, content, kind)) from error
+
+
+def check_schema(content: Any, what: str, schema: str, version: int) -> None:
+    """Raises GearbxError unless a JSON object is of this schema and version.
+
+    Args:
+        what: it is to be, with its article, such as "a drafting file".
+    """
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != schema:
+        raise GearbxError(f"it is not {what}: its schema is not '{schema}'")
+    if type(content.get("version")) is not int or content["version"] != version:
+        raise GearbxError(f"it is of version {shown(content.get('version'))}, and this gearbx-mlx reads {version}")
+
+
+def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
+    """What a function makes of the text of a JSON file.
+
+    Args:
+        parse: raises GearbxError without naming the file.
+        what, remedy: as in `read_text`.
+
+    Raises:
+        GearbxError: the file cannot be read, or `parse` raised one; the message names the file and the remedy.
+    """
+    text = read_text(path, what, remedy, LARGEST_JSON)
+    try:
+        return parse(text)
+    except GearbxError as error:
+        raise GearbxError(f"{path}: cannot be read as {what} ({error}); {remedy}") from error
+
+
+def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
+    """A JSON file as a value of a type. The arguments and errors are those of `read_as` and `typed`."""
+    return read_as(path, lambda text: typed(parse_json(text), kind), what, remedy)
+
+
+def json_lines(path: Path, text: str, kind: type[T], remedy: str, first: int = 1) -> Iterator[tuple[int, T]]:
+    """The number of each line of JSON Lines and its value; empty lines are skipped.
+
+    Only "\\n" ends a line: splitlines() would also split at separators inside a string.
+
+    Args:
+        path: for the error.
+        first: number of the first line.
+
+    Raises:
+        GearbxError: a line does not fit the type; the message names file, line and remedy.
+    """
+    for number, line in enumerate(text.split("\n"), first):
+        if line.strip():
+            try:
+                value = typed(parse_json(line), kind)
+            except GearbxError as error:
+                raise GearbxError(f"{path}, line {number}: {error}; {remedy}") from error
+            yield number, value

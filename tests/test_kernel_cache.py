@@ -1,0 +1,208 @@
+"""The cache of compiled kernels: what is compiled once, what is compiled again, and what is never loaded."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ON_A_CPU
+
+from gearbx_mlx import GearbxWarning
+from gearbx_mlx.kernels import compiler, cpu
+
+ROOT = Path(__file__).parents[1]
+NO_BODY = 65534  # a user that owns nothing here
+
+pytestmark = ON_A_CPU
+
+
+@pytest.fixture
+def cache(native, afresh, tmp_path):
+    """An empty cache, and a compiler that copies what was compiled before: these tests are about where it goes."""
+    log, script = tmp_path / "log", tmp_path / "copying"
+    log.touch()
+    script.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        f'case "$*" in *-shared*) echo >> {log}; rm -f "$last"; cp {native.__file__} "$last";; *) : > "$last";; esac\n',
+        encoding="utf-8",
+    )
+    script.chmod(0o755)
+    environment = {"CXX": str(script), "XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    for name, value in environment.items():
+        afresh.setenv(name, value)
+    directory = tmp_path / "home" / "gearbx-mlx"
+
+    def load() -> Path:
+        """The file from which kernels are loaded now."""
+        cpu._kernels_or_reason.cache_clear()
+        assert cpu.why_not() is None
+        return Path(cpu.native().__file__)
+
+    def count() -> int:
+        return len(log.read_text().splitlines())
+
+    cpu._kernels_or_reason.cache_clear()
+    return SimpleNamespace(directory=directory, load=load, compilations=count)
+
+
+def load_in_a_process() -> str:
+    """What why_not says in a process of its own, which a damaged library may crash."""
+    code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestCompiledOnce:
+    def test_and_kept_with_a_hash(self, cache):
+        file = cache.load()
+        assert cache.load() == file
+        assert cache.compilations() == 1
+        assert set(cache.directory.iterdir()) == {file, file.with_name(f"{file.name}.sha256")}
+
+    def test_and_loaded_again_whatever_the_umask(self, cache):
+        before = os.umask(0)
+        try:
+            assert cache.load() == cache.load()
+        finally:
+            os.umask(before)
+        assert cache.compilations() == 1
+        for path in (cache.directory, *cache.directory.iterdir()):
+            assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+    def test_in_a_shared_directory_whose_files_only_their_owners_replace(self, cache):
+        cache.directory.parent.mkdir()
+        cache.directory.parent.chmod(0o1777)
+        assert cache.load() == cache.load()
+        assert cache.compilations() == 1
+
+    def test_by_two_processes(self, cache):
+        code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
+        both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [process.communicate(timeout=300)[0] for process in both] == ["None\n", "None\n"]
+        assert len(list(cache.directory.iterdir())) == 2
+        before = cache.compilations()
+        cache.load()
+        assert cache.compilations() == before
+
+    def test_kernels_that_do_not_work(self, cache, afresh):
+        def refuse(module: object) -> None:
+            raise compiler.Unavailable("incompatible function arguments")
+
+        afresh.setattr(cpu, "check_kernels", refuse)
+        for _ in range(2):
+            cpu._kernels_or_reason.cache_clear()
+            assert cpu.why_not() == "incompatible function arguments"
+        assert cache.compilations() == 1
+
+    def test_unless_something_changes_on_which_the_library_depends(self, afresh):
+        def keys() -> set[str]:
+            return {compiler.hash_recipe(compiler.make_recipe(c)) for c in (["c++"], ["c++", "-g"], ["clang++"])}
+
+        found = keys()
+        afresh.setattr(compiler, "processor_features", lambda: "another")
+        found |= keys()
+        afresh.setattr(compiler, "version", lambda name: "1")
+        found |= keys()
+        assert len(found) == 9
+
+
+class TestCompiledAgain:
+    @pytest.mark.parametrize("size", [0, 100, 0.6, 0.99])
+    def test_after_a_library_was_cut_off(self, cache, size):
+        file = cache.load()
+        whole = file.read_bytes()
+        file.unlink()  # this process has the old file in its memory
+        file.write_bytes(whole[: int(size * len(whole)) if size < 1 else size])
+        assert load_in_a_process() == "None"
+        assert file.read_bytes() == whole
+        assert cache.compilations() == 2
+
+    @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64, None], ids=str)
+    def test_when_the_hash_is_another(self, cache, content):
+        file = cache.load()
+        hashed = file.with_name(f"{file.name}.sha256")
+        expected = hashed.read_bytes()
+        hashed.unlink() if content is None else hashed.write_bytes(content)
+        assert cache.load() == file
+        assert cache.compilations() == 2
+        assert hashed.read_bytes() == expected
+
+    @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"two\nlines", b"\x1b[31mred"], ids=str)
+    def test_when_the_reason_of_a_failure_cannot_be_read(self, cache, content):
+        file = cache.load()
+        for kept in cache.directory.iterdir():
+            kept.unlink()
+        file.with_name(f"{file.name}.why-not").write_bytes(content)
+        assert cache.load() == file
+        assert cache.compilations() == 2
+
+
+class TestNeverLoaded:
+    """A cache that somebody else could have written to: one line says so, and the kernels are compiled anew."""
+
+    def assert_private(self, cache, reason: str) -> None:
+        with pytest.warns(GearbxWarning, match=reason) as warned:
+            file = cache.load()
+        assert len(warned) == 1
+        assert "\n" not in str(warned[0].message)
+        assert not file.is_relative_to(cache.directory)
+        assert file.parent.stat().st_mode & 0o777 == 0o700
+
+    @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757], ids=oct)
+    @pytest.mark.parametrize("place", ["library", "hash", "cache", "home"])
+    def test_where_others_may_write(self, cache, place, mode):
+        file = cache.load()
+        path = {
+            "library": file,
+            "hash": file.with_name(f"{file.name}.sha256"),
+            "cache": cache.directory,
+            "home": cache.directory.parent,
+        }[place]
+        path.chmod(mode)
+        self.assert_private(cache, f"others may write to {path}; run chmod go-w on it")
+        path.chmod(0o700)
+        assert cache.load() == file
+
+    @pytest.mark.parametrize("place", ["library", "cache", "home"])
+    def test_where_another_user_owns_it(self, cache, afresh, place):
+        file = cache.load()
+        path = {"library": file, "cache": cache.directory, "home": cache.directory.parent}[place]
+        if os.geteuid() == 0:
+            os.chown(path, NO_BODY, -1)
+        else:
+            path = cache.directory.parent  # the first that is looked at
+            afresh.setattr(os, "geteuid", lambda: NO_BODY)
+        self.assert_private(cache, f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")
+
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    def test_where_something_else_is_in_its_place(self, cache, kind):
+        file = cache.load()
+        file.rename(elsewhere := cache.directory / "elsewhere")
+        file.symlink_to(elsewhere) if kind == "link" else os.mkfifo(file)
+        self.assert_private(cache, f"{file} is neither a file nor a directory; remove it")
+
+    def test_where_nothing_can_be_written(self, cache):
+        cache.directory.parent.write_text("in the way", encoding="utf-8")
+        self.assert_private(cache, f"{cache.directory.parent}.*; set XDG_CACHE_HOME to another directory")
+
+    def test_nowhere_to_write_at_all(self, cache, afresh, tmp_path):
+        def refuse() -> None:
+            raise PermissionError
+
+        cache.directory.parent.write_text("in the way", encoding="utf-8")
+        afresh.setattr(cpu, "private_directory", refuse)
+        with pytest.warns(GearbxWarning, match="for this process alone"):
+            assert cpu.native() is None
+        assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
+
+    def test_from_where_the_process_happens_to_run(self, cache, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", "relative")
+        afresh.setenv("HOME", str(tmp_path / "own"))
+        afresh.chdir(tmp_path)
+        assert cache.load().is_relative_to(tmp_path / "own")
+        assert not (tmp_path / "relative").exists()
