@@ -12,8 +12,9 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from test_bad_input import assert_refused
 from test_commands import save_model
 
-from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kickdown import GearedModel
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
+from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
 from gearbx_mlx.evaluation.noise import noisy
@@ -122,7 +123,7 @@ class TestReplay:
         """GearedModel and the replay of it come to the same."""
 
         def entropy(place: int, q: np.ndarray) -> float:
-            return float(metrics.entropy_bits(metrics.log_softmax(q)))
+            return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
 
         pair = Gearbox(tiny_model(), "2,16", group_size=32)
         low, top = pair.ladder
@@ -179,19 +180,11 @@ def evaluate(command, out: Path, *more: object, data: Path = HELD_OUT):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """One run of every policy on the demo model."""
-    import sys
-
-    from gearbx_mlx.commands import evaluate
-
+    """One run of every policy on the demo model, from a program."""
     out = tmp_path_factory.mktemp("report")
-    before, sys.argv = sys.argv, ["evaluate", "--data", str(HELD_OUT), "--out", str(out), "--kernels", "auto"]
-    sys.argv += ["--tokens", "160", "--share", "0.25", "--gears", "3,8,16"]
-    with pytest.raises(SystemExit) as stopped:
-        evaluate.main()
-    sys.argv = before
-    assert stopped.value.code == 0
-    return json.loads((out / "evaluation.json").read_text()) | {"out": out}
+    found = run_evaluation(HELD_OUT, out=out, tokens=160, share="0.25", gears="3,8,16")
+    assert json.loads((out / "evaluation.json").read_text()) == json.loads(json.dumps(found))
+    return found | {"out": out}
 
 
 class TestReport:
@@ -315,6 +308,17 @@ class TestSession:
 
 
 class TestMistakes:
+    def test_a_programs_keywords(self, tmp_path):
+        with pytest.raises(GearbxError, match="no setting 'temperature'; choose from activations, adapter_path"):
+            run_evaluation(HELD_OUT, out=tmp_path, temperature=1)
+        with pytest.raises(GearbxError, match="--tokens is many; give 1 or more"):
+            run_evaluation(HELD_OUT, out=tmp_path, tokens="many")
+        with pytest.raises(GearbxError, match="--format is zip; choose from planes"):
+            run_evaluation(HELD_OUT, out=tmp_path, format="zip")
+        with pytest.raises(GearbxError, match="--policy is hope; choose from static"):
+            run_evaluation(HELD_OUT, out=tmp_path, policy=["hope"])
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize(
         ("flags", "words"),
         [
@@ -324,7 +328,14 @@ class TestMistakes:
             (["--between", "5,16"], ["5", "4,8,16"]),
             (["--gears", "16"], ["--gears 16", "two or more"]),
             (["--context", "1000000"], ["--context", "1000000"]),
-            (["--context", "1"], ["context of 1"]),
+            (["--context", "1"], ["--context is 1; give 2 or more"]),
+            (["--context", "0"], ["--context is 0; give 2 or more"]),
+            (["--tokens", "0"], ["--tokens is 0; give 1 or more"]),
+            (["--num-shots", "-1"], ["--num-shots is -1; give 0 or more"]),
+            (["--num-problems", "-1"], ["--num-problems is -1; give 1 or more"]),
+            (["--share", "nan"], ["--share 'nan'", "parts of 1"]),
+            (["--answers-only"], ["--answers-only goes with --small-model"]),
+            (["--out", ""], ["--out is empty"]),
             (["--task", "gsm8k", "--policy", "oracle"], ["oracle", "needs a text"]),
             (["--task", "gsm8k", "--num-shots", "40"], ["40", "examples"]),
         ],

@@ -207,3 +207,25 @@ def test_an_observer_touches_no_module(tiny):
     observer.shift("low")
     assert observer.gear.name == "low"
     assert all(module is before[path] for path, module in tiny.named_modules())
+
+
+def test_an_observer_counts_the_layers_that_a_gearbox_counts(fresh_demo):
+    observed = Observer(fresh_demo.model, "16")
+    gearbox = Gearbox(fresh_demo.model, "16")
+    assert len(observed.unmanaged) == len(gearbox.layers) == 43  # the tied output head is the 43rd
+    assert observed.bits_per_weight(observed.gear) == gearbox.bits_per_weight(gearbox.gear) == 16
+    assert observed.weight_bytes_per_token(observed.gear) == gearbox.weight_bytes_per_token(gearbox.gear)
+
+
+def test_an_observer_counts_the_bits_of_a_packed_output_head():
+    tied = tiny_model(tie_word_embeddings=True, dtype=mx.float16)
+    nn.quantize(tied, group_size=64, bits=4, class_predicate=lambda path, m: isinstance(m, nn.Linear))
+    nn.quantize(tied, group_size=64, bits=8, class_predicate=lambda path, m: isinstance(m, nn.Embedding))
+    layers = {path: m for path, m in tied.named_modules() if hasattr(m, "bits")}
+    read = sum(m.weight.nbytes + m.scales.nbytes + m.biases.nbytes for m in layers.values())
+    weights = sum(m.weight.size * 32 // m.bits for m in layers.values())
+    observed = Observer(tied, "4,8,16")
+    assert set(observed.unmanaged) == set(layers)
+    assert {"model.embed_tokens"} < set(layers)
+    assert observed.bits_per_weight(observed.gear) == pytest.approx(8 * read / weights)
+    assert {layer.path: layer.bits for layer in observed.layer_paths()}["model.embed_tokens"] == (8, 8, 8)

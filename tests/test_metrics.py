@@ -43,9 +43,9 @@ class TestDivergence:
         np.testing.assert_allclose(metrics.log_softmax(z + 100), p, atol=1e-9)
 
     def test_entropy_in_bits(self):
-        assert metrics.entropy_bits(log(0.25, 0.25, 0.25, 0.25)) == pytest.approx(2)
-        assert metrics.entropy_bits(log(0.5, 0.25, 0.25, 0.0)) == pytest.approx(1.5)
-        assert metrics.entropy_bits(log(1.0, 0.0)) == 0
+        assert metrics.entropy_of_logprobs(log(0.25, 0.25, 0.25, 0.25)) == pytest.approx(2)
+        assert metrics.entropy_of_logprobs(log(0.5, 0.25, 0.25, 0.0)) == pytest.approx(1.5)
+        assert metrics.entropy_of_logprobs(log(1.0, 0.0)) == 0
 
 
 def tokens(kl: list[float], agree: list[bool], nll: list[float] | None = None) -> dict[str, np.ndarray]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import save_model, tiny_model
 
-from gearbx_mlx.decoding.pair import stream_pair
+from gearbx_mlx import stream_generate
+from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.evaluation.pair import Blend, mixed, record_pair, share_by_position, sweep, turns
 from gearbx_mlx.routing.pair import LARGE, Coin, parameter_ratio
 
@@ -37,11 +38,11 @@ def path(small, tmp_path_factory):
 class TestReplay:
     def test_it_takes_the_turns_that_generation_took(self, small, demo):
         prompt = demo.tokenizer.encode(TALE)
-        settings = {"threshold": 5.0, "window": 3, "min_duration": 4}
-        responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 60, **settings))
+        mode = Pair(small, threshold=5.0, window=3, min_gear_duration=4)
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, mode=mode))
         text = [*prompt, *(r.token for r in responses)]
         recording = record_pair(small, demo.model, [(text, len(prompt))], TOKENS)
-        gears = turns(recording, **settings)
+        gears = turns(recording, 5.0, 3, 4)
         assert [["small", "large"][g] for g in gears] == [r.gear for r in responses]
         run = mixed(recording, gears)
         assert np.allclose(run.entropy, [r.entropy for r in responses], atol=0.02)  # bfloat16, in one pass and in many

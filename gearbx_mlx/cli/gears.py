@@ -11,7 +11,7 @@ from ..formats import DEFAULT_FORMAT, FORMATS
 from ..gears.ladder import Ladder
 from ..gears.names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, MANAGE, RESIDENCIES
 from ..kernels.names import ACTIVATIONS, KERNELS
-from .settings import Settings, flag_of, name
+from .settings import Settings, flag_of, name, one_of
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
@@ -23,9 +23,9 @@ class LayoutSettings(Settings):
     """How gears are stored, as given; None: as the checkpoint or the manifest says, else the default."""
 
     gears: str | None = None
-    format: str | None = None
-    manage: str | None = None
-    q_group_size: int | None = None
+    format: str | None = one_of(None, *FORMATS)
+    manage: str | None = one_of(None, *MANAGE)
+    q_group_size: int | None = one_of(None, *GROUP_SIZES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,9 +59,9 @@ class GearFlags(Settings):
     """How the gears run, as given."""
 
     manifest: str | None = name()
-    residency: str = "resident"
-    kernels: str = "auto"
-    activations: str = DEFAULT_ACTIVATIONS
+    residency: str = one_of("resident", *RESIDENCIES)
+    kernels: str = one_of("auto", *KERNELS)
+    activations: str = one_of(DEFAULT_ACTIVATIONS, *ACTIVATIONS)
     low_model: str | None = name()
 
 

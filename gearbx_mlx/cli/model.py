@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 
 from ..gears.names import DTYPES
-from .settings import Settings, name
+from .settings import Settings, name, one_of
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False
     adapter_path: str | None = name()
     extra_eos_token: tuple[str, ...] | list[str] = ()
-    dtype: str = "auto"
+    dtype: str = one_of("auto", "auto", *DTYPES)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,8 @@ A group of flags becomes a frozen dataclass whose fields have the flags' names, 
 
 import argparse
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -68,7 +70,11 @@ class Settings:
 
 def check_bounds(name: str, value: float, least: float, greatest: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds."""
-    if not least <= value <= greatest:
+    try:
+        inside = least <= value <= greatest
+    except TypeError:  # from a program
+        inside = False
+    if not inside:
         upper = f" to {greatest:g}" if greatest < LARGEST_SHOWN else " or more"
         raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
 
@@ -77,3 +83,27 @@ def settings_of(kind: type[T], flags: argparse.Namespace) -> T:
     """The settings that some of a command's flags make: those with the names of the dataclass's fields."""
     given = vars(flags)
     return kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given})  # type: ignore[arg-type]
+
+
+def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
+    """The settings of a command, from parsed flags or from a program's keywords.
+
+    Args:
+        kind: a dataclass whose fields are groups of settings; a value belongs to the group that has a field of its
+            name.
+
+    Raises:
+        GearbxError: a name that no group has, or as the groups.
+    """
+    groups: dict[str, Any] = {item.name: item.type for item in fields(kind)}  # type: ignore[arg-type]
+    names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
+    known = sorted(name for members in names.values() for name in members)
+    for unknown in values.keys() - known:
+        raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    return kind(
+        **{
+            group: groups[group](**{name: values[name] for name in members if name in values})
+            for group, members in names.items()
+        }
+    )

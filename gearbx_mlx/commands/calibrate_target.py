@@ -16,7 +16,7 @@ from ..decoding.agreement import Agreement, draft_files
 from ..errors import GearbxError
 from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, Outcome, Wish, candidates, in_order
 from ..evaluation.drafting import drafted, sequences_of
-from ..evaluation.metrics import entropy_bits, log_softmax
+from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, Static
 from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from ..evaluation.report import Costs
@@ -173,7 +173,7 @@ def steps_of(
         return drafted(gearbox, windows, low, high, file.rule())
     if candidate.mode == KICKDOWN:
         threshold = candidate.thresholds[0]
-        policy = SameToken(low, high, lambda place, q: float(entropy_bits(log_softmax(q))), threshold)
+        policy = SameToken(low, high, lambda place, q: float(entropy_of_logprobs(log_softmax(q))), threshold)
         return driven(gearbox, windows, policy)
     return driven(gearbox, windows, Static(low))
 

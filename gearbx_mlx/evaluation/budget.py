@@ -1,7 +1,7 @@
-"""A budget instead of thresholds: what meets a wish at the least cost, told from one recorded pass per gear.
+"""A budget instead of thresholds: the policy that meets a wish at the least cost, from one recorded pass per gear.
 
 Candidates are each static gear; kickdown between any two gears, at every share; lossless under the top gear with any
-gear as the draft. Routing by past tokens is none of them: at the same share it has no better claim than chance.
+gear as the draft. Routing by past tokens is no candidate: at the same share it is hardly better than chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,61 +13,15 @@ from ..errors import GearbxError
 from ..gears.ladder import Gear, Ladder
 from .drafting import best_rule
 from .replay import Recording
+from .wish import Outcome, Wish
 
 SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
 STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
 
 
 @dataclass(frozen=True)
-class Wish:
-    """One of three: the least agreement with the top gear, the most mean KL (nats), the most weight bytes per token."""
-
-    agreement: float | None = None
-    kl: float | None = None
-    weight_bytes: float | None = None
-
-    def __post_init__(self) -> None:
-        if sum(value is not None for value in vars(self).values()) != 1:
-            raise GearbxError("give one of a target agreement, a target KL, or target bytes")
-        if self.agreement is not None and not 0 < self.agreement <= 1:
-            raise GearbxError(f"target agreement is {self.agreement}; give a part of 1, such as 0.99")
-        if self.kl is not None and not self.kl >= 0:
-            raise GearbxError(f"target KL is {self.kl}; give nats, 0 or more")
-        if self.weight_bytes is not None and not self.weight_bytes > 0:
-            raise GearbxError(f"target bytes are {self.weight_bytes}; give weight bytes per token")
-
-    def __str__(self) -> str:
-        if self.agreement is not None:
-            return f"agreement of {self.agreement:g} with the top gear"
-        return (
-            f"mean KL of {self.kl:g} nats" if self.kl is not None else f"{self.weight_bytes:g} weight bytes per token"
-        )
-
-    def met_by(self, outcome: "Outcome") -> bool:
-        if self.agreement is not None:
-            return outcome.agreement >= self.agreement
-        if self.kl is not None:
-            return outcome.kl_mean <= self.kl
-        return outcome.weight_bytes <= (self.weight_bytes or 0)
-
-    def rank(self, outcome: "Outcome") -> tuple[float, float]:
-        """What is best comes first: least bytes, or where bytes are given, least KL."""
-        both = outcome.weight_bytes, outcome.kl_mean
-        return both if self.weight_bytes is None else both[::-1]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a candidate comes to: agreement with the top gear, mean KL (nats), weight bytes per token."""
-
-    agreement: float
-    kl_mean: float
-    weight_bytes: float
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A mode with its gears (bits, lowest first) and what steers it."""
+    """A mode with its gears (bits, lowest first), its thresholds (bits), and the outcome that is predicted for it."""
 
     mode: str
     gears: tuple[int, ...]
@@ -79,7 +33,7 @@ class Candidate:
 
 
 def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Ladder, Gear], float]) -> list[Candidate]:
-    """All that is considered, with what it is expected to come to.
+    """Every candidate, with its predicted outcome.
 
     Args:
         recordings: each gear alone over the same text, lowest first; the last is the reference itself.
@@ -107,7 +61,7 @@ def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Lad
 def kickdowns(
     recordings: Mapping[Gear, Recording], low: Gear, high: Gear, low_bytes: float, high_bytes: float
 ) -> list[Candidate]:
-    """Kickdown between two gears at every share. What a low gear leaves in the cache is not in the prediction."""
+    """Kickdown between two gears at every share. The prediction ignores the low gear's entries in the KV cache."""
     below, above = recordings[low], recordings[high]
     found = []
     for threshold in np.unique(np.quantile(below.entropy, 1 - SHARES, method="inverted_cdf")):
@@ -122,10 +76,10 @@ def kickdowns(
 
 
 def in_order(found: Sequence[Candidate], wish: Wish) -> list[Candidate]:
-    """Those that are expected to meet the wish, the best first.
+    """The candidates that are predicted to meet the wish, the best first.
 
     Raises:
-        GearbxError: there is none.
+        GearbxError: no candidate is.
     """
     meeting = sorted((c for c in found if wish.met_by(c.predicted)), key=lambda c: wish.rank(c.predicted))
     if not meeting:

@@ -1,8 +1,8 @@
-"""Lossless along a text: the low gear drafts, the top gear checks the draft in one pass.
+"""Lossless along a text: the low gear drafts, the top gear verifies the draft in one pass.
 
-Along a given text the draft reads the text's own tokens. A token of the draft is accepted where both gears like the
-same one best, whatever the text says; the first on which they differ ends what is kept, and the top gear's own
-prediction there is kept as well. So the passes are those of greedy generation that wrote this text.
+Along a given text the low gear reads the text's own tokens. A drafted token is accepted where both gears have the same
+most likely token, even if the text has another. The first token on which they differ ends the draft, and the top gear's
+prediction stands there. So the passes are those of a greedy generation that would have written this text.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from ..decoding.caches import room, take_back, untrimmable
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
-from .metrics import entropy_bits, log_softmax
+from .metrics import entropy_of_logprobs, log_softmax
 from .replay import Recording, Step, next_logprobs
 
 
@@ -26,8 +26,15 @@ def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
 
 
 def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[AcceptanceCurve, float, float]:
-    """The curve a(H) of what the low gear recorded, the bound on its product at which the least is read, and the weight
-    bytes per token that this comes to over the recorded tokens themselves."""
+    """The rule that reads the fewest bytes on the recorded tokens.
+
+    Args:
+        recorded: the low gear alone.
+        low_bytes, top_bytes: weight bytes of a pass in either gear.
+
+    Returns:
+        the curve a(H), the bound on its product, and weight bytes per token.
+    """
     curve = fit_curve(recorded.entropy.tolist(), recorded.agree.tolist())
     return curve, *best_bound(sequences_of(recorded), curve, low_bytes, top_bytes)
 
@@ -35,12 +42,13 @@ def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[
 def drafted(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], low: Gear, top: Gear, rule: DraftRule
 ) -> Iterator[Step]:
-    """Read the windows in lossless mode. Once a draft is checked, the cache holds entries of the top gear alone.
+    """The predictions of lossless mode along the windows.
 
-    The passes of a draft and of its check are counted with the first prediction that is kept.
+    After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
+    counts the passes of the draft and of its verification.
 
     Raises:
-        GearbxError: nothing can be taken back from the model's cache.
+        GearbxError: the model's KV cache cannot be trimmed.
     """
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
@@ -48,33 +56,33 @@ def drafted(
             raise untrimmable(cache, "lossless")
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
-            most = min(MOST_DRAFTED, last - place - 1)  # the check reads one token more than the draft
+            most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft
             gearbox.shift(low)
-            liked = draft(gearbox, window[place : place + most], cache, rule)
-            if liked:
-                take_back(cache, len(liked))
+            drafts = draft(gearbox, window[place : place + most], cache, rule)
+            if drafts:
+                take_back(cache, len(drafts))
             gearbox.shift(top)
-            checked = next_logprobs(gearbox.model, window[place : place + len(liked) + 1], cache)
-            same = (int(row.argmax()) == like for row, like in zip(checked, liked))
+            verified = next_logprobs(gearbox.model, window[place : place + len(drafts) + 1], cache)
+            same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
             kept = sum(itertools.takewhile(bool, same)) + 1
-            if kept <= len(liked):
-                take_back(cache, len(liked) + 1 - kept)
+            if kept <= len(drafts):
+                take_back(cache, len(drafts) + 1 - kept)
             passes = [0] * len(gearbox.ladder)
-            passes[low.index] += len(liked)
+            passes[low.index] += len(drafts)
             passes[top.index] += 1
             for offset in range(kept):
-                yield Step(number, window[place + offset + 1], checked[offset], top, passes)
+                yield Step(number, window[place + offset + 1], verified[offset], top, passes)
                 passes = [0] * len(gearbox.ladder)
             place += kept
 
 
 def draft(gearbox: Gearbox, tokens: Sequence[int], cache: object, rule: DraftRule) -> list[int]:
-    """What the engaged gear likes best after each token, for as long as the rule goes on."""
+    """The engaged gear's most likely token after each of the tokens, until the rule stops the draft."""
     rule.begin()
-    liked: list[int] = []
+    drafts: list[int] = []
     for token in tokens:
         logprobs = next_logprobs(gearbox.model, [token], cache)[0]
-        liked.append(int(logprobs.argmax()))
-        if not rule.goes_on(float(entropy_bits(log_softmax(logprobs)))):
+        drafts.append(int(logprobs.argmax()))
+        if not rule.goes_on(float(entropy_of_logprobs(log_softmax(logprobs)))):
             break
-    return liked
+    return drafts

@@ -1,4 +1,4 @@
-"""GSM8K, free-running: the model writes, greedily, and its final number is right or wrong."""
+"""GSM8K, free-running: the model writes greedily, and its final number is right or wrong."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from ..decoding.kickdown import Kickdown
+from ..decoding.lossless import Lossless
+from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
-from ..decoding.stream import KICKDOWN, LOSSLESS, ROUTE, stream_generate
+from ..decoding.route import Route
+from ..decoding.static import Static
+from ..decoding.stream import stream_generate
 from ..files.reading import Count
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
-from ..routing.gates import Held
 from .metrics import mcnemar, paired
+from .tables import INCOMPLETE, Columns, kilobytes, markdown_table, percent
 from .text import PROMPT
 
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
@@ -23,7 +28,10 @@ NEXT_PROBLEM = "\nQuestion:"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A problem under a policy: what was found, whether it is right, and what it took."""
+    """The model's answer to a problem under a policy.
+
+    found: the final number. right: whether it is the problem's. tokens: written. weight_bytes: read, in all.
+    """
 
     found: str | None
     right: bool
@@ -51,28 +59,17 @@ def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> 
     return "".join(solved) + PROMPT.format(**row)
 
 
-def ways_to_write(policies: Sequence[str], ladder: Ladder, routing: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name to keywords of stream_generate; every static gear is always among them, the top one first."""
-    ways: dict[str, dict[str, Any]] = {
-        f"static-{gear.bits}": {"gate": Held(), "initial_gear": gear.name} for gear in reversed(ladder)
-    }
-    if ROUTE in policies:
-        ways[ROUTE] = dict(routing)
-    if KICKDOWN in policies:
-        ways[KICKDOWN] = {"mode": KICKDOWN, "thresholds": routing["thresholds"]}
-    if LOSSLESS in policies and len(ladder) > 1:
-        ways[LOSSLESS] = {"mode": LOSSLESS}
-    return ways
+def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str, Mode]:
+    """Name to mode of each policy; every static gear is always among them, the top one first."""
+    modes: dict[str, Mode] = {f"static-{gear.bits}": Static(gear.name) for gear in reversed(ladder)}
+    shifting = {"route": route, "kickdown": Kickdown(route.thresholds), "lossless": Lossless()}
+    if len(ladder) < 2:
+        del shifting["lossless"]
+    return modes | {name: mode for name, mode in shifting.items() if name in policies}
 
 
-def attempt(gearbox: Gearbox, tokenizer: Any, tokens: Sequence[int], answer: str, **keywords: Any) -> Attempt:
-    """Let the model write after the tokens of a prompt, and judge it by the answer's final number."""
-    responses = stream_generate(gearbox.model, tokenizer, list(tokens), gearbox=gearbox, **keywords)
-    return judged(responses, answer)
-
-
-def judged(responses: Iterable[GearResponse], answer: str) -> Attempt:
-    """Take responses until the final number is there."""
+def attempt(responses: Iterable[GearResponse], answer: str) -> Attempt:
+    """Take responses until they have a final number, and compare it with the worked answer's."""
     text, count, read = "", 0, 0
     for response in responses:
         text += response.text
@@ -85,17 +82,23 @@ def judged(responses: Iterable[GearResponse], answer: str) -> Attempt:
 
 
 def solve(
-    gearbox: Gearbox, tokenizer: Any, prompts: Iterable[tuple[Sequence[int], int, str]], **keywords: Any
+    gearbox: Gearbox, tokenizer: Any, prompts: Iterable[tuple[Sequence[int], int, str]], mode: Mode
 ) -> list[Attempt]:
-    """An attempt for each prompt: its tokens, how many to write, the worked answer."""
-    return [
-        attempt(gearbox, tokenizer, tokens, answer, max_tokens=length, **keywords) for tokens, length, answer in prompts
-    ]
+    """The attempts of a mode, one for each prompt.
+
+    Args:
+        prompts: of each its tokens, how many tokens to write, and the worked answer.
+    """
+    attempts = []
+    for tokens, length, answer in prompts:
+        responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
+        attempts.append(attempt(responses, answer))
+    return attempts
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:
-    """A row for each policy: accuracy and its standard error, bytes per token, and how it compares with the reference
-    on the same problems (difference with standard error, exact McNemar test)."""
+    """A row for each policy: accuracy with its standard error, bytes per token, and a comparison with the reference on
+    the same problems (difference with standard error, exact McNemar test)."""
     right = {name: np.array([a.right for a in tried]) for name, tried in attempts.items()}
     rows = []
     for name, tried in attempts.items():
@@ -128,26 +131,20 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         f"Greedy. Differences and McNemar tests are against {report['reference']}, on the same problems.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(cells(row))} |" for row in report["policies"]),
+        *markdown_table(COLUMNS, report["policies"]),
         "",
     ]
     if not report["complete"]:
-        lines += ["Not complete: the run was interrupted. The same command goes on with it.", ""]
+        lines += [INCOMPLETE, ""]
     return "\n".join(lines)
 
 
-COLUMNS = {
+COLUMNS: Columns = {
     "policy": lambda row: row["policy"],
     "problems": lambda row: str(row["problems"]),
     "right": lambda row: f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f} %",
-    "same answer": lambda row: f"{100 * row['same_answer_as_reference']:.1f} %",
+    "same answer": lambda row: percent(row["same_answer_as_reference"]),
     "difference": lambda row: f"{100 * row['against_reference']['difference']:+.1f} %",
     "McNemar p": lambda row: f"{row['against_reference']['p_value']:.2f}",
-    "kB/token": lambda row: f"{row['weight_bytes_per_token'] / 1000:.0f}",
+    "kB/token": kilobytes,
 }
-
-
-def cells(row: Mapping[str, Any]) -> Iterable[str]:
-    return [show(row) for show in COLUMNS.values()]

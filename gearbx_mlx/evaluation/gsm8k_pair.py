@@ -1,4 +1,4 @@
-"""EAD's Table 1 free-running: two models write answers to GSM8K, and so does a coin with the large one's share."""
+"""EAD's Table 1 free-running: two models in turns write answers to GSM8K; the control takes turns by a coin."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,15 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
+from ..decoding.stream import stream_generate
 from ..files.reading import Count
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
-from .gsm8k import Attempt, judged, score
+from .gsm8k import Attempt, attempt, score
+from .tables import INCOMPLETE, Columns, markdown_table, percent
 
 Prompts = Iterable[tuple[Sequence[int], int, str]]
 REFERENCE = f"pair-{0:g}"  # the large model alone
@@ -20,7 +23,7 @@ REFERENCE = f"pair-{0:g}"  # the large model alone
 
 @dataclass(frozen=True)
 class PairAttempt(Attempt):
-    """And how many tokens the large model computed, and how many were read again to catch up."""
+    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up."""
 
     large: Count = 0
     caught_up: Count = 0
@@ -34,25 +37,26 @@ def solve(
     window: int,
     gate_of: Callable[[int], tuple[Gate, int]],
 ) -> list[PairAttempt]:
-    """An attempt for each prompt: its tokens, how many to write, the worked answer.
+    """The attempts of a gate, one for each prompt.
 
     Args:
-        gate_of: of the prompt's number, the gate and the model that begins.
+        prompts: of each its tokens, how many tokens to write, and the worked answer.
+        gate_of: from a prompt's number to the gate and the model that begins.
     """
-    rows = []
+    attempts = []
     for number, (tokens, length, answer) in enumerate(prompts):
         gate, first = gate_of(number)
         taken: list[GearResponse] = []
-        responses = stream_pair(
-            small, large, tokenizer, list(tokens), length, gate=gate, window=window, initial=NAMES[first]
-        )
-        tried = judged(noted(responses, taken), answer)
+        mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
+        responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
+        tried = attempt(noted(responses, taken), answer)
         by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-        rows.append(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken)))
-    return rows
+        attempts.append(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken)))
+    return attempts
 
 
 def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
+    """The responses, each added to `taken` as it passes."""
     for response in responses:
         taken.append(response)
         yield response
@@ -63,7 +67,7 @@ def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gat
 
 
 def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
-    """The control: another coin for each prompt."""
+    """The control: a coin for each prompt."""
 
     def gate_of(number: int) -> tuple[Gate, int]:
         coin = Coin(share, min_duration, seed=1000 * seed + number)
@@ -73,7 +77,7 @@ def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tup
 
 
 def share_of(attempts: Sequence[PairAttempt]) -> float:
-    """Of tokens that the large model computed."""
+    """The share of tokens that the large model computed."""
     return sum(a.large for a in attempts) / max(sum(a.tokens for a in attempts), 1)
 
 
@@ -95,14 +99,14 @@ def rows_of(
     return rows
 
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: Columns = {
     **SCORES,
     "policy": lambda row: row["name"],
-    "large": lambda row: f"{100 * row['share_top']:.1f} %",
-    "parameters": lambda row: f"{100 * row['parameter_ratio']:.1f} %",
+    "large": lambda row: percent(row["share_top"]),
+    "parameters": lambda row: percent(row["parameter_ratio"]),
     "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
 }
-SHOWN = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
+FIRST = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -113,11 +117,11 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
         "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(show(row) for show in COLUMNS.values())} |" for row in report["policies"]),
+        *markdown_table(COLUMNS, report["policies"]),
         "",
-        "**caught up**: tokens that a model had missed and read when it came back, per token written.",
+        "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
         "",
     ]
+    if not report["complete"]:
+        lines += [INCOMPLETE, ""]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""How far a distribution is from the reference: numbers on numpy arrays, nothing else.
+"""How far distributions are from the reference's: figures of numpy arrays, in float64.
 
 The set is llama.cpp's (perplexity and its ratio, mean, median and far quantiles of KL, same top token), by buckets of
-the reference's top probability, as in exllamav3's quality bench: mean KL is dominated by tokens on which the reference
-itself is undecided. KL is in nats, entropy in bits.
+the reference's top probability, as in exllamav3's quality bench: the tokens on which the reference itself is undecided
+dominate mean KL. KL is in nats, entropy in bits.
 """
 
 import itertools
@@ -24,13 +24,16 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def kl_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """KL(p || q) = sum p (log p - log q) in nats, from log-probabilities of shape (..., V); at least 0."""
-    possible = np.isfinite(p)  # what p never says adds nothing, whatever q thinks of it
+    possible = np.isfinite(p)  # a token that p never says adds nothing
     difference = np.subtract(p, q, out=np.zeros(np.broadcast_shapes(p.shape, q.shape)), where=possible)
     return np.maximum((np.exp(p) * difference).sum(axis=-1), 0.0)
 
 
-def entropy_bits(logprobs: np.ndarray) -> np.ndarray:
-    """H = -sum p log2 p over the last axis of log-probabilities."""
+def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
+
+    `routing.entropy.entropy_bits` is the same on MLX, from logits as well.
+    """
     finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
     return np.maximum(-(np.exp(logprobs) * finite).sum(axis=-1) / math.log(2), 0.0)
 
@@ -38,8 +41,13 @@ def entropy_bits(logprobs: np.ndarray) -> np.ndarray:
 def quality(
     nll: np.ndarray, kl: np.ndarray, kl_reverse: np.ndarray, agree: np.ndarray, reference_nll: np.ndarray
 ) -> dict[str, float]:
-    """Of n tokens, each array of shape (n,): negative log-likelihoods (nats) under the policy and the reference, KL of
-    the reference from the policy and back (nats), and whether both like the same token best."""
+    """The figures of a policy over n tokens; {} for none. Every argument has shape (n,).
+
+    Args:
+        nll, reference_nll: negative log-likelihoods (nats) under the policy and under the reference.
+        kl, kl_reverse: KL of the reference from the policy, and back (nats).
+        agree: whether both have the same most likely token.
+    """
     if not len(nll):
         return {}
     return {
@@ -86,9 +94,9 @@ def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> 
 
 
 def blocks_of(window: np.ndarray) -> np.ndarray:
-    """The block of each token: its window, or where there are few of them, stretches of equal length.
+    """The block of each token: its window, or where there are few windows, stretches of equal length.
 
-    Tokens of a block share a context, so that they are not independent; blocks are taken to be.
+    Tokens of a block share a context and so are not independent; standard errors take the blocks to be independent.
     """
     if len(np.unique(window)) >= LEAST_BLOCKS:
         return window
@@ -96,7 +104,7 @@ def blocks_of(window: np.ndarray) -> np.ndarray:
 
 
 def standard_error(values: np.ndarray, blocks: np.ndarray) -> float:
-    """Of the mean over tokens (n,), from the spread between blocks (n,); NaN for a single block."""
+    """The standard error of a mean over tokens (n,), from the spread between blocks (n,); NaN for a single block."""
     names, place = np.unique(blocks, return_inverse=True)
     if len(names) < 2:
         return math.nan
@@ -111,7 +119,11 @@ def paired(values: np.ndarray, control: np.ndarray, blocks: np.ndarray) -> dict[
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-    """Exact two-sided McNemar test: are the right answers a and b (n,), booleans of the same problems, as many?"""
+    """Exact two-sided McNemar test of whether two policies, right or wrong (n,) on the same problems, are equally good.
+
+    Returns:
+        how many problems only the first and only the second got right, and the p value.
+    """
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     trials = only_a + only_b
     tail = sum(math.comb(trials, k) for k in range(min(only_a, only_b) + 1)) / 2**trials
@@ -125,7 +137,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation of two measures of the same n things, -1 to 1; NaN where one of them tells none apart."""
+    """Rank correlation of two measures of the same n things, -1 to 1; NaN where all values of one are equal."""
     x, y = (ranks(values) - (len(values) + 1) / 2 for values in (a, b))
     size = math.sqrt(float((x**2).sum() * (y**2).sum()))
     return float((x * y).sum()) / size if size else math.nan

@@ -1,4 +1,4 @@
-"""The noise floor: how far the reference is from itself when arithmetic is as coarse as bfloat16's."""
+"""The noise floor: how far the reference is from itself where arithmetic is as coarse as bfloat16's."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes
 
 
 class Noisy(nn.Module):
-    """A layer whose every output is off by a relative error, uniform within bfloat16's unit roundoff."""
+    """A layer that changes each of its outputs by a random relative error, uniform within bfloat16's unit roundoff."""
 
     def __init__(self, layer: nn.Module, seed: int):
         super().__init__()
@@ -24,7 +24,7 @@ class Noisy(nn.Module):
         return self.blur(self.layer(*args, **kwargs))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Of an embedding that is the output head as well."""
+        """The product of an embedding that is the output head as well."""
         return self.blur(self.layer.as_linear(x))
 
     def blur(self, y: mx.array) -> mx.array:
@@ -34,7 +34,7 @@ class Noisy(nn.Module):
 
 @contextlib.contextmanager
 def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
-    """The top gear with noise on what every managed layer puts out; no gear may be shifted meanwhile."""
+    """The top gear with noise on the output of every managed layer; do not shift inside the context."""
     gearbox.shift(gearbox.ladder.top)
     modules = dict(gearbox.model.named_modules())
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}

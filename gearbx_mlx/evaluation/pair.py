@@ -1,10 +1,10 @@
 """EAD's Table 1 along a text: two models that take turns, for a sweep of thresholds, against chance at the same share.
 
-Along a given text neither model sees what the other one would have written: what each predicts is the same whatever the
-gate does. So each model reads the text once, and a threshold is a replay of the gate over the recorded entropies.
+Along a given text neither model sees what the other one would have written, so that their predictions do not depend on
+the gate. Each model reads the text once, and the gate is replayed over the recorded entropies for every threshold.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,18 @@ import numpy as np
 
 from ..routing.monitor import Monitor
 from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
-from .metrics import by_bucket, entropy_bits, kl_divergence, log_softmax, quality
+from .chance import Chance, against_chance
+from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .replay import Recording
-from .report import Chance, against, change, short
-
-Windows = Sequence[Sequence[int]]
+from .tables import Columns, change_of_kl, kilobytes, markdown_table, percent, three_digits
 
 
 @dataclass(frozen=True)
 class PairRecording:
-    """What both models say of the same n tokens.
+    """The predictions of both models for the same n tokens.
 
-    small, large: recordings against the large one, whose KL from itself is 0. top_probability: (n,), of the large one.
-    vocab_size: V, that both share.
+    small, large: recordings against the large model, whose KL from itself is 0. top_probability: (n,), of the large
+    model. vocab_size: V, the same for both.
     """
 
     small: Recording
@@ -36,7 +35,7 @@ class PairRecording:
 
 
 def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Log-probabilities (n - 1, V), float64, of what follows each token of a window but the last."""
+    """Log-probabilities (n - 1, V), float64, of the token after each of a window's n tokens but the last."""
     logits = model(mx.array([list(window[:-1])]))[0, :, :vocab_size]
     return log_softmax(np.array(logits.astype(mx.float32)))
 
@@ -44,10 +43,10 @@ def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> 
 def record_pair(
     small: nn.Module, large: nn.Module, windows: Iterable[tuple[Sequence[int], int]], vocab_size: int
 ) -> PairRecording:
-    """Let both models read windows, each from its beginning.
+    """Let both models read every window from its beginning.
 
     Args:
-        windows: of tokens, each with how many of them are its prompt: what is predicted there does not count.
+        windows: tokens, and how many of them are the prompt, in which predictions do not count.
     """
     rows: tuple[list[tuple], list[tuple]] = ([], [])
     top: list[np.ndarray] = []
@@ -72,7 +71,7 @@ def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gea
         kl_divergence(p, q),
         kl_divergence(q, p),
         p.argmax(axis=-1) == q.argmax(axis=-1),
-        entropy_bits(q),
+        entropy_of_logprobs(q),
         np.full(n, gear),
         passes,
     )
@@ -103,7 +102,7 @@ def turns_along(
 
 
 def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
-    """Of each token, what the model says that computes it; gears (n,)."""
+    """The recording of the two models in turns: each token from the model that computes it; gears (n,)."""
     chosen = {}
     for name, small in vars(recording.small).items():
         large = getattr(recording.large, name)
@@ -112,7 +111,7 @@ def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
 
 
 class Blend(Chance):
-    """A random choice between both models along a text: of any share, its expectation is the weighted mean of both."""
+    """A random choice between both models along a text: for every share, its expectation is their weighted mean."""
 
     def __init__(self, recording: PairRecording):
         super().__init__([recording.small, recording.large], [0.0, 1.0])
@@ -137,13 +136,14 @@ def sweep(
     parameters: tuple[int, int],
     weight_bytes: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """A row for each threshold (bits), as EAD's Table 1, and what random choices come to.
+    """A row for each threshold (bits), as in EAD's Table 1, compared with random choices.
 
-    One has the same share, the other the same share at each position: it knows how texts go, but not this one.
+    One random choice has the same share; the other has the same share at each position, which makes it depend on how
+    texts usually go, but not on this text.
 
     Args:
         window, min_duration: tokens.
-        parameters, weight_bytes: of the small and the large model; bytes as one token reads.
+        parameters, weight_bytes: of the small and the large model; bytes that one token reads.
     """
     chance, rows = Blend(recording), []
     for threshold in thresholds:
@@ -151,7 +151,8 @@ def sweep(
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
         tokens = {name: getattr(run, name) for name in ("nll", "kl", "kl_reverse", "agree")}
         tokens["reference_nll"] = recording.large.nll
-        control = against(run, chance, share) | {"perplexity": float(np.exp(chance.at(share, "nll").mean()))}
+        control = against_chance(run, chance, share)
+        control["perplexity"] = float(np.exp(chance.at(share, "nll").mean()))
         rows.append(
             {
                 "policy": "pair",
@@ -164,26 +165,26 @@ def sweep(
                 **quality(**tokens),
                 "buckets": by_bucket(recording.top_probability, tokens),
                 "against_random_same_share": control,
-                "against_random_same_positions": against(run, chance, share_by_position(gears, run.window)),
+                "against_random_same_positions": against_chance(run, chance, share_by_position(gears, run.window)),
             }
         )
     return rows
 
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: Columns = {
     "threshold": lambda row: f"{row['threshold']:g}",
-    "large": lambda row: f"{100 * row['share_top']:.1f} %",
-    "parameters": lambda row: f"{100 * row['parameter_ratio']:.1f} %",
-    "kB/token": lambda row: f"{row['weight_bytes_per_token'] / 1000:.0f}",
+    "large": lambda row: percent(row["share_top"]),
+    "parameters": lambda row: percent(row["parameter_ratio"]),
+    "kB/token": kilobytes,
     "perplexity": lambda row: f"{row['perplexity']:.3f}",
     "by chance": lambda row: f"{row['against_random_same_share']['perplexity']:.3f}",
     "agreement": lambda row: f"{row['top1_agreement']:.4f}",
     "chance": lambda row: f"{row['against_random_same_share']['top1_agreement']:.4f}",
-    "KL mean": lambda row: short(row["kl_mean"]),
-    "vs chance": lambda row: change(row["against_random_same_share"]),
-    "by position": lambda row: change(row["against_random_same_positions"]),
+    "KL mean": lambda row: three_digits(row["kl_mean"]),
+    "vs chance": lambda row: change_of_kl(row["against_random_same_share"]),
+    "by position": lambda row: change_of_kl(row["against_random_same_positions"]),
 }
-SHOWN = ("threshold", "large", "kB/token", "perplexity", "agreement", "KL mean", "vs chance", "by position")
+FIRST = ("threshold", "large", "kB/token", "perplexity", "agreement", "KL mean", "vs chance", "by position")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -193,18 +194,16 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"# {report['small_model']} and {report['model']} on {report['data']}",
         "",
         f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens{part}, "
-        f"against the large model. Entropy is averaged over {report['gate']['window']} tokens, and a model kept for "
-        f"{report['gate']['min_duration']} at least. Thresholds in bits, KL in nats.",
+        f"against the large model. Entropy is averaged over {report['gate']['window']} tokens; each model computes at "
+        f"least {report['gate']['min_duration']} tokens in a row. Thresholds in bits, KL in nats.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(show(row) for show in COLUMNS.values())} |" for row in report["policies"]),
+        *markdown_table(COLUMNS, report["policies"]),
         "",
         "**large**: share of tokens that the large model computes. **parameters**: those used per token, over those of "
         "the large model. **by chance**, **chance**: a random choice between the models with the same share. "
         "**vs chance**: mean KL against that choice's, with its standard error; **by position**: against a random "
-        "choice with the same share at each position in a text. Every token is one pass of one model; what it had "
-        "missed is read in it.",
+        "choice with the same share at each position in a text. Every token is one pass of one model, which also reads "
+        "the tokens that the model missed.",
         "",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What a report holds: every policy with its controls, each with thresholds that give the wanted share of tokens."""
+"""The rows of a report: every policy with its controls, each with the threshold that gives the share of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,13 @@ from ..gears.ladder import Gear
 from ..routing.calibration import share_thresholds
 from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor
-from .metrics import entropy_bits, kl_divergence, log_softmax
+from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .policies import Policy, Route, SameToken, position_plan, random_plan
 from .replay import Recording, Reference, positions_of, targets_of
 
 ONE_PASS = "one pass per token, in the gear that it is computed in"
 TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
-DRAFTS = "the low passes of all drafts, and one top pass for each check"
+DRAFTS = "the low passes of all drafts, and one top pass for each verification"
 COUNTED = {
     "static": ONE_PASS,
     "random": ONE_PASS,
@@ -35,7 +35,7 @@ SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the report: a policy, and the share of tokens that is to be computed in the higher gear, or its gear."""
+    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits."""
 
     policy: str
     share: float | None = None
@@ -50,20 +50,23 @@ class Entry:
 
 @dataclass
 class Setting:
-    """What the policies are made from."""
+    """What the policies are made from.
+
+    recorded: the low gear alone. gate: window, hysteresis and min_gear_duration of route.
+    """
 
     gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     low: Gear
     high: Gear
     reference: Reference
-    recorded: Recording  # of the low gear alone
-    gate: dict[str, Any] = field(default_factory=dict)  # window, hysteresis, min_gear_duration
+    recorded: Recording
+    gate: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
 
 def entries(policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear]) -> list[Entry]:
-    """The rows of a report: the controls whether asked for or not, in the order of COUNTED."""
+    """The rows of a report, in the order of COUNTED: the policies and, in every report, the controls."""
     rows = []
     for policy in COUNTED:
         if policy not in (*policies, *CONTROLS):
@@ -78,7 +81,10 @@ def entries(policies: Sequence[str], shares: Sequence[float], ladder: Sequence[G
 
 
 def make_policy(entry: Entry, setting: Setting) -> tuple[Policy, float | None]:
-    """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share."""
+    """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share.
+
+    The policies without a threshold have None.
+    """
     low, high, share = setting.low, setting.high, entry.share or 0.0
     tokens = len(targets_of(setting.windows))
     if entry.policy == "random":
@@ -93,11 +99,11 @@ def make_policy(entry: Entry, setting: Setting) -> tuple[Policy, float | None]:
 
 
 def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], float], np.ndarray]]:
-    """What is compared with the threshold, and its values in the low gear alone (n,)."""
+    """The signal that each policy compares with its threshold, and its values in the low gear alone (n,)."""
     entropy, reference = setting.recorded.entropy, setting.reference
     return {
-        "kickdown": (lambda place, q: float(entropy_bits(log_softmax(q))), entropy),
-        "inverted": (lambda place, q: -float(entropy_bits(log_softmax(q))), -entropy),
+        "kickdown": (lambda place, q: float(entropy_of_logprobs(log_softmax(q))), entropy),
+        "inverted": (lambda place, q: -float(entropy_of_logprobs(log_softmax(q))), -entropy),
         "oracle": (
             lambda place, q: float(kl_divergence(reference.logprobs(place), log_softmax(q))),
             setting.recorded.kl,
@@ -106,7 +112,7 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
 
 
 def route_policy(setting: Setting, share: float) -> tuple[Route, float]:
-    """The gate as it is shipped, with its threshold found as `calibrate --method share` finds it."""
+    """The gate of mode route, with the threshold that `calibrate --method share` would find."""
     recorded, vocabulary = setting.recorded, setting.reference.stored.shape[1]
     sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
     thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)

@@ -1,7 +1,7 @@
-"""Which gear computes a token: the policies that are compared, and the controls that they have to beat.
+"""Which gear computes a token: the policies of the comparison, and the controls that they have to beat.
 
-All but the static ones shift between two gears, `low` and `high`. A policy that looks at the token itself first
-computes it in `low`, and then, if it is to be, again in `high`: both passes are counted.
+All but the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes it
+in `low` first and then, perhaps, again in `high`: both passes are counted.
 """
 
 from collections import deque
@@ -14,21 +14,21 @@ import numpy as np
 from ..gears.ladder import Gear
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor
-from .metrics import entropy_bits, log_softmax
+from .metrics import entropy_of_logprobs, log_softmax
 
 ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
 
 class Policy(Protocol):
-    """Asked for every token in turn. `place` counts predictions over the whole text, from 0.
+    """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
 
-    `takes_back` says whether tokens may be computed again, for which the cache has to forget.
+    `takes_back`: tokens may be computed again, for which the KV cache has to be trimmed.
     """
 
     takes_back: bool
 
     def begin(self) -> None:
-        """A new window, with an empty cache."""
+        """Start a new window, with an empty KV cache."""
         ...
 
     def first(self, place: int) -> Gear:
@@ -36,16 +36,16 @@ class Policy(Protocol):
         ...
 
     def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        """The higher gear to compute it again in, having seen its log-probabilities (V,); or None."""
+        """The higher gear that computes the token again, given its log-probabilities (V,); or None."""
         ...
 
     def after(self, logprobs: np.ndarray) -> None:
-        """What came out in the end (V,)."""
+        """Take the log-probabilities (V,) of the last pass."""
         ...
 
 
 class OnePass:
-    """What decides before a token is computed, and is content with what comes."""
+    """A policy that decides before a token is computed, and never computes it again."""
 
     takes_back = False
 
@@ -70,7 +70,7 @@ class Static(OnePass):
 
 
 class Planned(OnePass):
-    """The gear of every token is laid down beforehand: at random, or by position alone."""
+    """A gear for every token that is fixed beforehand: at random, or by position alone."""
 
     def __init__(self, gears: Sequence[Gear]):
         self.gears = gears
@@ -80,10 +80,10 @@ class Planned(OnePass):
 
 
 class Route(OnePass):
-    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as it does in `decoding.route`.
+    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
     Args:
-        gears: that the gate numbers from 0.
+        gears: the gate numbers them from 0.
         initial_gear: number of the gear to begin in.
     """
 
@@ -99,15 +99,16 @@ class Route(OnePass):
         return self.coming.popleft()
 
     def after(self, logprobs: np.ndarray) -> None:
-        reading = self.monitor.update(float(entropy_bits(log_softmax(logprobs))))
+        reading = self.monitor.update(float(entropy_of_logprobs(log_softmax(logprobs))))
         self.coming.append(self.gears[self.gate.update(reading)])
 
 
 @dataclass
 class SameToken:
-    """Computed in `low`, and again in `high` where the signal of this very token is above the threshold.
+    """Computes a token in `low`, and again in `high` where a signal of the token itself is above the threshold.
 
-    With its entropy that is kickdown, with minus its entropy the inverted gate, with its true KL the oracle.
+    With its entropy as the signal that is kickdown, with minus its entropy the inverted gate, with its true KL the
+    oracle.
     """
 
     low: Gear
@@ -137,6 +138,6 @@ def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> 
 
 
 def position_plan(low: Gear, high: Gear, share: float, positions: np.ndarray) -> Planned:
-    """The tokens with the least before them in `high`: positions (n,) within their windows, up to the quantile."""
+    """The first tokens of every window in `high`; positions (n,) within the windows, up to the quantile."""
     last = np.quantile(positions, share, method="inverted_cdf")
     return Planned([high if up else low for up in positions < last])

@@ -14,7 +14,7 @@ from ..decoding.caches import room, take_back, untrimmable
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from .metrics import entropy_bits, kl_divergence, log_softmax
+from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .policies import Policy
 
 REMAKE = "remove it, and the same command makes it again"
@@ -180,7 +180,7 @@ def record(steps: Iterable[Step], reference: Reference) -> Recording:
                 kl_divergence(p, q),
                 kl_divergence(q, p),
                 p.argmax() == q.argmax(),
-                entropy_bits(q),
+                entropy_of_logprobs(q),
                 step.gear.index,
                 step.passes,
             )

@@ -1,6 +1,5 @@
-"""From recordings to the report: rows of numbers, each policy held against chance and against the static gears."""
+"""From recordings to the report of a text: a row for each policy, and how it compares with the static gears."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,16 +7,23 @@ import numpy as np
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
-from .metrics import blocks_of, by_bucket, paired, quality
+from .metrics import by_bucket, quality
 from .plans import COUNTED, SHIFTING, Entry
 from .replay import Recording, Reference
+from .tables import INCOMPLETE, Columns, change_of_kl, kilobytes, markdown_table, three_digits
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 1
 
 
 class Costs:
-    """What a recording read, counted from its passes, each at what it reads in a ladder of just the gears that are
-    used: whoever stays in one gear need not store it so that others share its planes."""
+    """What a recording read, from its passes.
+
+    Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
+    store it in planes that other gears share.
+
+    Args:
+        used: the gears that the recording has passes in.
+    """
 
     def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
         ladder = Ladder([gear.bits for gear in used])
@@ -30,16 +36,16 @@ class Costs:
         return float((recording.passes @ self.gear_bytes).mean())
 
     def effective_bits(self, recording: Recording) -> float:
-        """Bits read per weight of the managed layers and token; a token computed twice reads them twice."""
+        """Bits read per weight of the managed layers and token; a token that is computed twice reads them twice."""
         return float((recording.passes @ self.gear_bits).mean())
 
 
 def gear_shares(recording: Recording, ladder: Ladder) -> dict[str, float]:
-    """Gear to share of tokens whose result came from it."""
+    """Gear to the share of tokens whose distribution it computed."""
     return {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
 
 
-def tokens_of(recording: Recording, reference: Reference) -> dict[str, np.ndarray]:
+def quality_arguments(recording: Recording, reference: Reference) -> dict[str, np.ndarray]:
     """The arguments of metrics.quality."""
     return {
         "nll": recording.nll,
@@ -53,14 +59,17 @@ def tokens_of(recording: Recording, reference: Reference) -> dict[str, np.ndarra
 def row_of(
     entry: Entry, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
 ) -> dict[str, Any]:
-    """A row of the report. `share_top` is the share of tokens that came from the higher of the two gears (for a static
-    gear and lossless, from the top one)."""
+    """A row of the report.
+
+    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
+    """
     ladder = gearbox.ladder
     if entry.policy == "static":
         used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
     else:
         used = between if entry.policy in SHIFTING else (between[0], ladder.top)
-    tokens, shares, costs = tokens_of(recording, reference), gear_shares(recording, ladder), Costs(gearbox, used)
+    tokens, shares = quality_arguments(recording, reference), gear_shares(recording, ladder)
+    costs = Costs(gearbox, used)
     return {
         "policy": entry.policy,
         "name": entry.name,
@@ -75,64 +84,8 @@ def row_of(
     }
 
 
-class Chance:
-    """The random gate at any share or cost, between the shares at which it ran and the two static gears.
-
-    What a random gate comes to is very nearly linear in its share, since it picks no token before another.
-    """
-
-    def __init__(self, runs: Sequence[Recording], places: Sequence[float]):
-        order = np.argsort(places)
-        self.runs, self.places = [runs[i] for i in order], np.array(places)[order]
-
-    def at(self, place: float, name: str) -> np.ndarray:
-        """A field of the recording (n,), at this place on the scale that `places` are on; the ends beyond them."""
-        place = float(np.clip(place, self.places[0], self.places[-1]))
-        right = int(np.clip(np.searchsorted(self.places, place), 1, len(self.places) - 1))
-        low, high = self.places[right - 1 : right + 1]
-        weight = (place - low) / (high - low) if high > low else 0.0
-        below, above = (getattr(run, name).astype(float) for run in self.runs[right - 1 : right + 1])
-        return (1 - weight) * below + weight * above
-
-
-def against(recording: Recording, chance: Chance, place: Any) -> dict[str, Any]:
-    """Mean KL and agreement less those of the random gate on the same tokens, with standard errors."""
-    blocks = blocks_of(recording.window)
-    control = {name: chance.at(place, name) for name in ("kl", "agree")}
-    kl, mean = paired(recording.kl, control["kl"], blocks), float(control["kl"].mean())
-    return {
-        "kl_mean": mean,
-        "kl_mean_change": kl["difference"] / mean if mean > 0 else None,  # -0.35: 35 % lower
-        "kl_mean_change_error": kl["standard_error"] / mean if mean > 0 else None,
-        "top1_agreement": float(control["agree"].mean()),
-        "top1_agreement_difference": paired(recording.agree.astype(float), control["agree"], blocks),
-    }
-
-
-def compare_with_chance(
-    rows: Sequence[dict[str, Any]], recordings: Mapping[str, Recording], low: int, high: int
-) -> None:
-    """Add to every row that shifts how it does against the random gate, at its share and at its bytes per token.
-
-    Args:
-        low, high: bits of the two gears.
-    """
-    points = [row for row in rows if row["policy"] == "random" or row["name"] in (f"static-{low}", f"static-{high}")]
-    share = {f"static-{low}": 0.0, f"static-{high}": 1.0}
-    runs = [recordings[row["name"]] for row in points]
-    by_share = Chance(runs, [share.get(row["name"], row["share_top"]) for row in points])
-    by_bytes = Chance(runs, [row["weight_bytes_per_token"] for row in points])
-    for row in rows:
-        shifts = row["policy"] in SHIFTING and row["policy"] != "random" and len(points) > 1
-        recording = recordings[row["name"]]
-        row["against_random_same_share"] = against(recording, by_share, row["share_top"]) if shifts else None
-        row["against_random_same_bytes"] = (
-            against(recording, by_bytes, row["weight_bytes_per_token"]) if shifts else None
-        )
-
-
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row the best static gear that reads no more and is no further from the reference, if any."""
+    """Add to every row the best static gear, if any, that reads no more and is no further from the reference."""
     static = [row for row in rows if row["policy"] == "static"]
     for row in rows:
         better = [
@@ -145,38 +98,21 @@ def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
         row["better_static"] = min(better, key=lambda other: other["kl_mean"])["name"] if better else None
 
 
-COLUMNS = {
+COLUMNS: Columns = {
     "policy": lambda row: row["name"],
     "share": lambda row: f"{row['share_top']:.3f}",
     "bits": lambda row: f"{row['effective_bits']:.2f}",
-    "kB/token": lambda row: f"{row['weight_bytes_per_token'] / 1000:.0f}",
+    "kB/token": kilobytes,
     "perplexity": lambda row: f"{row['perplexity']:.3f}",
-    "KL mean": lambda row: short(row["kl_mean"]),
-    "median": lambda row: short(row["kl_median"]),
-    "99 %": lambda row: short(row["kl_p99"]),
+    "KL mean": lambda row: three_digits(row["kl_mean"]),
+    "median": lambda row: three_digits(row["kl_median"]),
+    "99 %": lambda row: three_digits(row["kl_p99"]),
     "agreement": lambda row: f"{row['top1_agreement']:.4f}",
-    "vs chance": lambda row: change(row.get("against_random_same_share")),
-    "at its bytes": lambda row: change(row.get("against_random_same_bytes")),
+    "vs chance": lambda row: change_of_kl(row.get("against_random_same_share")),
+    "at its bytes": lambda row: change_of_kl(row.get("against_random_same_bytes")),
     "better static": lambda row: row.get("better_static") or "",
 }
-
-
-def short(value: float) -> str:
-    """Three digits; below what float32 can tell, nothing."""
-    return "0" if value < 1e-9 else f"{value:.3g}"
-
-
-def change(control: Mapping[str, Any] | None) -> str:
-    """-35 ± 2 %"""
-    if not control or control["kl_mean_change"] is None:
-        return ""
-    error = control["kl_mean_change_error"]
-    shown = "" if math.isnan(error) else f" ± {100 * error:.0f}"
-    return f"{100 * control['kl_mean_change']:+.0f}{shown} %"
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    return [show(row) for show in COLUMNS.values()]
+FIRST = ("policy", "share", "kB/token", "KL mean", "agreement", "vs chance", "better static")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -189,28 +125,31 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"token at a time on a KV cache, against the {reference['bits']}-bit gear, whose perplexity is "
         f"{reference['perplexity']:.3f}. Policies shift between {low} and {high} bits. KL in nats.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(cells(row))} |" for row in report["policies"]),
+        *markdown_table(COLUMNS, report["policies"]),
         "",
     ]
     if floor:
         lines += [
-            f"Noise floor (the reference again, every layer's output off by up to bfloat16's roundoff): KL mean "
-            f"{short(floor['kl_mean'])}, 99 % {short(floor['kl_p99'])}, agreement {floor['top1_agreement']:.4f}.",
+            f"Noise floor (the reference again, with every layer's output off by up to bfloat16's roundoff): KL mean "
+            f"{three_digits(floor['kl_mean'])}, 99 % {three_digits(floor['kl_p99'])}, "
+            f"agreement {floor['top1_agreement']:.4f}.",
             "",
         ]
     lines += [
         "**vs chance**: mean KL against a random gate's at the same share, with its standard error; **at its bytes**: "
-        "against a random gate's that reads as many bytes. **better static**: a static gear that reads no more and is "
-        "no further from the reference.",
+        "against the mean KL of a random gate that reads as many bytes. **better static**: a static gear that reads no "
+        "more and is no further from the reference.",
+        "",
+        "The passes that each policy counts:",
+        "",
+        *(f"- {policy}: {passes}" for policy, passes in counted(report).items()),
         "",
     ]
-    lines += ["What is counted:", "", *(f"- {name}: {text}" for name, text in counted(report).items()), ""]
     if not report["complete"]:
-        lines += ["Not complete: the run was interrupted. The same command goes on with it.", ""]
+        lines += [INCOMPLETE, ""]
     return "\n".join(lines)
 
 
 def counted(report: Mapping[str, Any]) -> dict[str, str]:
+    """Policy to the passes that are counted for it."""
     return {row["policy"]: row["counted"] for row in report["policies"]}

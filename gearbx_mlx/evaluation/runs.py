@@ -1,59 +1,73 @@
-"""The recordings of one report, made in turn, each kept as soon as it is complete."""
+"""The recordings of one report, made in turn, each kept in a file as soon as it is complete."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.acceptance import FixedLength, ProductRule, best_length
+from .chance import compare_with_chance
 from .drafting import best_rule, drafted, sequences_of
 from .metrics import by_bucket, quality
 from .noise import noisy
 from .plans import Entry, Setting, make_policy
 from .policies import Static
 from .replay import Recording, Reference, Step, driven, record, targets_of
-from .report import SCHEMA, VERSION, compare_with_chance, compare_with_static, row_of, tokens_of
+from .report import SCHEMA, VERSION, compare_with_static, quality_arguments, row_of
 from .session import Session
 
 NOISE = "noise"
 
+Track = Callable[[Iterable[Step], int, str], Iterable[Step]]
 
+
+def untracked(steps: Iterable[Step], total: int, name: str) -> Iterable[Step]:
+    return steps
+
+
+@dataclass
 class Runs:
-    """Reference, noise floor, and one recording for each row.
+    """The reference, the noise floor, and one recording for each row of the report.
 
     Args:
-        session: where they are kept.
+        session: keeps them.
         windows: of tokens.
         between: the two gears that policies shift between.
         gate: window, hysteresis and min_gear_duration of routing.
         seed: of the random gate and the noise.
-        dtype: in which the reference is kept.
+        dtype: the reference is stored in it.
+        track: shows the progress: gets steps, their number, and the name of the recording.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        gearbox: Gearbox,
-        windows: Sequence[Sequence[int]],
-        between: tuple[Gear, Gear],
-        gate: dict[str, Any],
-        seed: int,
-        dtype: str,
-    ):
-        self.session, self.gearbox, self.windows, self.between = session, gearbox, windows, between
-        self.gate, self.seed, self.dtype = gate, seed, dtype
-        self.targets = targets_of(windows)
-        self.track: Callable[[Iterable[Step], int, str], Iterable[Step]] = lambda steps, total, name: steps
-        self.recordings: dict[Entry, Recording] = {}
-        self.thresholds: dict[Entry, float | None] = {}
-        self.noise: Recording | None = None
+    session: Session
+    gearbox: Gearbox
+    windows: Sequence[Sequence[int]]
+    between: tuple[Gear, Gear]
+    gate: Mapping[str, Any]
+    seed: int = 0
+    dtype: str = "float32"
+    track: Track = untracked
+    recordings: dict[Entry, Recording] = field(default_factory=dict)
+    thresholds: dict[Entry, float | None] = field(default_factory=dict)
+    noise: Recording | None = None
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        return targets_of(self.windows)
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.session.file("reference.npy", self._write_reference), self.targets)
 
     def compute(self, entries: Sequence[Entry]) -> None:
-        """Make what is not there yet. `recordings` holds what is complete, after an interrupt as well."""
-        self.reference = Reference(self.session.file("reference.npy", self._write_reference), self.targets)
-        # Static gears first: from the low one come all thresholds.
+        """Make the recordings that the session does not have. An interrupt keeps those that are complete."""
+        # Static gears first: all thresholds come from the low one.
         for entry in sorted(entries, key=lambda entry: entry.policy != "static"):
             steps, self.thresholds[entry] = self._steps(entry)
             self.recordings[entry] = self._recording(entry.name, steps)
@@ -73,7 +87,7 @@ class Runs:
         return driven(self.gearbox, self.windows, policy), threshold
 
     def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[Step], float]:
-        """Lossless by the best rule, or by the best fixed length, and the bound or the length."""
+        """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
         costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
@@ -96,41 +110,49 @@ class Runs:
         tracked = self.track(self._static(self.gearbox.ladder.top), len(self.targets), "reference")
         Reference.write(place, tracked, len(self.targets), self.dtype)
 
-    def report(self, told: dict[str, Any]) -> dict[str, Any]:
-        """The report of what is complete; `told` is what the command knows of the run."""
+    def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """The report of the recordings so far; it begins with `about`, the caller's own fields."""
         low, high = self.between
-        ladder, reference = self.gearbox.ladder, self.reference
         rows = []
         for entry, recording in self.recordings.items():
-            rows.append(row_of(entry, recording, reference, self.gearbox, self.between))
+            rows.append(row_of(entry, recording, self.reference, self.gearbox, self.between))
             rows[-1]["threshold"] = self.thresholds[entry]
         recordings = {entry.name: recording for entry, recording in self.recordings.items()}
         compare_with_chance(rows, recordings, low.bits, high.bits)
         compare_with_static(rows)
-        top = self.recordings.get(Entry("static", bits=ladder.top.bits))
-        exact = tokens_of(top, reference) if top else None
+        noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference))
         return {
             "schema": SCHEMA,
             "version": VERSION,
-            **told,
+            **about,
             "tokens": len(self.targets),
             "windows": len(self.windows),
             "ladder": self.gearbox.ladder_report(),
             "between": [low.bits, high.bits],
-            "gate": self.gate,
+            "gate": dict(self.gate),
             "seed": self.seed,
             "compute_dtype": dtype_name(self.gearbox.compute_dtype),
-            "reference": {
-                "bits": ladder.top.bits,
-                "dtype": self.dtype,
-                # What storing it changed: the KL of the top gear, run again, from what was stored.
-                "kl_mean_of_itself": float(top.kl.mean()) if top else None,
-                "perplexity": quality(**exact)["perplexity"] if exact else None,
-                "tokens_by_top_probability": [
-                    {key: bucket[key] for key in ("top_probability", "tokens")}
-                    for bucket in (by_bucket(reference.top_probability, exact) if exact else [])
-                ],
-            },
-            "noise_floor": quality(**tokens_of(self.noise, reference)) if self.noise else None,
+            "reference": self._about_reference(),
+            "noise_floor": noise,
             "policies": rows,
+        }
+
+    def _about_reference(self) -> dict[str, Any]:
+        """The report's part about the top gear. Its KL of itself is what storing its log-probabilities changed."""
+        top = self.recordings.get(Entry("static", bits=self.gearbox.ladder.top.bits))
+        about: dict[str, Any] = {
+            "bits": self.gearbox.ladder.top.bits,
+            "dtype": self.dtype,
+            "kl_mean_of_itself": None,
+            "perplexity": None,
+            "tokens_by_top_probability": [],
+        }
+        if top is None:
+            return about
+        exact = quality_arguments(top, self.reference)
+        buckets = by_bucket(self.reference.top_probability, exact)
+        return about | {
+            "kl_mean_of_itself": float(top.kl.mean()),
+            "perplexity": quality(**exact)["perplexity"],
+            "tokens_by_top_probability": [{key: b[key] for key in ("top_probability", "tokens")} for b in buckets],
         }

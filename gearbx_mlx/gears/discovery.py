@@ -129,14 +129,18 @@ def vocabulary(model: nn.Module) -> int:
     return max(m.weight.shape[0] for m in embeddings)
 
 
-def tied_head(model: nn.Module) -> str | None:
-    """The path of the token embedding that is the output head as well, or None where the head is a layer of its own."""
-    rows = vocabulary(model) if any(isinstance(m, nn.Embedding) for m in model.modules()) else 0
-    tables = [path for path, m in model.named_modules() if type(m) in TABLES and len(m.weight) == rows]
+def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
+    """The path of the token embedding that is the output head as well, or None where the head is a layer of its own.
+
+    Args:
+        tables: the classes of embeddings that count.
+    """
+    rows = vocabulary(model) if any(isinstance(m, tuple(tables)) for m in model.modules()) else 0
+    largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
     separate = separate_head(path for path, _ in model.named_modules())
     # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can stand in for.
     asks_it = any("as_linear(" in source(kind) for kind in {type(module) for module in model.modules()})
-    return tables[0] if len(tables) == 1 and asks_it and not separate else None
+    return largest[0] if len(largest) == 1 and asks_it and not separate else None
 
 
 def source(kind: type) -> str:

@@ -1,4 +1,4 @@
-"""A gearbox that only watches: for a checkpoint that is quantized already, or when nothing is to be changed."""
+"""A gearbox that only watches: for a checkpoint that is quantized already, or where no layer shall change."""
 
 import math
 
@@ -9,22 +9,21 @@ from .activations import compute_in, stored_dtype
 from .cost import layer_bytes, token_bytes
 from .description import LayerPath
 from .discovery import DENSE as DENSE_LAYERS
-from .discovery import QUANTIZED, is_quantized
-from .gearbox import DEFAULT_LADDER
+from .discovery import QUANTIZED, TABLES, is_quantized, tied_head
 from .ladder import DENSE, Gear, Ladder
+from .names import DEFAULT_LADDER
 
 
 class Observer:
-    """Has the face of a Gearbox and touches no module: it names the gear that would be engaged.
+    """Names the gear that a Gearbox would engage, and changes no module.
 
-    Bytes and bits are those of the model as it is, whatever gear is named.
+    Bytes and bits are those of the model as it is, in every gear.
     """
 
     def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.model = model
-        linear = {p: m for p, m in model.named_modules() if isinstance(m, (*DENSE_LAYERS, *QUANTIZED))}
-        linear = {path: m for path, m in linear.items() if not isinstance(m, nn.QuantizedEmbedding)}
+        linear = linear_layers(model)
         self.compute_dtype = compute_in(model, dtype, is_quantized(model))
         storage = stored_dtype(model)
         self.storage = {"": storage}
@@ -54,7 +53,7 @@ class Observer:
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
 
     def layer_paths(self) -> list[LayerPath]:
-        """Every linear layer with the bits that it has, whatever gear is named."""
+        """Every linear layer with its bits, which are the same in each gear."""
         modules = dict(self.model.named_modules())
         return [
             LayerPath(path, (getattr(modules[path], "bits", DENSE),) * len(self.ladder), "mlx", reason)
@@ -63,6 +62,13 @@ class Observer:
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         return self._token_bytes
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Path to module of the linear layers, packed or not, a tied output head among them."""
+    head = tied_head(model, (*TABLES, nn.QuantizedEmbedding))
+    kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
+    return {path: m for path, m in model.named_modules() if isinstance(m, kinds) or path == head}
 
 
 def weight_count(module: nn.Module) -> int:

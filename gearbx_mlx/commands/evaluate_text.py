@@ -1,0 +1,106 @@
+"""evaluate --task text: policies along a text, each token compared with the top gear's."""
+
+from pathlib import Path
+
+from ..cli import terminal
+from ..cli.gearbox import require_gearbox, settle_gears
+from ..cli.gears import GearSettings
+from ..cli.loaded import load_model
+from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
+from ..errors import GearbxError
+from ..evaluation.plans import entries
+from ..evaluation.report import COLUMNS, FIRST, markdown
+from ..evaluation.runs import Runs
+from ..evaluation.session import Session
+from ..evaluation.tables import Report
+from ..evaluation.text import read_documents, windows_of
+from ..gears.ladder import Gear, Ladder
+from ..loading import context_length
+from .evaluation_inputs import about, inputs_of
+
+DEFAULT_CONTEXT = 256
+
+
+def measured(settings: EvaluateSettings, out: Path) -> Report:
+    """The report of a text.
+
+    Args:
+        out: directory of the session, which an interrupted run leaves for the next one.
+
+    Raises:
+        KeyboardInterrupt: before any recording was complete.
+    """
+    comparison, data = settings.comparison, settings.task.data
+    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
+    between = parse_between(comparison.between, gears.gears)
+    documents = read_documents(Path(data))
+    model, tokenizer, config = load_model(settings.model)
+    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    context = context_for(comparison.context, config)
+    windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
+    gate = vars(settings.gate.filled())
+    session = Session(out, inputs(settings, gears, between, context, gate))
+    with terminal.progress_bar() as progress:
+        runs = Runs(
+            session,
+            gearbox,
+            windows,
+            between,
+            gate,
+            comparison.seed,
+            comparison.reference_dtype,
+            lambda steps, total, name: progress.track(steps, total, description=name),
+        )
+        complete = finished(runs, entries(comparison.policy or POLICIES, comparison.shares(), gears.gears), out)
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    report = runs.report({**about(settings, gears, kernels), "complete": complete, "context": context})
+    return Report(report, markdown(report), COLUMNS, FIRST)
+
+
+def finished(runs: Runs, rows: list, out: Path) -> bool:
+    """Whether all recordings were made, and not interrupted. Raises KeyboardInterrupt if none was."""
+    try:
+        runs.compute(rows)
+    except KeyboardInterrupt:
+        if not runs.recordings:
+            terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
+            raise
+        return False
+    return True
+
+
+def inputs(
+    settings: EvaluateSettings, gears: GearSettings, between: tuple[Gear, Gear], context: int, gate: dict
+) -> dict:
+    """All that the recordings depend on. Shares and policies are not among it: a report may be extended."""
+    comparison = settings.comparison
+    return inputs_of(settings, gears) | {
+        "context": context,
+        "tokens": comparison.tokens,
+        "seed": comparison.seed,
+        "reference_dtype": comparison.reference_dtype,
+        "between": [gear.bits for gear in between],
+        **gate,
+    }
+
+
+def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
+    """The two gears of --between. Raises GearbxError unless they are of the ladder, the lower one first."""
+    if len(ladder) < 2:
+        raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
+    if text is None:
+        return ladder[0], ladder.top
+    gears = [ladder.find(part.strip()) for part in text.split(",")]
+    if len(gears) != 2 or gears[0].index >= gears[1].index:
+        raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
+    return gears[0], gears[1]
+
+
+def context_for(wanted: int | None, config: dict) -> int:
+    """Tokens in a window. Raises GearbxError for more than the model was made for."""
+    longest = context_length(config)
+    if wanted is None:
+        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    if longest and wanted > longest:
+        raise GearbxError(f"--context is {wanted}, and the model was made for {longest}; give at most that")
+    return wanted

@@ -1,0 +1,46 @@
+"""What the results of an evaluation depend on, and what its report says of how it was made."""
+
+from pathlib import Path
+from typing import Any
+
+from ..cli.gears import GearSettings
+from ..cli.parsers.evaluate import EvaluateSettings
+from ..evaluation.inputs import model_contents, versions
+from ..evaluation.session import fingerprint
+from ..loading import model_name
+
+
+def inputs_of(settings: EvaluateSettings, gears: GearSettings) -> dict[str, Any]:
+    """The inputs that every task on one model depends on."""
+    return {
+        "model contents": model_contents(settings.model.model),
+        "data contents": fingerprint(Path(settings.task.data)),
+        "task": settings.task.task,
+        "gears": str(gears.gears),
+        "format": gears.format,
+        "manage": gears.manage,
+        "q_group_size": gears.group_size,
+        "kernels": gears.kernels,
+        "activations": gears.activations,
+        "dtype": settings.model.dtype,
+        "adapter_path": settings.model.adapter_path,
+        **({"floors": vars(gears.floors)} if gears.floors else {}),
+        **({"manifest contents": fingerprint(Path(gears.manifest))} if gears.manifest else {}),
+        **versions(),
+    }
+
+
+def about(settings: EvaluateSettings, gears: GearSettings, kernels: str) -> dict[str, Any]:
+    """What the report of one model says of how it was made.
+
+    Args:
+        kernels: those that ran, "native" or "mlx".
+    """
+    return {
+        "model": model_name(settings.model.model),
+        "data": settings.task.data,
+        "format": gears.format,
+        "manage": gears.manage,
+        "group_size": gears.group_size,
+        "kernels": kernels,
+    }
