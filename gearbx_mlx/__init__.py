@@ -8,10 +8,10 @@ import os.path
 import signal
 import sys
 
-if os.path.basename("".join(sys.argv[:1])).split(".")[0] in ("-m", "gearbx_mlx"):
+program = os.path.basename("".join(sys.argv[:1])).split(".")[0]
+if program in ("-m", "gearbx_mlx") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # A command starts. Until it runs there is nothing to finish, and Ctrl-C ends it without a traceback.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from importlib.metadata import PackageNotFoundError, version
 

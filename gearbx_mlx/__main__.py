@@ -4,6 +4,7 @@ import sys
 from importlib import import_module
 
 from .cli import terminal
+from .errors import GearbxError
 
 COMMANDS = {
     "generate": "write a text, and watch the gears while it is written",
@@ -23,15 +24,18 @@ USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the 
 
 def main() -> None:
     """Run the command that the first argument names, with the arguments after it."""
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(USAGE)
-        return
-    name = sys.argv.pop(1)
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
-        terminal.print_error(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
-        sys.exit(terminal.USER_ERROR)
-    sys.argv[0] = f"gearbx_mlx {name}"
+        terminal.run(lambda: show_commands(name))
+    sys.argv[:2] = [f"gearbx_mlx {name}"]
     import_module(f".{name}", __package__).main()
+
+
+def show_commands(name: str) -> None:
+    """Raises GearbxError unless the commands are asked for."""
+    if name not in ("-h", "--help"):
+        raise GearbxError(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
+    print(USAGE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From a directory or a Hub repository to a model and its tokenizer."""
 
-import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tok
 from safetensors import SafetensorError, safe_open
 
 from .errors import GearbxError, one_line
+from .files.reading import read_json
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -28,6 +29,7 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
     "def f(x):\n    return x  # twice\n\n\n",
     "naïve ÀÉ 漢字 🙂 don't",
 )
+COMPLETE = "give the directory of a complete model"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -179,25 +181,20 @@ def read_config(directory: Path) -> dict:
     """config.json of a model.
 
     Raises:
-        GearbxError: it is missing, or not JSON.
+        GearbxError: it is missing, cannot be read, or is not a JSON object.
     """
     file = directory / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise GearbxError(f"{file}: missing; give the directory of a complete model") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise GearbxError(f"{file}: not readable as JSON ({one_line(error)})") from error
-    if not isinstance(config, dict):
-        raise GearbxError(f"{file}: not a JSON object")
-    return config
+    if not os.path.lexists(file):
+        raise GearbxError(f"{file}: missing; {COMPLETE}")
+    return read_json(file, dict[str, Any], "a model's configuration", COMPLETE)
 
 
 def context_length(config: dict) -> int | None:
     """Tokens that the model was made for, if its configuration says so."""
-    for part in (config, config.get("text_config") or {}):
+    parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+    for part in parts:
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
-            if isinstance(part.get(key), int):
+            if type(part.get(key)) is int:
                 return part[key]
     return None
 

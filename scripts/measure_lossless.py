@@ -23,15 +23,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
-from gearbx_mlx.decoding.drafting import find_rule, read_draft_file
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Monitor, load
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.entropy_sampler import drive
-from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.decoding.draft_rules import find_rule, read_draft_file
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.responses import stream_wrapped
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.kernels.names import ACTIVATIONS
@@ -93,7 +93,7 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
         )
-        responses = list(drive(model, tokenizer, prompt, monitor=monitor, max_tokens=max_tokens))
+        responses = list(stream_wrapped(model, tokenizer, prompt, monitor=monitor, max_tokens=max_tokens))
         identical += [r.token for r in responses] == text
         tokens += len(responses)
         read += sum(r.weight_bytes for r in responses)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
-from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from measure_lossless import encode
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
@@ -29,7 +28,8 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
+from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
 from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import ProductRule

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox, commands
+from gearbx_mlx import Gearbox, Pair, commands, stream_generate
 from gearbx_mlx.formats.packing import unpack_mlx_codes
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.reference import plane_shifts
@@ -146,6 +147,15 @@ def save_model(model, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(vars(model.args)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path)
+
+
+def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
+    """stream_generate in mode pair, with the mode's settings among the keywords."""
+    renamed = {"min_duration": "min_gear_duration", "initial": "initial_gear"}
+    settings = {renamed.get(name, name): value for name, value in keywords.items()}
+    own = {item.name for item in dataclasses.fields(Pair)} & settings.keys()
+    mode = Pair(small, **{name: settings.pop(name) for name in own})
+    return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class TestLoading:
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
     def test_a_damaged_manifest(self, geared, text):
         (geared / "gears.json").write_text(text)
-        self.refused(geared, "gears.json: damaged")
+        self.refused(geared, "gears.json: cannot be read as a manifest of gears")
 
     def test_a_manifest_of_other_gears(self, geared):
         content = json.loads((geared / "gears.json").read_text())

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import (
 
 from gearbx_mlx import Gearbox, entropy_bits
 from gearbx_mlx.decoding.agreement import record_agreement
-from gearbx_mlx.decoding.drafting import find_rule, shipped
+from gearbx_mlx.decoding.draft_rules import find_rule, shipped
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.draft_file import parse_draft_file
 

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and attention and SwiGLU in native CPU kernels."""
+"""Norms, rotary positions and SwiGLU in native CPU kernels, and models that use them."""
 
 import copy
 from pathlib import Path
@@ -16,7 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.formats.fused import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, gated
+from gearbx_mlx.formats import fused
+from gearbx_mlx.formats.fused import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import dispatch
 
@@ -112,94 +113,6 @@ class TestRotaryPositions:
 
 
 @pytest.mark.usefixtures("native")
-class TestAttention:
-    @settings(max_examples=60)
-    @given(
-        batch=st.integers(1, 2),
-        heads=st.integers(1, 3),
-        shared=st.integers(1, 3),
-        length=st.integers(1, 20),
-        before=st.integers(0, 60),
-        width=st.sampled_from([1, 8, 16, 20, 64, 72, 128]),
-        mask=st.sampled_from([None, "causal"]),
-        seed=st.integers(0, 1 << 30),
-    )
-    def test_is_that_of_exact_arithmetic(self, batch, heads, shared, length, before, width, mask, seed):
-        queries = 2 * normal(batch, length, heads * shared, width, seed=seed).swapaxes(1, 2)
-        held = normal(2, batch, heads, length + before + 5, width, seed=seed + 1)  # a cache has room for more
-        keys, values = held[:, :, :, : length + before]
-        y = dispatch.attention(queries, keys, values, 0.3, mask)
-        k, v = (np.repeat(float64(a), shared, axis=1) for a in (keys, values))
-        scores = 0.3 * float64(queries) @ k.swapaxes(-1, -2)
-        sizes = 0.3 * np.abs(float64(queries)) @ np.abs(k.swapaxes(-1, -2))
-        if mask:
-            scores[..., np.triu(np.ones((length, length + before), bool), before + 1)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        # The rounding of a score is one of the exponent; sums over keys are rounded at each.
-        rounding = 2.0**-23 * ((width / 16 + 16) * sizes.max() + length + before + 16)
-        assert np.all(np.abs(float64(y) - weights @ v) <= rounding * (weights @ np.abs(v)))
-
-    def test_a_query_has_the_same_bits_in_any_company(self):
-        queries, keys, values = normal(1, 4, 9, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
-        together = dispatch.attention(queries, keys, values, 0.1, "causal")
-        for i in range(9):
-            seen = 300 - 8 + i
-            alone = dispatch.attention(queries[:, :, i : i + 1], keys[:, :, :seen], values[:, :, :seen], 0.1, None)
-            assert mx.array_equal(alone, together[:, :, i : i + 1]).item()
-
-    def test_of_vectors_whose_numbers_lie_apart(self):
-        queries, keys = normal(1, 2, 16, 3).swapaxes(-1, -2), normal(1, 2, 16, 7, seed=1).swapaxes(-1, -2)
-        expected = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.25)
-        assert mx.allclose(dispatch.attention(queries, keys, keys, 0.25, None), expected, atol=1e-6).item()
-
-    def test_what_is_no_number_stays_none(self):
-        keys = normal(1, 1, 20, 8)
-        broken = mx.where(mx.arange(20)[:, None] == 3, float("nan"), keys)
-        assert mx.isnan(dispatch.attention(normal(1, 1, 1, 8), broken, keys, 1.0, None)).all().item()
-        # Beyond what a query sees nothing counts.
-        y = dispatch.attention(normal(1, 1, 18, 8), broken, keys, 1.0, "causal")
-        assert not mx.isnan(y[0, 0, 0]).any().item()
-        assert mx.isnan(y[0, 0, 1:]).all().item()
-
-    def test_scores_far_apart(self):
-        keys = mx.concatenate([mx.full((1, 1, 1, 8), 100.0), mx.full((1, 1, 1, 8), -100.0)], axis=2)
-        values = mx.array([1.0, 2.0])[:, None] * mx.ones((1, 1, 2, 8))
-        assert mx.array_equal(
-            dispatch.attention(mx.ones((1, 1, 1, 8)), keys, values, 1.0, None), values[:, :, :1]
-        ).item()
-
-    @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 5, 9), (2, 1, 5, 9), (2, 4, 5, 9), (2, 1, 1, 9)], ids=str)
-    def test_masks(self, shape):
-        mask = normal(*shape) > 0
-        mask[..., 3] = True  # each query sees some key
-        queries, keys, values = normal(2, 4, 5, 8), normal(2, 2, 9, 8, seed=1), normal(2, 2, 9, 8, seed=2)
-        expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.5, mask=mask)
-        assert mx.allclose(dispatch.attention(queries, keys, values, 0.5, mask), expected, atol=1e-5).item()
-
-    def test_a_mask_that_hides_the_last_keys_leaves_the_bits_of_the_others(self):
-        queries, keys, values = normal(1, 4, 1, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
-        mask = mx.arange(300)[None] < 123
-        hidden = dispatch.attention(queries, keys, values, 0.1, mask)
-        assert mx.array_equal(
-            hidden, dispatch.attention(queries, keys[:, :, :123], values[:, :, :123], 0.1, None)
-        ).item()
-
-    def test_a_query_that_sees_nothing_has_the_mean_of_all_values(self):
-        x, values = normal(1, 1, 4, 8), normal(1, 1, 4, 8, seed=1)
-        y = dispatch.attention(x, x, values, 1.0, mx.zeros((4, 4), mx.bool_))
-        assert mx.allclose(y, mx.broadcast_to(values.mean(2, keepdims=True), y.shape), atol=1e-6).item()
-
-    def test_masks_that_are_added_half_precision_and_other_widths_go_to_mlx(self):
-        x = normal(1, 2, 3, 8)
-        assert dispatch.attention(x, x, x, 1.0, mx.zeros((3, 3))) is None
-        half = x.astype(mx.bfloat16)
-        assert dispatch.attention(half, half, half, 1.0, None) is None
-        assert dispatch.attention(x, x, normal(1, 2, 3, 4), 1.0, None) is None
-        assert dispatch.attention(x, x[:, :, :2], x[:, :, :2], 1.0, "causal") is None
-
-
-@pytest.mark.usefixtures("native")
 class TestSwiGLU:
     @settings(max_examples=40)
     @given(st.integers(1, 5), st.integers(1, 40), st.sampled_from(TYPES), st.integers(0, 1 << 30))
@@ -229,7 +142,8 @@ class TestSwiGLU:
     def test_of_nothing_and_of_other_shapes_goes_to_mlx(self):
         assert dispatch.swiglu(mx.zeros((0, 4)), mx.zeros((0, 4))) is None
         assert dispatch.swiglu(mx.zeros((2, 4)), mx.zeros((1, 4))) is None
-        assert mx.array_equal(gated(mx.ones((2, 4)), mx.ones((1, 4))), swiglu(mx.ones((2, 4)), mx.ones((1, 4)))).item()
+        gate, up = mx.ones((2, 4)), mx.ones((1, 4))
+        assert mx.array_equal(fused.swiglu(gate, up), swiglu(gate, up)).item()
 
 
 def kinds(model: nn.Module) -> set[type]:

@@ -9,7 +9,18 @@ from conftest import ARCHITECTURES, VOCABULARY, tiny_model
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Ladder, Monitor, Observer, ThresholdGate, entropy_bits
+from gearbx_mlx import (
+    Gearbox,
+    GearbxError,
+    Ladder,
+    Monitor,
+    Observer,
+    Route,
+    Static,
+    TelemetryOnly,
+    ThresholdGate,
+    entropy_bits,
+)
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.routing.gates import replay
 
@@ -82,7 +93,9 @@ class TestHeldInOneGear:
         other.set_dtype(mx.float32)
         gearbox = Gearbox(other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear))
         ours = tokens_and_logprobs(
-            stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, gate=Script([0] * 20), initial_gear="low")
+            stream_generate(
+                other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Route(gate=Script([0] * 20), initial_gear="low")
+            )
         )
         assert_identical(ours, theirs)
 
@@ -98,8 +111,7 @@ class TestRouting:
                 TALE,
                 10,
                 gearbox=gearbox,
-                gate=Script(script),
-                initial_gear="high",
+                mode=Route(gate=Script(script), initial_gear="high"),
             )
         )
         names = ["low", "mid", "high"]
@@ -117,8 +129,7 @@ class TestRouting:
                 TALE,
                 12,
                 gearbox=gearbox,
-                initial_gear="low",
-                gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0]),
+                mode=Route(initial_gear="low", gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0])),
             )
         )
         cache = mlx_lm.models.cache.make_prompt_cache(model)
@@ -142,9 +153,7 @@ class TestRouting:
                 TALE,
                 60,
                 gearbox=gearbox,
-                thresholds=thresholds,
-                initial_gear="low",
-                min_gear_duration=2,
+                mode=Route(thresholds, initial_gear="low", min_gear_duration=2),
             )
         )
         for i, response in enumerate(responses):
@@ -165,7 +174,12 @@ class TestRouting:
         gate = Foreseeing([0] * 8)
         list(
             stream_generate(
-                fresh_demo.model, fresh_demo.tokenizer, TALE, 8, gearbox=gearbox, gate=gate, initial_gear="low"
+                fresh_demo.model,
+                fresh_demo.tokenizer,
+                TALE,
+                8,
+                gearbox=gearbox,
+                mode=Route(gate=gate, initial_gear="low"),
             )
         )
         made = mx.get_active_memory()
@@ -188,7 +202,7 @@ class TestRouting:
                         40,
                         gearbox=gearbox,
                         sampler=make_sampler(1.0),
-                        thresholds=(1.0, 2.0),
+                        mode=Route((1.0, 2.0)),
                     )
                 ]
             )
@@ -215,7 +229,7 @@ class TestRouting:
                 TALE,
                 8,
                 gearbox=gearbox,
-                initial_gear="low",
+                mode=Route(initial_gear="low"),
                 sampler=lambda logprobs: mx.array([5]),
                 logits_processors=[lambda tokens, logits: logits * float("nan")],
             )
@@ -232,8 +246,7 @@ class TestRouting:
                 TALE,
                 20,
                 gearbox=gearbox,
-                gate=Script([1] * 3 + [0] * 17),
-                initial_gear="high",
+                mode=Route(gate=Script([1] * 3 + [0] * 17), initial_gear="high"),
                 draft_model=demo.model,
                 num_draft_tokens=2,
             )
@@ -251,7 +264,12 @@ class TestRouting:
         prompt = [1, 5, 9, 2]
         responses = list(
             stream_generate(
-                model, demo.tokenizer, prompt, 12, gearbox=gearbox, gate=Script([0, 1, 2] * 4), initial_gear="mid"
+                model,
+                demo.tokenizer,
+                prompt,
+                12,
+                gearbox=gearbox,
+                mode=Route(gate=Script([0, 1, 2] * 4), initial_gear="mid"),
             )
         )
         assert {r.gear for r in responses} == {"low", "mid", "high"}
@@ -262,7 +280,9 @@ class TestTelemetryOnly:
     def test_is_chosen_for_a_quantized_model_and_touches_no_module(self, fresh_demo):
         nn.quantize(fresh_demo.model, 64, 4)
         modules = dict(fresh_demo.model.named_modules())
-        responses = list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 60, thresholds=(1.0, 2.0)))
+        responses = list(
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 60, mode=TelemetryOnly((1.0, 2.0)))
+        )
         assert len({r.gear for r in responses}) > 1
         assert all(module is modules[path] for path, module in fresh_demo.model.named_modules())
 
@@ -275,7 +295,12 @@ class TestTelemetryOnly:
         observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
         responses = list(
             stream_generate(
-                demo.model, demo.tokenizer, TALE, 40, gearbox=observer, thresholds=(1.0, 2.0), initial_gear="low"
+                demo.model,
+                demo.tokenizer,
+                TALE,
+                40,
+                gearbox=observer,
+                mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
             )
         )
         chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
@@ -285,8 +310,8 @@ class TestTelemetryOnly:
 class TestArguments:
     def test_without_a_gearbox_the_one_on_the_model_is_used_again(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
-        low = list(stream_generate(model, tokenizer, TALE, 6, thresholds=(11.0, 11.5), initial_gear="low"))
-        high = list(stream_generate(model, tokenizer, TALE, 6, thresholds=(11.0, 11.5), initial_gear="high"))
+        low = list(stream_generate(model, tokenizer, TALE, 6, mode=Route((11.0, 11.5), initial_gear="low")))
+        high = list(stream_generate(model, tokenizer, TALE, 6, mode=Route((11.0, 11.5), initial_gear="high")))
         assert low[-1].gear == "low"
         assert high[0].gear == "high"
         assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear  # back to low after four tokens
@@ -301,22 +326,24 @@ class TestArguments:
         assert capsys.readouterr().out == text + "\n"
 
     @pytest.mark.parametrize(
-        ("keywords", "complaint"),
+        ("mode", "complaint"),
         [
-            ({"mode": "overdrive"}, "mode 'overdrive' does not exist"),
-            ({"mode": "telemetry-only"}, "shifts no gears"),
-            ({"thresholds": (3.0, 1.0)}, "ascend"),
-            ({"thresholds": (3.0,)}, "3 gears need 2 thresholds"),
-            ({"initial_gear": "reverse"}, "no gear 'reverse'"),
-            ({"window": 0}, "window is 0"),
-            ({"hysteresis": float("nan")}, "hysteresis"),
-            ({"min_gear_duration": 0}, "duration"),
+            ("overdrive", "mode 'overdrive' does not exist"),
+            ("telemetry-only", "shifts no gears"),
+            (Route((3.0, 1.0)), "ascend"),
+            (Route((3.0,)), "3 gears need 2 thresholds"),
+            (Route(initial_gear="reverse"), "no gear 'reverse'"),
+            (Route(window=0), "window is 0"),
+            (Route(hysteresis=float("nan")), "hysteresis"),
+            (Route(min_gear_duration=0), "duration"),
+            (Static("reverse"), "no gear 'reverse'"),
+            ("pair", "mode 'pair' needs a small model"),
         ],
     )
-    def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, keywords, complaint):
+    def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, mode, complaint):
         gearbox = Gearbox(fresh_demo.model)
         with pytest.raises(GearbxError, match=complaint):
-            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, **keywords)
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, mode=mode)
         assert gearbox.gear.name == "high"
 
     def test_a_gearbox_of_another_model_is_refused(self, fresh_demo, tiny):

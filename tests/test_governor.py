@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from conftest import ON_A_CPU, tiny_model
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.decoding.block_timer import BlockTimer
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.default_sensitivity import default_sensitivity
@@ -86,14 +86,14 @@ class TestOrder:
 
 
 class TestGoverned:
-    @pytest.mark.parametrize("mode", ["route", "kickdown"])
+    @pytest.mark.parametrize("mode", [Route(initial_gear="high"), Kickdown()], ids=["route", "kickdown"])
     def test_caps_are_in_the_model_while_it_generates_and_not_afterwards(self, geared, mode):
         gearbox, tokenizer = geared
         script = Scripted([Point(0, MachineState("critical"))])
         governor = Governor(gearbox, watch=Watch([script]))
         seen = []
         for response in stream_generate(
-            gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, mode=mode, controller=governor, initial_gear="high"
+            gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, mode=mode, controller=governor
         ):
             seen.append({*bits_in(gearbox).values()})
             if response.decision:
@@ -120,7 +120,13 @@ class TestGoverned:
         governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
         responses = list(
             stream_generate(
-                gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, controller=governor, thresholds=[0.0001]
+                gearbox.model,
+                tokenizer,
+                PROMPT,
+                40,
+                gearbox=gearbox,
+                controller=governor,
+                mode=Route([0.0001]),
             )
         )
         assert {response.weight_bytes for response in responses[12:]} == {low}
@@ -265,7 +271,7 @@ class TestCommand:
         [
             (["--target-tps", "0"], "--target-tps is 0.0; give tokens per second, more than 0"),
             (["--target-tps", "nan"], "--target-tps is nan"),
-            (["--target-tps", "5", "--mode", "lossless"], "--mode lossless keeps the top gear's text"),
+            (["--target-tps", "5", "--mode", "lossless"], "--mode lossless writes the top gear's text"),
             (["--target-tps", "5", "--telemetry-only"], "--mode telemetry-only changes no gear"),
             (["--cap-bits", "5"], "--cap-bits goes with --target-tps or --watch-machine"),
             (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),

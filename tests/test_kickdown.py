@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, entropy_bits, stream_generate
-from gearbx_mlx.decoding.kickdown import AboveThreshold, GearedModel
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Kickdown, entropy_bits, stream_generate
+from gearbx_mlx.decoding.kickdown_model import AboveThreshold, GearedModel
 
 TALE = "Once upon a time there was a king who"
 
@@ -80,9 +80,7 @@ class TestGearedModel:
     def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,8,16")
-        responses = list(
-            stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode="kickdown", thresholds=(4.0, 5.0))
-        )
+        responses = list(stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode=Kickdown((4.0, 5.0))))
         chosen, logits_of = by_hand(model, gearbox, tokenizer.encode(TALE), [r.token for r in responses], (4.0, 5.0))
         assert [r.gear for r in responses] == chosen
         assert set(chosen) == {"low", "mid", "high"}
@@ -94,7 +92,7 @@ class TestGearedModel:
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
         read = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
         for response in stream_generate(
-            fresh_demo.model, fresh_demo.tokenizer, TALE, 30, gearbox=gearbox, mode="kickdown", thresholds=(2.0, 4.0)
+            fresh_demo.model, fresh_demo.tokenizer, TALE, 30, gearbox=gearbox, mode=Kickdown((2.0, 4.0))
         ):
             level = gearbox.ladder.find(response.gear).index
             assert response.passes == tuple(int(i <= level) for i in range(3))
@@ -105,7 +103,7 @@ class TestGearedModel:
         decision = Every(3)
         responses = list(
             stream_generate(
-                fresh_demo.model, fresh_demo.tokenizer, TALE, 9, gearbox=gearbox, mode="kickdown", decision=decision
+                fresh_demo.model, fresh_demo.tokenizer, TALE, 9, gearbox=gearbox, mode=Kickdown(rule=decision)
             )
         )
         assert [r.gear for r in responses] == ["high", "low", "low"] * 3
@@ -162,7 +160,7 @@ class TestDropIn:
     def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,16")
-        run = stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode="kickdown", thresholds=(3.0,))
+        run = stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode=Kickdown((3.0,)))
         ours = [response.text for response in run]
         geared = GearedModel(gearbox, (3.0,))
         assert mlx_lm.generate(geared, tokenizer, TALE, max_tokens=20) == "".join(ours)

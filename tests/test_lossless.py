@@ -19,9 +19,9 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.caches import borrowed, length, room, take_back
-from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
@@ -52,7 +52,7 @@ def assert_same(ours, theirs):
         assert np.array_equal(mine[3], other[3])
 
 
-def both(gearbox, tokenizer, prompt, seed=3, drafting=None, **keywords):
+def both(gearbox, tokenizer, prompt, seed=3, rule=None, **keywords):
     """The top gear alone by mlx-lm, and lossless mode, from the same random state; and that state afterwards."""
     runs = []
     for mode in (None, "lossless"):
@@ -65,9 +65,7 @@ def both(gearbox, tokenizer, prompt, seed=3, drafting=None, **keywords):
             run = list(mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, **given))
         else:
             run = list(
-                stream_generate(
-                    gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=mode, drafting=drafting, **given
-                )
+                stream_generate(gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=Lossless(rule=rule), **given)
             )
         runs.append((run, mx.random.state[0].tolist()))
     return runs
@@ -192,7 +190,7 @@ class TestIsTheTopGear:
         tokenizer = copy.deepcopy(demo.tokenizer)
         (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
-        (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, drafting=FixedLength(15))
+        (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, rule=FixedLength(15))
         assert_same(told(ours), told(theirs))
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
@@ -308,7 +306,7 @@ class TestWhatIsCounted:
     def test_tokens_drafts_checks_and_bytes(self, geared_demo, demo):
         responses = list(
             stream_generate(
-                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode="lossless", drafting=FixedLength(4)
+                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode=Lossless(rule=FixedLength(4))
             )
         )
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
@@ -337,7 +335,9 @@ class TestWhatIsCounted:
         model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
         gearbox = Gearbox(model, "6,16")
         tokenizer = mlx_lm.load(str(DEMO_MODEL))[1]
-        responses = list(stream_generate(model, tokenizer, [1, 5, 9], 12, gearbox=gearbox, mode="lossless", drafting=3))
+        responses = list(
+            stream_generate(model, tokenizer, [1, 5, 9], 12, gearbox=gearbox, mode=Lossless(draft_length=3))
+        )
         checked = [r.near_tie for r in responses]
         assert sum(checked) >= len(checked) - 1
 

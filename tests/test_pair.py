@@ -8,12 +8,11 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import save_model, tiny_model, weights_of
+from conftest import save_model, stream_pair, tiny_model, weights_of
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from gearbx_mlx import Gearbox, GearbxError, stream_generate
-from gearbx_mlx.decoding.pair import stream_pair
+from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
 from gearbx_mlx.decoding.paired_model import PairedModel, bytes_read
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.entropy import entropy_bits
@@ -271,45 +270,45 @@ class TestOneWayIn:
     """stream_generate(mode="pair")."""
 
     def test_it_is_the_same(self, demo, small):
-        settings = {"thresholds": (5.0,), "window": 3, "min_gear_duration": 4}
-        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 30, small_model=small, mode="pair", **settings))
+        mode = Pair(small, 5.0, window=3, min_gear_duration=4)
+        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 30, mode=mode))
         theirs = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=5.0, window=3, min_duration=4))
         assert_same(texts(ours), texts(theirs))
         assert [r.gear for r in ours] == [r.gear for r in theirs]
         assert {r.gear for r in ours} == {"small", "large"}
 
     def test_a_small_model_means_a_pair(self, demo, small):
-        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, small_model=small))
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Pair(small)))
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
         assert [r.gear for r in responses] == ["small"] * 10 + ["large"] * 5
 
     @pytest.mark.parametrize(
         ("keywords", "message"),
         [
-            ({"mode": "pair"}, "mode 'pair' needs a small model"),
-            ({"mode": "route", "small_model": True}, "mode 'route' has one model"),
-            ({"small_model": True, "hysteresis": 0.1}, "mode 'pair' has no hysteresis"),
-            ({"small_model": True, "thresholds": (1.0, 2.0)}, "two models have one threshold"),
+            ({"threshold": -1.0}, "the threshold between two models is -1"),
+            ({"threshold": float("nan")}, "the threshold between two models is nan"),
+            ({"window": 0}, "window is 0"),
+            ({"min_gear_duration": 0}, "minimum gear duration is 0"),
         ],
     )
     def test_what_does_not_fit_together(self, demo, small, keywords, message):
-        if "small_model" in keywords:
-            keywords = keywords | {"small_model": small}
         with pytest.raises(GearbxError, match=message):
-            stream_generate(demo.model, demo.tokenizer, TALE, **keywords)
+            stream_generate(demo.model, demo.tokenizer, TALE, mode=Pair(small, **keywords))
+
+    def test_without_a_small_model(self, demo):
+        with pytest.raises(GearbxError, match="mode 'pair' needs a small model"):
+            stream_generate(demo.model, demo.tokenizer, TALE, mode="pair")
 
     def test_a_gearbox_of_one_model(self, fresh_demo, small):
         gearbox = Gearbox(fresh_demo.model, "4,16")
         with pytest.raises(GearbxError, match="leave the gearbox out"):
-            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, small_model=small, gearbox=gearbox)
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=Pair(small), gearbox=gearbox)
 
     def test_a_geared_model_runs_as_it_is(self, fresh_demo, small):
         gearbox = Gearbox(fresh_demo.model, "4,16")
         gearbox.shift("low")
         theirs = texts(mlx_lm.stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12))
-        ours = texts(
-            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, small_model=small, thresholds=(0,))
-        )
+        ours = texts(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, mode=Pair(small, threshold=0)))
         assert_same(ours, theirs)
 
 

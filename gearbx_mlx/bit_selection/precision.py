@@ -19,7 +19,8 @@ from ..formats import get_format
 from ..formats.base import Format
 from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
-from ..gears.ladder import DENSE, WIDTHS, Ladder
+from ..gears.ladder import DENSE, Ladder
+from ..gears.values import Fingerprint, GroupSize, Length, Width
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
@@ -30,14 +31,11 @@ SAFE, CAREFUL = 0.02, 0.05  # nats
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
 
 
-if TYPE_CHECKING:  # where type checkers see int, msgspec sees the values that are allowed
-    Width = int
-    GroupSize = int
+if TYPE_CHECKING:
     Method = str
 else:
-    Width, GroupSize, Method = Literal[WIDTHS], Literal[32, 64, 128], Literal[EXACT, FIRST_ORDER]
+    Method = Literal[EXACT, FIRST_ORDER]
 PerWidth = Mapping[Width, float]
-Weights = Annotated[int, Meta(ge=1, le=2**53)]
 Size = Annotated[float, Meta(gt=0)]
 Nats = Annotated[float, Meta(ge=0)]
 
@@ -55,7 +53,7 @@ class LayerPrecision(Struct, frozen=True):
     """
 
     kind: str = field(name="class")
-    weights: Weights
+    weights: Length
     min_bits: Width
     max_bits: Width
     kl: Annotated[Mapping[Width, Nats], Meta(min_length=1)]
@@ -92,7 +90,7 @@ class PrecisionManifest(Struct, frozen=True):
 
     method: Method
     model: str
-    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    fingerprint: Fingerprint
     calibration: str
     tokens: Count
     format: str

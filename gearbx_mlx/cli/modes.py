@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ..decoding.modes import MODES
 from ..errors import GearbxError
-from ..routing.acceptance import MOST_DRAFTED
-from .settings import Settings, name, number
+from ..routing.acceptance import MOST_DRAFTED, FixedLength
+from .settings import Settings, name
 
 TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
 
@@ -19,7 +19,7 @@ class ModeSettings(Settings):
     telemetry_only: bool = False
     gear: str | None = name()
     curve: str | None = name()
-    draft_length: int | None = number(None, 1, MOST_DRAFTED)
+    draft_length: int | None = None
     small_model: str | None = name()
 
     def __post_init__(self) -> None:
@@ -28,6 +28,8 @@ class ModeSettings(Settings):
             raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
         if self.curve is not None and self.draft_length is not None:
             raise GearbxError("--curve and --draft-length exclude each other; give one")
+        if self.draft_length is not None:
+            FixedLength(self.draft_length)
         if self.small_model is not None and self.mode not in (None, PAIR):
             raise GearbxError(f"--mode {self.mode} has one model; leave --small-model out, or give --mode pair")
         if self.small_model is None and self.mode == PAIR:

@@ -18,6 +18,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from .sizes import human_bytes
+
 SHORT = 2.0  # seconds: shorter work writes no line
 BETWEEN_LINES = 10.0  # seconds
 
@@ -59,12 +61,3 @@ class ProgressLines(Progress):
         self.next_line = self.clock() + BETWEEN_LINES
         total = "" if task.total is None else f" of {self.count(task.total)}"
         self.console.print(Text(f"{task.description}: {self.count(task.completed)}{total}"), soft_wrap=True)
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

@@ -3,10 +3,11 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -18,6 +19,16 @@ class Signals:
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
         self.received = number
         raise KeyboardInterrupt
+
+
+def run_to_end(body: Callable[[], int | None]) -> int:
+    """The exit status of a command's body: 128 and the signal's number where a signal ended it."""
+    with heeded() as signals:
+        try:
+            status = body() or 0
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    return 128 + signals.received if status == INTERRUPTED and signals.received else status
 
 
 @contextlib.contextmanager

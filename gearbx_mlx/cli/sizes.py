@@ -22,3 +22,12 @@ def parse_bytes(text: str) -> int:
     if not 1 <= count < math.inf:
         raise GearbxError(f"'{text}' is no size; give bytes such as 3GB, 500MB or 2GiB")
     return round(count)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

@@ -1,14 +1,14 @@
 """The bodies of the commands, and how one starts.
 
 A command's flags are parsed before its body is imported: the body needs mlx-lm, whose import takes seconds, and
-`--help` or a mistyped flag need not wait for it.
+`--help` or a mistyped flag need not wait for it. Signals are heeded from then on: an import does not bear them.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
-from ..cli import terminal
+from ..cli import signals, terminal
 
 
 def command(name: str) -> Callable[[], None]:
@@ -16,7 +16,8 @@ def command(name: str) -> Callable[[], None]:
 
     def run() -> int | None:
         settings = import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
-        return import_module(f"{__name__}.{name}").run(settings)
+        body = import_module(f"{__name__}.{name}")
+        return signals.run_to_end(lambda: body.run(settings))
 
     def main() -> None:
         if find_spec(f"gearbx_mlx.cli.parsers.{name}") is None:

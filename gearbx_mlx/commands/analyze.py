@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..cli import terminal
+from ..cli.tables import summary_table
 from ..files.writing import write_text
 from ..telemetry.report import PICTURES
 from ..telemetry.summary import Tally, as_json
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     result |= {"prompts": len({entry["prompt"] for entry in records}), "thresholds": list(routing.thresholds)}
     write_text(summary_path, as_json(result))
     pictures = draw_report(records, names, routing.thresholds, out) if records else []
-    terminal.messages.print(terminal.summary_table(result))
+    terminal.messages.print(summary_table(result))
     terminal.messages.print()
     for path in (trace_path, summary_path, *pictures):
         print(path)

@@ -1,12 +1,13 @@
 """python -m gearbx_mlx.convert: from a model to a geared checkpoint, which stock mlx-lm reads too."""
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from ..cli import terminal
 
@@ -148,7 +149,7 @@ def convert(
     hashes = {file.name: hash_of(file) for file in sorted(source.glob("model*.safetensors"))}
     plan = Plan(args.format, gears, args.manage, args.q_group_size, args.dtype, hashes, wish)
     if wish:
-        plan = dataclasses.replace(plan, bits=bits_for(args, source, trust, plan, work))
+        plan = structs.replace(plan, bits=bits_for(args, source, trust, plan, work))
     converter = Converter(model, plan, work)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     try:
@@ -170,14 +171,14 @@ def bits_for(args: argparse.Namespace, source: Path, trust: dict[str, Any], plan
     from ..bit_selection.budget import fit, point_rows, points_table
     from ..bit_selection.floors import Floors, select_bits, selection_lines
     from ..bit_selection.selection_report import as_dict
-    from ..conversion.converter import planned
+    from ..conversion.converter import read_journal
     from ..files.writing import write_text
     from ..loading import load
     from ..telemetry.summary import as_json
 
-    earlier = planned(work)
-    if earlier is not None and earlier | {"bits": None} == plan.as_json():
-        return earlier["bits"]
+    earlier, _, _ = read_journal(work)
+    if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
+        return dict(earlier.bits)
     wish = dict(plan.wish or {})
     of_budget = "memory_budget" in wish
     model, tokenizer = load(source, lazy=not of_budget, tokenizer_config=dict(trust), **trust)

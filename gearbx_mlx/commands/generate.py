@@ -16,6 +16,7 @@ from ..cli.mode_choice import ModeChoice, choose_mode, make_mode
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.results import summary_of
+from ..cli.tables import layers_table, summary_table
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
@@ -49,7 +50,7 @@ def run(settings: GenerateSettings) -> int:
     result = summary_of(
         model_name(model_path), gearbox, mode, written.tally, written.speed, mx.get_peak_memory(), controller
     )
-    show_summary(result, terminal.summary_table, settings.output.verbose, summary)
+    show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     return written.status
 
 
@@ -77,7 +78,7 @@ def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path
     if isinstance(gearbox, Observer) and not settings.mode.observes and settings.output.verbose:
         terminal.note(f"{model_name(model_path)} is quantized already: telemetry only, no layer changes gear")
     if settings.output.describe:
-        terminal.messages.print(terminal.layers_table(gearbox.ladder, gearbox.layer_paths()))
+        terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

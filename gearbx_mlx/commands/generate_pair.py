@@ -4,13 +4,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..cli import terminal
 from ..cli.generation import generation_keywords
 from ..cli.loaded import room_for
 from ..cli.loaded_pair import load_pair, summary_of_pair
 from ..cli.pair import turns_of
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt
+from ..cli.tables import pair_table
 from ..decoding.pair import Pair
 from ..decoding.stream import stream_generate
 from ..routing.pair import NAMES
@@ -29,5 +29,5 @@ def run(settings: GenerateSettings, small_model: str, prompt: str, trace: Path |
     written = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     names = small_model, settings.model.model
     result = summary_of_pair(names, pair, mode, written.tally, written.speed, mx.get_peak_memory())
-    show_summary(result, terminal.pair_table, settings.output.verbose, summary)
+    show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
     return written.status

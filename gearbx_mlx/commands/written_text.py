@@ -1,16 +1,19 @@
 """A text, its trace and its summary, as a command writes them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from rich.table import Table
 
 from ..cli import terminal
 from ..cli.output import OutputSettings
 from ..cli.results import Speed
 from ..decoding.response import GearResponse
+from ..errors import OutputLost
 from ..files.writing import write_text
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
@@ -54,16 +57,15 @@ def write_out(
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
     speed.add(last)
-    print(text if not output.verbose else "", flush=True)
+    with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
+        print(text if not output.verbose else "", flush=True)
     return Written(status, tally, speed)
 
 
-def show_summary(
-    result: dict[str, Any], table: Callable[[dict[str, Any]], Any], verbose: bool, file: Path | None
-) -> None:
-    """Print the summary as a table under the text, and write it as JSON where that is asked for."""
+def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:
+    """Print the summary's table under the text, and write the summary as JSON where that is asked for."""
     if verbose:
         terminal.messages.print()
-        terminal.messages.print(table(result))
+        terminal.messages.print(table)
     if file:
         write_text(file, as_json(result))

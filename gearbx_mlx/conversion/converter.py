@@ -1,31 +1,36 @@
 """From a model to a geared checkpoint, one layer at a time, so that it may be stopped anywhere and gone on with."""
 
-import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from ..errors import GearbxError
+from ..files.problems import shown
+from ..files.reading import Count, json_lines, read_text
 from ..formats import get_format
 from ..formats.tied import linear_of
 from ..gears.activations import dtype_name, stored_dtype
 from ..gears.discovery import Layer, Predicate, discover, widths_of, with_bits
-from ..gears.fingerprint import fingerprint_of, sample
+from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
 from ..gears.offload import EMPTY, put
-from ..gears.tensor_file import TensorFile, hash_of
+from ..gears.tensor_file import Entry, TensorFile, hash_of
+from ..gears.values import DtypeName, GroupSize, Width
 
 BASE_FILE = "model.safetensors"
-JOURNAL = "conversion.jsonl"  # what is done; the first line is what is to be done
+JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done
+REMOVE = "remove the directory, and the same command begins anew"
 STOCK = (nn.QuantizedLinear, QuantizedSwitchLinear)
 ROOM = 512  # bytes of a header for the entry of one array, name included
 ARRAYS_PER_GEAR = 8  # at most
@@ -33,21 +38,17 @@ ARRAYS_PER_GEAR = 8  # at most
 Arrays = dict[str, mx.array]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """What is to be made, as `Gearbox` takes it, and of which model: hashes of its files."""
 
     format: str
-    gears: tuple[int, ...]
+    gears: tuple[Width, ...]
     manage: str
-    group_size: int
-    dtype: str | None
+    group_size: GroupSize
+    dtype: DtypeName | None
     source: Mapping[str, str]
     wish: Mapping[str, Any] | None = None  # floors or a budget, from which the bits of every layer were found
-    bits: Mapping[str, int] | None = None  # path to the fewest that a layer may have
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "gears": list(self.gears), "source": dict(self.source)}
+    bits: Mapping[str, Width] | None = None  # path to the fewest that a layer may have
 
     @property
     def managed(self) -> str | Predicate:
@@ -55,14 +56,37 @@ class Plan:
         return self.manage if self.bits is None else with_bits(self.bits)
 
 
-def planned(work: Path) -> dict[str, Any] | None:
-    """What a conversion that was begun in a directory is to make; None where none was."""
-    try:
-        with open(work / JOURNAL, encoding="utf-8") as journal:
-            line = journal.readline()
-    except FileNotFoundError:
-        return None
-    return json.loads(line) if line.endswith("\n") else None
+class Unit(Struct, frozen=True):
+    """A line of the journal after the first, which has the plan: a parameter that is done.
+
+    unit, shape, dtype: its name, shape and type. sample: bits of the float32 values that the fingerprint takes.
+    base, gears: the arrays that were written, by name. names: of a managed layer, as in `SavedLayer.gears`.
+    stock_bits: those of the layer in the base, where mlx-lm runs it quantized.
+    """
+
+    unit: str
+    shape: tuple[Count, ...]
+    dtype: str
+    sample: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=SAMPLED)]
+    base: Mapping[str, Entry]
+    gears: Mapping[str, Entry]
+    names: Mapping[Width, Mapping[str, str]] = {}
+    stock_bits: Width | None = None
+
+
+def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
+    """The plan of a conversion that was begun in a directory, what is done by name, and the bytes of complete lines.
+
+    Raises:
+        GearbxError: a line that is damaged.
+    """
+    file = work / JOURNAL
+    text = read_text(file, "the journal of a conversion", REMOVE) if os.path.lexists(file) else ""
+    complete = text[: text.rfind("\n") + 1]
+    head, _, rest = complete.partition("\n")
+    plan = next((plan for _, plan in json_lines(file, head, Plan, REMOVE)), None)
+    units = (unit for _, unit in json_lines(file, rest, Unit, REMOVE, first=2))
+    return plan, {unit.unit: unit for unit in units}, len(complete.encode())
 
 
 class Converter:
@@ -80,6 +104,7 @@ class Converter:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path):
+        self.done: dict[str, Unit] = {}
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
         for bits in self.ladder.quantized_bits:
@@ -94,15 +119,19 @@ class Converter:
         weights = {f"{layer.path}.weight" for layer in self.layers}
         self.rest = [name for name, _ in parameters if name not in weights]
         room = ROOM * (len(parameters) + ARRAYS_PER_GEAR * len(self.ladder) * len(self.layers))
-        self.done = self._resume()
-        entries = {
-            which: {name: entry for line in self.done.values() for name, entry in line[which].items()}
-            for which in ("base", "gears")
-        }
-        self.files = {
-            "base": TensorFile(work / BASE_FILE, room, entries["base"]),
-            "gears": TensorFile(work / GEARS_FILE, room, entries["gears"]),
-        }
+        self._resume({name: array.shape for name, array in parameters})
+        base: dict[str, Entry] = {}
+        gears: dict[str, Entry] = {}
+        for unit in self.done.values():
+            base |= unit.base
+            gears |= unit.gears
+        try:
+            self.files = {
+                "base": TensorFile(work / BASE_FILE, room, base),
+                "gears": TensorFile(work / GEARS_FILE, room, gears),
+            }
+        except GearbxError as error:
+            raise GearbxError(f"{work}: its files are not what {JOURNAL} says ({error}); {REMOVE}") from error
 
     def __iter__(self) -> Iterator[int]:
         """Convert; after each step the bytes of the original that are done with, those of earlier runs first."""
@@ -136,8 +165,8 @@ class Converter:
             dtype=self.dtype,
             fingerprint=fingerprint_of(
                 {
-                    name: (line["shape"], np.array(line["sample"], np.uint32).view(np.float32))
-                    for name, line in self.done.items()
+                    name: (unit.shape, np.array(unit.sample, np.uint32).view(np.float32))
+                    for name, unit in self.done.items()
                 }
             ),
             stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in self.layers),
@@ -152,7 +181,7 @@ class Converter:
         """What config.json says to mlx-lm of the base: every layer by name. None if all of the base is dense."""
         known: dict[str, Any] = {}
         for layer in self.layers:
-            found = self.done[f"{layer.path}.weight"]["stock_bits"]
+            found = self.done[f"{layer.path}.weight"].stock_bits
             if found:
                 known[layer.path] = {"group_size": self.plan.group_size, "bits": found, "mode": "affine"}
         if not known:
@@ -204,45 +233,54 @@ class Converter:
         return base, gears, {"names": names, "stock_bits": wanted[0] if stock else None}
 
     def _write(self, unit: str, original: mx.array, base: Arrays, gears: Arrays, more: Mapping[str, Any]) -> None:
-        line = {
-            "unit": unit,
-            "shape": list(original.shape),
-            "dtype": dtype_name(original.dtype),
-            "sample": np.array(sample(original)).view(np.uint32).tolist(),
-            "base": self.files["base"].append(base.items()),
-            "gears": self.files["gears"].append(gears.items()),
+        done = Unit(
+            unit=unit,
+            shape=original.shape,
+            dtype=dtype_name(original.dtype),
+            sample=np.array(sample(original)).view(np.uint32).tolist(),
+            base=self.files["base"].append(base.items()),
+            gears=self.files["gears"].append(gears.items()),
             **more,
-        }
+        )
         for file in self.files.values():
             file.flush()
-        self._note(line)
-        self.done[unit] = json.loads(json.dumps(line))
+        self._note(done)
+        self.done[unit] = done
 
     def _saved(self, layer: Layer) -> SavedLayer:
-        line = self.done[f"{layer.path}.weight"]
+        unit = self.done[f"{layer.path}.weight"]
         kind = "embedding" if isinstance(layer.module, nn.Embedding) else "linear"
         kind = "switch" if isinstance(layer.module, SwitchLinear) else kind
-        gears = {int(bits): names for bits, names in line["names"].items()}
-        return SavedLayer(kind, tuple(line["shape"]), line["dtype"], layer.lowest_bits, gears)
+        return SavedLayer(kind, unit.shape, unit.dtype, layer.lowest_bits, unit.names)
 
-    def _note(self, line: Mapping[str, Any]) -> None:
-        with open(self.work / JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write(json.dumps(line) + "\n")
+    def _note(self, line: Plan | Unit) -> None:
+        with open(self.work / JOURNAL, "ab") as journal:
+            journal.write(msgspec.json.encode(line) + b"\n")
 
-    def _resume(self) -> dict[str, Any]:
-        """Units that are done, by name; the journal of a conversion that begins has its plan."""
+    def _resume(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Take what is done from the journal; the journal of a conversion that begins gets its plan.
+
+        Args:
+            shapes: of the model's parameters, by name.
+        """
         self.work.mkdir(parents=True, exist_ok=True)
+        before, self.done, length = read_journal(self.work)
         journal = self.work / JOURNAL
-        lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
-        plan = self.plan.as_json()
-        if not whole:
+        if before is None:
             journal.unlink(missing_ok=True)
-            self._note(plan)
-            return {}
-        for name, value in plan.items():
-            if whole[0].get(name) != value:
-                told = "another model" if name == "source" else f"{name} {whole[0].get(name)} and not {value}"
-                raise GearbxError(f"{self.work}: holds the beginning of a conversion of {told}; remove it")
-        os.truncate(journal, sum(len(line.encode()) for line in lines if line.endswith("\n")))
-        return {line["unit"]: line for line in whole[1:]}
+            self._note(self.plan)
+            return
+        then, now = asdict(before), asdict(self.plan)
+        for name, value in now.items():
+            if then[name] != value:
+                differing = f"{name} {shown(then[name])} and not {shown(value)}"
+                differing = "another model" if name == "source" else differing
+                raise GearbxError(f"{self.work}: holds the beginning of a conversion of {differing}; remove it")
+        managed = {f"{layer.path}.weight" for layer in self.layers}
+        for name, unit in self.done.items():
+            named = {array for names in unit.names.values() for array in names.values()}
+            if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in managed):
+                raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
+            if not named <= {*unit.base, *unit.gears}:
+                raise GearbxError(f"{journal}: {shown(name)} names arrays that it has not written; {REMOVE}")
+        os.truncate(journal, length)

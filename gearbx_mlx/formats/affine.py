@@ -1,4 +1,4 @@
-"""Stock MLX quantization: w = scale * code + bias per group, one separate copy for each gear."""
+"""MLX's own quantization: w = scale * code + bias per group, with a separate copy for each gear."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import quantized_module, whole_groups
+from .base import StoredArray, affine_arrays, quantized_module, whole_groups
 
 
 class Affine:
@@ -18,22 +18,27 @@ class Affine:
     scales = frozenset({"scales", "biases"})
 
     def check(self, bits: int) -> None:
-        pass  # a ladder has no bits that MLX has not
+        pass  # MLX supports all bits that a ladder may have
 
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
 
     def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        weight, scales, biases = mx.quantize(dense.weight, group_size, wanted)
+        weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
         arrays = {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
-        return {wanted: self.module(dense, wanted, arrays, ladder, group_size)}
+        return {bits: self.module(dense, bits, arrays, ladder, group_size)}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
         return quantized_module(dense, bits, group_size, arrays["weight"], arrays["scales"], arrays["biases"])
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        return affine_arrays(shape, bits, group_size, dtype)
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

@@ -1,8 +1,8 @@
-"""Learned codebooks: XFP's V2, one for every output row, with the outliers kept beside them (XFP 3, 4).
+"""Learned codebooks, one per output row, with outliers stored separately (V2 of XFP; XFP 3, 4).
 
-A weight is the entry of its row's codebook that its code names, or, where it is an outlier, itself in fp16. The code
-below an outlier is that of the mean of what is left in its row: one code for all outliers of a row, so that a kernel
-that has summed all codes knows what to take back. Entries are rounded to fp16 before codes are fitted to them.
+The code of a weight names an entry of its row's codebook; an outlier is stored in fp16. In the place of an outlier, the
+codes have that of the mean of the row's other weights: one code for all outliers of a row, so that a kernel that has
+summed all codes knows what to subtract again. Entries are rounded to fp16 before codes are fitted to them.
 """
 
 import abc
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.dispatch import codebook_product
+from .base import StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import (
     GAUSSIAN_SHARE,
@@ -30,25 +31,25 @@ from .codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_cod
 from .native import Native
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
-ENTRY_SIZE = 2  # bytes: float16, whatever the checkpoint has
+ENTRY_SIZE = 2  # bytes: always float16
 
 
 def bulk(rows: mx.array, outlying: mx.array) -> mx.array:
-    """(R, I) with what is `outlying` replaced by the mean of the rest of its row, or 0 where nothing is left."""
+    """Rows (R, I) with outliers replaced by the mean of the rest of their row, or by 0 if there is no rest."""
     left = mx.maximum(rows.shape[-1] - outlying.sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / left
     return mx.where(outlying, mean, rows)
 
 
 def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> tuple[mx.array, mx.array]:
-    """Codebooks and codes of rows (R, I).
+    """Fit a codebook to each row, and codes to the codebooks.
 
     Args:
-        rows: floating.
-        outlying: (R, I) bool, what takes no part.
+        rows: (R, I), floating.
+        outlying: (R, I) bool, the outliers, which are left out.
 
     Returns:
-        (R, 2^bits) float16, ascending, not finite where the row is not, and (R, I) uint8.
+        codebooks (R, 2^bits) float16, ascending, not finite for a row that is not; and codes (R, I) uint8.
     """
     rows = rows.astype(mx.float32)
     codebook = lloyd(SortedRows.of(rows, outlying), bits, rounds)
@@ -57,15 +58,14 @@ def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> 
 
 
 def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
-    """A matrix (O, I), or experts (E, O, I), as a codebook layer holds it.
+    """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a codebook layer.
 
     Args:
         mask: (..., O, I) bool, the outliers; found if not given.
 
     Returns:
         weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
-        outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated: how many outliers there are shows
-        only then.
+        outliers, outlier_columns, outlier_offsets: see `Outliers`. All are evaluated, since their number must be known.
     """
     mask = find_all(weight) if mask is None else mask
     rows, outlying = weight.reshape(-1, weight.shape[-1]), mask.reshape(-1, weight.shape[-1])
@@ -81,32 +81,35 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """The weights (..., O, width) float32 that the codes name, outliers left out."""
+    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier."""
     codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
     return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
 
 
 def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), rounded once, to `dtype`."""
+    """The weights (..., O, width), outliers included, rounded once, to `dtype`."""
     return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
 
 
 def nbytes(arrays: Arrays) -> int:
-    """Bytes that one use reads, of all experts; what fills up their shorter lists of outliers is not read."""
-    if arrays["outliers"].ndim == 1:  # known without reading anything, which may still be in a file
+    """The bytes that a product with the matrix, or with all experts, reads.
+
+    Padding of the experts' lists of outliers is not read.
+    """
+    if arrays["outliers"].ndim == 1:  # no padding, and nothing has to be read from a file that holds the offsets
         return sum(array.nbytes for array in arrays.values())
-    held = sum(array.nbytes for name, array in arrays.items() if name not in ("outliers", "outlier_columns"))
-    return held + OUTLIER_SIZE * Outliers.of(arrays).count()
+    others = sum(array.nbytes for name, array in arrays.items() if name not in ("outliers", "outlier_columns"))
+    return others + OUTLIER_SIZE * Outliers.of(arrays).count()
 
 
 def outlier_bytes(shape: Sequence[int], share: float) -> int:
-    """Bytes of the outliers of (..., O, I) if so many weights are some."""
+    """The bytes of the outliers of a weight (..., O, I), if `share` of its weights are outliers."""
     matrices = math.prod(shape[:-2])
     return matrices * (OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1]))
 
 
 class CodebookModule(Reconstructed):
-    """A layer over codes, what they stand for, and outliers; `bytes_read` are those of one use."""
+    """A layer over codes, codebooks and outliers. `bytes_read`: by one product."""
 
     def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, cache: bool = False):
         super().__init__(dense, bits, arrays, cache)
@@ -119,29 +122,29 @@ class _Rows(CodebookModule):
 
 
 class NativeProduct(Native, ReconstructedLinear):
-    """A linear layer over codebooks, by the table in `kernels/dispatch.py`."""
+    """A linear layer over codebooks, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return codebook_product(x, self.packed(), self.bits, lambda: self.dense_weight(x.dtype), self.get("bias"))
 
 
 class CodebookLinear(_Rows, ReconstructedLinear):
-    """A linear layer over codebooks."""
+    """A linear layer over one codebook per row."""
 
 
 class NativeCodebookLinear(_Rows, NativeProduct):
-    """The same over the same arrays, natively."""
+    """A linear layer over one codebook per row, with native kernels."""
 
 
 class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
-    """mlx-lm's SwitchLinear over codebooks."""
+    """A SwitchLinear over one codebook per row."""
 
 
 class CodebookFormat(abc.ABC):
-    """What formats of learned codebooks have in common: every gear has codes and tables of its own.
+    """Formats of learned codebooks: every gear has its own codes and tables.
 
     Args:
-        cache: whether the modules keep what they reconstruct until their gear is left.
+        cache: keep reconstructed weights until the gear is left.
         rounds: of Lloyd's iteration.
     """
 
@@ -151,33 +154,39 @@ class CodebookFormat(abc.ABC):
     native_linear: type[CodebookModule]
     experts: type[CodebookModule]
     native, native_experts = True, False
-    scales: frozenset[str] = frozenset()  # float16, whatever is asked for
+    scales: frozenset[str] = frozenset()  # always float16
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds
 
     @abc.abstractmethod
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
-        """The arrays that a module of so many bits holds."""
+        """Quantize a weight (..., O, I) to the arrays of a module with `bits`."""
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
-        """Bytes of (..., O, I) if so many weights are outliers."""
+        """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers."""
+
+    @abc.abstractmethod
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        """As Format.stored_arrays."""
 
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:
-            held = ", ".join(map(str, self.layer_bits))
-            raise GearbxError(f"format '{self.name}' has no gear of {bits} bits; choose from {held}, 16")
+            choices = ", ".join(map(str, self.layer_bits))
+            raise GearbxError(f"format '{self.name}' has no gear of {bits} bits; choose from {choices}, 16")
 
     def fits(self, width: int, group_size: int) -> str | None:
-        if width > WIDEST:  # outliers are named by 16 bits
+        if width > WIDEST:  # 16 bits store an outlier's column
             return f"input width {width} is more than {WIDEST}, the columns that an outlier can be in"
         return None
 
     def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        return {wanted: self.module(dense, wanted, self.encode(dense.weight, wanted), ladder, group_size)}
+        return {bits: self.module(dense, bits, self.encode(dense.weight, bits), ladder, group_size)}
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         linear = self.native_linear if isinstance(dense, Native) else self.linear
@@ -187,12 +196,12 @@ class CodebookFormat(abc.ABC):
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
-        """With the outliers of a Gaussian: how many there are shows when a gear is made (`bytes_read` of a module)."""
+        """An estimate, with the outliers of a Gaussian; `bytes_read` of a module counts its own outliers."""
         return self.stored_bytes(shape, bits)
 
 
 class Codebook(CodebookFormat):
-    """A codebook for each row, fitted to the weights and nothing else."""
+    """A codebook for each row, fitted to the weights alone."""
 
     name = "codebook"
     layer_bits = tuple(LAYOUT)
@@ -204,3 +213,11 @@ class Codebook(CodebookFormat):
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         rows = math.prod(shape[:-1])
         return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, word = tuple(shape[:-1]), LAYOUT[bits][1]
+        weight = StoredArray(word, (*rows, row_bytes(shape[-1], bits) // word.size), bits, "weight")
+        codebook = StoredArray(mx.float16, (*rows, 2**bits), bits, "codebook")
+        return {"weight": weight, "codebook": codebook} | Outliers.stored_arrays(shape, bits)

@@ -1,12 +1,14 @@
-"""A shared library of codebooks, XFP's V2a: a group of 128 weights names one of 32, a scale and a mid-point (XFP 3.4).
+"""A library of 32 codebooks per matrix, shared by its groups of 128 weights (V2a of XFP; XFP 3.4).
 
-The library of a matrix is condensed from the codebooks that V2 would give its rows, each brought to mean 0 and
-deviation 1, by Lloyd's iteration over vectors (XFP), and then fitted to the groups that name its entries, which lowers
-the error at 4 bits by a tenth. A weight is midpoint + scale * entry, or, where it is an outlier,
-itself. A group costs a byte and two fp16, 0.31 bits per weight.
+Each group names one codebook of the library, a scale and a mid-point: 0.31 bits per weight. A weight is
+midpoint + scale * entry, and outliers are stored separately.
 
-Codes are packed as MLX packs them, 32 codes in `bits` words, of which a group has four. That is Table 3.3 for 2 and 4
-bits, and leaves no group half a word for 3, which XFP has to leave out.
+As in XFP, the library begins with the codebooks that V2 would fit to the rows, normalized to mean 0 and deviation 1 and
+condensed by Lloyd's iteration over vectors. It is then fitted to the groups that use it, which lowers the error at 4
+bits by a tenth.
+
+Codes are packed as MLX packs them: a group takes 4 * bits words. For 2 and 4 bits that is XFP's Table 3.3. XFP does not
+support 3 bits, because in its layout a group of 3-bit codes ends within a word.
 """
 
 import math
@@ -15,6 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from .base import StoredArray
 from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
@@ -23,15 +26,15 @@ from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = 32, 128
-GROUP_SIZE = 1 + 2 + 2  # bytes beside the codes: which entry, scale, mid-point
+GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
-REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds over so many weights of a matrix
-BINS, REACH = 256, 4.0  # where the weights of a group lie, in deviations, for choosing an entry
-SMALLEST = 2.0**-24  # the scale of a group of equal weights; fp16 has no smaller number
+REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds, and weights of a matrix that they read
+BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
+SMALLEST = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 
 def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
-    """Mean and deviation (R, 1) of what is not outlying in rows (R, I)."""
+    """Mean and standard deviation (R, 1) of rows (R, I) without their outliers."""
     count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
     square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
@@ -39,7 +42,10 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> mx.array:
-    """A library (size, K) of codebooks (R, K): Lloyd's iteration over vectors, from quantiles of their widths."""
+    """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration over vectors.
+
+    The iteration begins with the codebooks at quantiles of the largest entry.
+    """
     order = mx.argsort(mx.abs(codebooks).max(axis=-1))
     library = codebooks[order[(2 * mx.arange(size) + 1) * len(codebooks) // (2 * size)]]
     for _ in range(rounds):
@@ -51,7 +57,7 @@ def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> 
 
 
 def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> mx.array:
-    """The library of a matrix (O, I): (32, 2^bits) float16."""
+    """Learn the library of a matrix (O, I): (32, 2^bits) float16."""
     shapes = []
     for block in row_blocks(*matrix.shape):
         rows, left_out = matrix[block].astype(mx.float32), outlying[block]
@@ -69,10 +75,13 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS)
 
 
 def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """Which entry (G,) of a library (L, K) suits each group best, of groups (G, 128) with mean 0 and deviation 1.
+    """The number (G,) of the codebook in a library (L, K) with the least error for each group.
 
-    The error of an entry is the sum over bins of the weights that lie there times the square that they are off: a
-    matrix product of histograms and a table.
+    The squared error of a codebook is a sum over the bins of a group's histogram: the weights in the bin, times the
+    squared distance from the bin to the nearest entry. For all groups that is one matrix product.
+
+    Args:
+        z: groups (G, 128) with mean 0 and deviation 1.
     """
     centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
     off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
@@ -82,10 +91,10 @@ def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.arr
 
 
 def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.array, ...]:
-    """Groups (G, 128) of float32 by a library (L, K) of float16.
+    """Quantize groups (G, 128) float32 with a library (L, K) float16.
 
     Returns:
-        codes (G, 128) uint8, entries (G,) uint8, scales and midpoints (G,) float16.
+        codes (G, 128) uint8, entries (G,) uint8 (the groups' codebooks), scales and midpoints (G,) float16.
     """
     middle, scale = moments(groups, outlying)
     groups = bulk(groups, outlying)
@@ -98,7 +107,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
         codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), SMALLEST), codebook)
         if i == REFITS:
             break
-        # Least squares: the scale and mid-point that suit these codes best.
+        # The scale and mid-point with the least squared error for these codes.
         named = mx.take_along_axis(codebook, codes.astype(mx.uint32), axis=-1)
         means = [(a * counted).sum(axis=-1, keepdims=True) / count for a in (named, groups)]
         along, across = (named - means[0]) * counted, groups - means[1]
@@ -109,10 +118,10 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
 
 
 def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """A round of Lloyd's iteration over groups (G, 128): each entry goes to the mean of what it stands for.
+    """A round of Lloyd's iteration over groups (G, 128): each entry moves to the mean of the weights with its code.
 
-    Weights count with the squares of their groups' scales, as their errors do. Sums are matrix products, which add in
-    the same order in every run; scattered ones on a GPU do not.
+    A weight counts with the square of its group's scale, as its error does. The sums are matrix products, because they
+    add in the same order in every run; scattered additions on a GPU do not.
     """
     codes, entries, scales, midpoints = fit(groups, outlying, library)
     scale, middle = (a.astype(mx.float32)[:, None] for a in (scales, midpoints))
@@ -129,19 +138,20 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
 
 
 def grouped(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
-    """Rows (R, I) in groups of 128, float32; what fills up a last group counts as outlying."""
+    """Rows (R, I) in groups of 128, float32; the padding of a partial last group counts as outliers."""
     missing = [(0, 0), (0, -rows.shape[-1] % GROUP)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
     return filled[0].reshape(-1, GROUP), filled[1].reshape(-1, GROUP)
 
 
 def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
-    """A matrix (O, I), or experts (E, O, I), as a layer with a library holds it. G = I / 128 rounded up.
+    """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a layer with a library.
 
     Args:
         mask: (..., O, I) bool, the outliers; found if not given.
 
     Returns:
+        Shapes with G = I / 128, rounded up.
         weight: packed codes (..., O, G * 4 * bits). library: (..., 32, 2^bits) float16. entries: (..., O, G) uint8.
         scales, midpoints: (..., O, G) float16, not finite in groups that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
@@ -168,7 +178,7 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """The weights (..., O, width) float32 that the codes name, outliers left out."""
+    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier."""
     groups = (*arrays["entries"].shape, GROUP)
     codes = unpack_mlx_codes(arrays["weight"], bits).reshape(groups)
     library = arrays["library"].astype(mx.float32)
@@ -180,7 +190,7 @@ def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
 
 
 def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), rounded once, to `dtype`."""
+    """The weights (..., O, width), outliers included, rounded once, to `dtype`."""
     return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
 
 
@@ -194,15 +204,15 @@ class LibraryLinear(_Library, ReconstructedLinear):
 
 
 class NativeLibraryLinear(_Library, NativeProduct):
-    """The same over the same arrays, natively."""
+    """A linear layer over a library of codebooks, with native kernels."""
 
 
 class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
-    """mlx-lm's SwitchLinear over libraries of codebooks, one for each expert."""
+    """A SwitchLinear with a library of codebooks for each expert."""
 
 
 class CodebookLibrary(CodebookFormat):
-    """32 codebooks for a matrix in the place of one for each row: less to hold for a kernel."""
+    """32 codebooks for a matrix instead of one for each row: a kernel keeps them in less memory."""
 
     name = "codebook-library"
     layer_bits = BITS
@@ -215,3 +225,17 @@ class CodebookLibrary(CodebookFormat):
         groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
         libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
         return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
+        types = {
+            "weight": (mx.uint32, (*rows, groups * GROUP * bits // 32)),
+            "library": (mx.float16, (*shape[:-2], LIBRARY, 2**bits)),
+            "entries": (mx.uint8, (*rows, groups)),
+            "scales": (mx.float16, (*rows, groups)),
+            "midpoints": (mx.float16, (*rows, groups)),
+        }
+        arrays = {name: StoredArray(dtype, lengths, bits, name) for name, (dtype, lengths) in types.items()}
+        return arrays | Outliers.stored_arrays(shape, bits)

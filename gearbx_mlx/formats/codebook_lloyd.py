@@ -1,13 +1,13 @@
-"""Lloyd's iteration on all rows of a matrix at once (Lloyd 1982; XFP 4.2).
+"""Fit a codebook to each row of a matrix by Lloyd's iteration, all rows at once (Lloyd 1982; XFP 4.2).
 
-In one dimension a cell is a stretch of the sorted row, and its sum a difference of prefix sums. So rows are sorted
-once, and a round costs O(2^bits log I) a row.
+The cell of an entry is the weights nearest to it. In a sorted row that is one interval, and its sum is a difference of
+two prefix sums: rows are sorted once, and a round costs O(2^bits log I) per row.
 
-A round moves an entry towards the mean of its cell. XFP moves it all the way, which converges slowly from quantiles:
-their tails are far from where they belong. Here it goes `STEP` = 1.9 times as far, and in the last two rounds all the
-way. The error of a cell is a parabola in its entry, lowest at the mean: any step between 0 and 2 lowers it, so that the
-error falls in every round as in plain Lloyd, and in 20 rounds much further. Nothing is drawn at random, and two runs
-are the same bit for bit.
+A round moves every entry towards the mean of its cell. XFP moves it onto the mean. From quantiles, whose tails begin
+far from their place, that converges slowly. Here it moves `STEP` = 1.9 times as far, and in the last two rounds onto
+the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
+the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much further. Nothing is random: two runs
+give the same bits.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ STEP, PLAIN_ROUNDS = 1.9, 2
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Rows whose smaller distinct parts can be summed quickly.
+    """Sorted rows with prefix sums, so that the sum of any interval is quick.
 
-    values: (R, I) float32, ascending; what does not count is +inf, at the end. sums: (R, I + 1), of the first 0, 1, ...
-    values. counts: (R, 1) int32, of what counts.
+    values: (R, I) float32, ascending; values that are left out are +inf, at the end. sums: (R, I + 1), prefix sums of
+    the values that count. counts: (R, 1) int32, how many values count.
     """
 
     values: mx.array
@@ -32,14 +32,14 @@ class SortedRows:
 
     @classmethod
     def of(cls, rows: mx.array, left_out: mx.array) -> "SortedRows":
-        """rows: (R, I) float32. left_out: (R, I) bool, what takes no part."""
+        """Sort rows (R, I) float32 without the values where `left_out` (R, I) is true."""
         values = mx.sort(mx.where(left_out, mx.inf, rows), axis=-1)
         sums = mx.cumsum(mx.where(values == mx.inf, 0, values), axis=-1)
         counts = rows.shape[-1] - left_out.sum(axis=-1, keepdims=True).astype(mx.int32)
         return cls(values, mx.concatenate([mx.zeros_like(sums[:, :1]), sums], axis=-1), counts)
 
     def below(self, bounds: mx.array) -> mx.array:
-        """How many values of each row are not above each of its bounds (R, K); a binary search."""
+        """How many values of each row are at most each of its bounds (R, K), by binary search."""
         size = self.values.shape[-1]
         found = mx.zeros(bounds.shape, mx.int32)
         step = 1 << (size.bit_length() - 1)
@@ -58,26 +58,26 @@ class SortedRows:
         return edges[:, 1:] - edges[:, :-1], sums[:, 1:] - sums[:, :-1]
 
     def quantiles(self, count: int) -> mx.array:
-        """(R, count) values at (k + 1/2) / count of the way through each row; 0 where no value counts."""
+        """The values (R, count) at quantiles (k + 1/2) / count of each row; 0 for a row where no value counts."""
         middle = (2 * mx.arange(count) + 1) * self.counts // (2 * count)
         found = mx.take_along_axis(self.values, middle, axis=-1)
         return mx.where(self.counts > 0, found, 0)
 
 
 def boundaries(codebook: mx.array) -> mx.array:
-    """(R, K) ascending entries to the (R, K - 1) values half way between neighbours."""
+    """The values (R, K - 1) half way between neighbouring entries of codebooks (R, K), which are ascending."""
     return (codebook[:, 1:] + codebook[:, :-1]) / 2
 
 
 def lloyd_round(rows: SortedRows, codebook: mx.array, step: float = 1.0) -> mx.array:
-    """Every entry goes `step` of the way to the mean of its cell; that of an empty cell stays."""
+    """Move every entry `step` times the way to the mean of its cell; the entry of an empty cell stays."""
     counts, sums = rows.cells(codebook)
     means = mx.where(counts > 0, sums / mx.maximum(counts, 1), codebook)
     return mx.sort(codebook + step * (means - codebook), axis=-1)
 
 
 def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
-    """A codebook for every row: (R, 2^bits) float32, ascending."""
+    """Fit a codebook to every row: (R, 2^bits) float32, ascending."""
     codebook = rows.quantiles(2**bits)
     for i in range(rounds):
         codebook = lloyd_round(rows, codebook, STEP if i < rounds - PLAIN_ROUNDS else 1.0)
@@ -85,7 +85,7 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
 
 
 def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
-    """Codes (R, I) uint8 of the entries of (R, K) that values (R, I) are nearest to; the lower of two as near."""
+    """The codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the lower one."""
     bounds = boundaries(codebook)
     codes = mx.zeros(rows.shape, mx.uint8)
     for k in range(bounds.shape[-1]):

@@ -1,34 +1,38 @@
-"""The few weights far from all others, kept as they are beside the codes (XFP 4.1).
+"""Outliers: the few weights far from all others, which are stored in fp16, apart from the codes (XFP 4.1).
 
-A matrix keeps the values in fp16 with 16-bit columns, row after row, and where each row begins: 4 bytes for an outlier
-and 4 for a row. Of stacked experts, every list is as long as the longest; what is beyond a list's end is not read.
+A matrix has its outliers' values in fp16 and their columns in 16 bits, row after row, and the offset at which each row
+begins: 4 bytes per outlier and 4 per row. The lists of stacked experts are padded to the longest; nothing reads the
+padding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from .base import StoredArray
+
 SIGMAS = 3.0
-MOST = 0.02  # of a matrix; the furthest, if more are beyond SIGMAS
-WIDEST = 2**16  # columns that 16 bits can name
+MOST = 0.02  # largest share of a matrix's weights; if more are beyond SIGMAS, the furthest
+WIDEST = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
 GAUSSIAN_SHARE = 0.0027  # of a normal distribution beyond three sigma
-BLOCK = 2**22  # weights that are worked on at a time
+BLOCK = 2**22  # weights in a block of rows
 
 
 def row_blocks(rows: int, width: int) -> list[slice]:
-    """Slices of some rows each, so that what an encoder needs in passing does not grow with the matrix."""
+    """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
     height = max(1, BLOCK // width)
     return [slice(first, first + height) for first in range(0, rows, height)]
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """Of a matrix (O, I), or (E, O, I) with E before every shape.
+    """The outliers of a matrix (O, I). For experts (E, O, I), each array has a leading dimension E.
 
-    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, where each row's begin, and the end of all.
-    N is 1 at least: an array without elements could not be told from one that was given up.
+    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, where each row begins, and the end.
+    N is at least 1: an array without elements looks like one whose memory was released.
     """
 
     values: mx.array
@@ -36,19 +40,30 @@ class Outliers:
     offsets: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """Under the names that they have in a module."""
+        """The arrays by the names that a module gives them."""
         return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
+
+    @staticmethod
+    def stored_arrays(shape: Sequence[int], bits: int) -> dict[str, StoredArray]:
+        """`Format.stored_arrays` of them, for a weight of this shape."""
+        types = {
+            "outliers": (mx.float16, None),
+            "outlier_columns": (mx.uint16, None),
+            "outlier_offsets": (mx.uint32, shape[-2] + 1),
+        }
+        matrices = tuple(shape[:-2])
+        return {name: StoredArray(dtype, (*matrices, length), bits, name) for name, (dtype, length) in types.items()}
 
     @classmethod
     def of(cls, arrays) -> "Outliers":
-        """The inverse of arrays."""
+        """The outliers among a module's arrays; the inverse of `arrays`."""
         return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
 
     def count(self) -> int:
         return int(np.array(self.offsets[..., -1]).sum())
 
     def put_into(self, weight: mx.array) -> mx.array:
-        """The matrix (..., O, I) with each outlier in its place; rounded to the matrix's type."""
+        """The matrix (..., O, I) with each outlier in its place, rounded to the matrix's type."""
         rows, width = weight.shape[-2:]
         flat = weight.reshape(-1, width)
         offsets = self.offsets.reshape(-1, rows + 1).astype(mx.int32)
@@ -57,7 +72,7 @@ class Outliers:
         steps = mx.zeros((len(offsets), length + 1), mx.int32)
         steps = steps.at[mx.arange(len(offsets))[:, None], offsets[:, 1:]].add(1)
         row = mx.cumsum(steps, axis=-1)[:, :length]
-        # What is beyond the end of a list writes its last entry once more, and that of an empty list what is there.
+        # Padding writes the last outlier of its list once more. In an empty list it writes the weight that is there.
         last = offsets[:, -1:] - 1
         entry = mx.maximum(mx.minimum(mx.arange(length), last), 0)
         row = mx.minimum(mx.take_along_axis(row, entry, axis=-1), rows - 1) + rows * mx.arange(len(offsets))[:, None]
@@ -68,9 +83,10 @@ class Outliers:
 
 
 def find(matrix: mx.array) -> np.ndarray:
-    """Where the outliers of a matrix (O, I) are: |w - mean| > 3 sigma, the furthest 2 % if they are more.
+    """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %.
 
-    Mean and sigma are the matrix's. Of equally far ones, the first stay. None where they are not finite.
+    Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
+    finite, there are no outliers.
 
     Returns:
         (O, I) bool.
@@ -93,22 +109,21 @@ def find(matrix: mx.array) -> np.ndarray:
 
 
 def find_all(weight: mx.array) -> np.ndarray:
-    """The same of every matrix of (..., O, I): (..., O, I) bool."""
+    """Find the outliers of every matrix of (..., O, I): (..., O, I) bool."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
     return np.stack([find(matrix) for matrix in matrices]).reshape(weight.shape)
 
 
 def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
-    """The outliers of (..., O, I) at `mask`."""
+    """The outliers of a weight (..., O, I), at the places where `mask` is true."""
     rows, width = weight.shape[-2:]
     matrices, masks = weight.reshape(-1, rows, width), mask.reshape(-1, rows, width)
-    found = [np.flatnonzero(m) for m in masks]
-    length = max(1, *map(len, found))
-    places = np.stack([np.pad(at, (0, length - len(at))) for at in found])
+    lists = [np.flatnonzero(m) for m in masks]
+    length = max(1, *map(len, lists))
+    places = np.stack([np.pad(at, (0, length - len(at))) for at in lists])
     counts = masks.sum(axis=-1, dtype=np.uint32)
     offsets = np.concatenate([np.zeros((len(masks), 1), np.uint32), counts.cumsum(axis=-1, dtype=np.uint32)], axis=-1)
-    held = matrices.reshape(len(masks), -1)
-    values = mx.take_along_axis(held, mx.array(places), axis=-1).astype(mx.float16)
+    values = mx.take_along_axis(matrices.reshape(len(masks), -1), mx.array(places), axis=-1).astype(mx.float16)
     columns = mx.array((places % width).astype(np.uint16))
     before = weight.shape[:-2]
     return Outliers(

@@ -1,6 +1,6 @@
-"""What stands between the products of a layer, native: norms, rotary positions, attention, SwiGLU.
+"""Fused native operations in place of MLX's own: norms, rotary positions, attention, SwiGLU.
 
-Their few weights have the type of the activations.
+For one token, a CPU spends more time on the many small operations that MLX makes of these than on their arithmetic.
 """
 
 import functools
@@ -18,14 +18,14 @@ from ..kernels import dispatch
 
 
 class NativeRMSNorm(nn.RMSNorm):
-    """An RMSNorm."""
+    """An RMSNorm that one native operation computes."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return dispatch.rms_norm(x, self["weight"], self.eps)
 
 
 class NativeRoPE(nn.RoPE):
-    """A RoPE."""
+    """A RoPE that one native operation computes."""
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
         y = dispatch.rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
@@ -33,7 +33,7 @@ class NativeRoPE(nn.RoPE):
 
 
 class NativeLlama3RoPE(Llama3RoPE):
-    """The RoPE of Llama 3, whose low frequencies are slowed down."""
+    """Llama 3's RoPE, with scaled frequencies, that one native operation computes."""
 
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
         if "_inverse" not in self:
@@ -45,24 +45,24 @@ class NativeLlama3RoPE(Llama3RoPE):
 
 @functools.cache
 def inverse_frequencies(dims: int, base: float) -> mx.array:
-    """base^(-2i / dims), (dims / 2,), bit for bit as mx.fast.rope has them."""
+    """Radians from position to position, base^(-2i / dims), shape (dims / 2,); bit for bit those of mx.fast.rope."""
     step = mx.array(np.log(np.float32(base)) / np.float32(dims // 2))
     with mx.stream(mx.cpu):
-        found = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
-        mx.eval(found)
-    return found
+        frequencies = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
+        mx.eval(frequencies)
+    return frequencies
 
 
 class NativeSwiGLU(SwiGLU):
-    """The activation of a mixture's experts."""
+    """The SwiGLU of a mixture's experts that one native operation computes."""
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        return gated(gate, x)
+        return swiglu(gate, x)
 
 
-ORIGIN = "mlx_lm_class"  # attribute of a class that was made of one of mlx-lm's
+ORIGIN = "mlx_lm_class"  # attribute of a class from `native_class`: mlx-lm's class
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {
+FUSED: dict[type[nn.Module], type[nn.Module]] = {  # MLX's module to ours
     nn.RMSNorm: NativeRMSNorm,
     nn.RoPE: NativeRoPE,
     Llama3RoPE: NativeLlama3RoPE,
@@ -70,7 +70,8 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def gated(gate: mx.array, up: mx.array) -> mx.array:
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) * up, of gate's type."""
     y = dispatch.swiglu(gate, up)
     return activations.swiglu(gate, up) if y is None else y
 
@@ -84,7 +85,10 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """As base.scaled_dot_product_attention of mlx-lm, which is called where ours takes no such cache, mask or sinks."""
+    """Attention with the arguments of mlx-lm's `scaled_dot_product_attention`.
+
+    Quantized caches, masks of numbers and sinks go to mlx-lm's own function.
+    """
     plain = sinks is None and not hasattr(cache, "bits")
     y = dispatch.attention(queries, keys, values, scale, mask) if plain else None
     if y is None:
@@ -92,36 +96,36 @@ def attention(
     return y
 
 
-# Functions of mlx-lm that its models call by these names, and what is called in their place.
+# Names by which mlx-lm's models call a function: mlx-lm's function, and ours in its place.
 FUNCTIONS = {
-    "swiglu": (activations.swiglu, gated),
+    "swiglu": (activations.swiglu, swiglu),
     "scaled_dot_product_attention": (base.scaled_dot_product_attention, attention),
 }
 
 
 @functools.cache
 def native_class(kind: Any) -> type[nn.Module] | None:
-    """A class of mlx-lm, but that its own `__call__` finds native functions by the names of mlx-lm's.
+    """A subclass of mlx-lm's class `kind` whose `__call__` calls our FUNCTIONS; None if it calls none of them.
 
-    None where it calls none of them.
+    The subclass has the same code as `kind`, and other globals: nothing in mlx-lm is changed.
     """
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return None
-    found = {
+    replaced = {
         name: ours
         for name, (theirs, ours) in FUNCTIONS.items()
         if name in call.__code__.co_names and call.__globals__.get(name) is theirs
     }
-    if not found:
+    if not replaced:
         return None
     made = FunctionType(
-        call.__code__, {**call.__globals__, **found}, call.__name__, call.__defaults__, call.__closure__
+        call.__code__, {**call.__globals__, **replaced}, call.__name__, call.__defaults__, call.__closure__
     )
     made.__kwdefaults__ = call.__kwdefaults__
     return type(f"Native{kind.__name__}", (kind,), {"__call__": made, ORIGIN: kind})
 
 
 def stock_class(kind: Any) -> type[nn.Module] | None:
-    """What native_class made `kind` of; None if it did not."""
+    """The class of mlx-lm from which `native_class` made `kind`; None for other classes."""
     return vars(kind).get(ORIGIN)

@@ -1,8 +1,8 @@
 """Symmetric quantization to 4 bits with one float32 scale per group of 32 inputs, two codes to a byte (AION 3.2).
 
-AION says symmetric and no range: codes are -7 to 7 here, since with -8 it would not be symmetric. Nibbles are those of
-`rowwise`, low first, with an offset of 8. A group is 16 bytes, so that rows are aligned without padding of their own;
-a last group that is not full is filled up with zeros.
+AION asks for symmetric codes without naming their range; here it is -7 to 7. Codes are packed as those of `rowwise`,
+the first in the low nibble, with an offset of 8. A group takes 16 bytes, so that rows are aligned without padding. A
+partial last group is filled with zeros.
 """
 
 import math
@@ -13,22 +13,23 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
+from .base import StoredArray
 from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
 
 BITS, Q_MAX, GROUP = 4, 7, 32
 GROUP_BYTES = GROUP * BITS // 8
-SCALE_SIZE = 4  # bytes: float32, whatever the checkpoint has
-SCALE_FLOOR = 1e-8  # that of rowwise for float32: AION names none, and a group of zeros needs one
+SCALE_SIZE = 4  # bytes: always float32
+SCALE_FLOOR = 1e-8  # as for per-channel float32 scales: AION names none, and a group of zeros needs one
 
 
 def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     """Quantize a matrix (..., O, I).
 
     Returns:
-        codes (..., O, G * 32) int8 and scales (..., O, G) float32, G = I / 32 rounded up. Scales of groups with NaN or
-        infinity are not finite.
+        codes (..., O, G * 32) int8 and scales (..., O, G) float32, G = I / 32 rounded up. The scale of a group with
+        NaN or infinity is not finite.
     """
     missing = -weight.shape[-1] % GROUP
     w = mx.pad(weight.astype(mx.float32), [(0, 0)] * (weight.ndim - 1) + [(0, missing)])
@@ -39,7 +40,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width); multiplied in float32 and rounded once, to `dtype`."""
+    """The weights (..., O, width), computed in float32 and rounded once, to `dtype`."""
     groups = codes.reshape(*scales.shape, GROUP).astype(mx.float32) * scales[..., None].astype(mx.float32)
     return groups.reshape(*scales.shape[:-1], -1)[..., :width].astype(dtype)
 
@@ -55,7 +56,7 @@ class GroupwiseLinear(_Groupwise, ReconstructedLinear):
 
 
 class NativeGroupwiseLinear(Native, GroupwiseLinear):
-    """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
+    """A linear layer over groupwise codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
@@ -63,20 +64,20 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
 
 
 class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
-    """mlx-lm's SwitchLinear over groupwise codes."""
+    """A SwitchLinear over groupwise codes."""
 
 
 class Groupwise:
-    """One gear of 4 bits, 5 bits per weight with its scales.
+    """One gear of 4 bits; with the scales, 5 bits per weight.
 
     Args:
-        cache: whether the modules keep what they reconstruct until their gear is left.
+        cache: keep reconstructed weights until the gear is left.
     """
 
     name = "groupwise"
     layer_bits: tuple[int, ...] = ()
     native, native_experts = True, False
-    scales: frozenset[str] = frozenset()  # float32, whatever is asked for
+    scales: frozenset[str] = frozenset()  # always float32
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -86,10 +87,10 @@ class Groupwise:
             raise GearbxError(f"format 'groupwise' has no gear of {bits} bits; choose from 4, 16")
 
     def fits(self, width: int, group_size: int) -> str | None:
-        return None  # the last group is filled up
+        return None  # a partial last group is filled with zeros
 
     def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
         return {
@@ -105,6 +106,13 @@ class Groupwise:
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
         return kind(dense, BITS, arrays, self.cache)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
+        weight = StoredArray(mx.uint8, (*rows, groups * GROUP_BYTES), BITS, "weight")
+        return {"weight": weight, "scales": StoredArray(mx.float32, (*rows, groups), BITS, "scales")}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

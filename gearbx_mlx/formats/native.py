@@ -1,4 +1,4 @@
-"""Layers over the arrays of stock ones, computed as the table in `kernels/dispatch.py` says."""
+"""MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from .fused import FUSED, native_class, stock_class
 
 
 class Native:
-    """A layer whose arrays keep the type of the checkpoint, two bytes as a rule, whatever activations are.
+    """A layer whose arrays keep the checkpoint's type, usually of two bytes, while activations may have another.
 
-    A dense one makes native gears: a format looks at the class of the layer that it is given. `x_bits` are those of
-    the activations that packed weights meet on a CPU; 0: as they are, which dense ones always do.
+    A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
+    activations for packed weights; 0 leaves them as they are. Dense weights always take them as they are.
     """
 
     x_bits = 0
 
 
 class NativeDense(Native, nn.Linear):
-    """A Linear."""
+    """A Linear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = dense_product(x, self["weight"])
@@ -29,7 +29,7 @@ class NativeDense(Native, nn.Linear):
 
 
 class NativeQuantizedLinear(Native, nn.QuantizedLinear):
-    """A QuantizedLinear, affine."""
+    """An affine QuantizedLinear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
@@ -37,14 +37,14 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
-    """A SwitchLinear: E experts of one shape, one of them for each vector."""
+    """A SwitchLinear with native kernels: E experts of one shape, one of them for each vector."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices), indices)
 
 
 class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
-    """A QuantizedSwitchLinear, affine."""
+    """An affine QuantizedSwitchLinear with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
@@ -52,9 +52,9 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
 
 
 class NativeEmbedding(Native, nn.Embedding):
-    """An Embedding, which may be the output head as well (`as_linear`).
+    """An Embedding with native kernels, which may also be the output head (`as_linear`).
 
-    `activations` is the type that rows are looked up in: that of the model's activations.
+    `activations`: the type of the model's activations, and of the rows that are looked up.
     """
 
     activations = mx.float32
@@ -77,14 +77,15 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:
+    """y (..., 1, O) plus the bias of each vector's expert, if the module has one."""
     return y + mx.expand_dims(module["bias"][indices].astype(y.dtype), -2) if "bias" in module else y
 
 
 def with_kernels(module: nn.Module, native: bool) -> nn.Module:
-    """A layer, or what stands between layers, over the same arrays, native or as MLX has it.
+    """The native form of a layer or fused operation, or MLX's form, over the same arrays.
 
-    The module itself where it is that already, where a subclass may compute something of its own, or where its weights
-    are of a type that native kernels do not read.
+    Returns the module itself if it has that form already, if its class is unknown and may compute something else, or
+    if native kernels do not read the type of its weights.
     """
     own: Any = type(module)
     kind = NATIVE.get(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
@@ -98,7 +99,7 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
-    """A module without arrays: the constructors of MLX's draw random numbers, which must not change with a shift."""
+    """A module without arrays. MLX's constructors draw random numbers, and a shift must not change those of a text."""
     module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
     nn.Module.__init__(module)
     return module

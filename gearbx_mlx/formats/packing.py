@@ -1,4 +1,4 @@
-"""Codes to words and back, in the layout of `mx.quantize`: a little-endian stream of bits, 32 codes in `bits` words."""
+"""Pack codes into words as `mx.quantize` does: a little-endian stream of bits, 32 codes in `bits` words."""
 
 import mlx.core as mx
 
@@ -6,7 +6,7 @@ CODES = 32
 
 
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
-    """(..., n) unsigned codes below 2^bits to (..., n * bits / 32) uint32; n is a multiple of 32."""
+    """Unsigned codes (..., n), below 2^bits, packed into (..., n * bits / 32) uint32; n is a multiple of 32."""
     groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES)
     words: list[mx.array | None] = [None] * bits
 
@@ -17,7 +17,7 @@ def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
     for i in range(CODES):
         index, shift = divmod(i * bits, 32)
         put(index, groups[..., i] << shift)
-        if shift + bits > 32:  # the code lies across two words
+        if shift + bits > 32:  # the code spans two words
             put(index + 1, groups[..., i] >> (32 - shift))
     return mx.stack([w for w in words if w is not None], axis=-1).reshape(*codes.shape[:-1], -1)
 

@@ -1,10 +1,11 @@
-"""Nested bit planes: one matrix of codes, split so that every gear is a prefix of the next one.
+"""Nested bit planes: one matrix of codes, split so that each gear is a prefix of the next one.
 
-An affine code q of R bits stands for step * q + offset. Cut into planes, most significant first, its first w0 bits h
-are a coarser affine code with scale S = step * 2^(R - w0) and a bias B in the middle of what they leave open. A further
-plane of width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, its own bias, and a power of two. So every
-plane is an ordinary MLX weight, gears of 4 and 8 bits together take 8 bits and four half-precision numbers per group
-less one shared scale, and a shift copies nothing.
+An affine code q of R bits means the weight step * q + offset. Its first w0 bits are the first plane: a coarser affine
+code with scale S = step * 2^(R - w0) and a bias B in the middle of the range that the other bits select from. A further
+plane p of width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a bias of its own, and a power of two.
+
+So every plane is an ordinary affine weight of MLX. Gears of 4 and 8 bits together take 8 bits per weight, and three
+half-precision numbers per group: one scale and two biases. A shift copies nothing.
 """
 
 import itertools
@@ -18,15 +19,14 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..kernels.dispatch import stack_experts, stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
-from .base import quantized_module, whole_groups
+from .base import StoredArray, affine_arrays, quantized_module, whole_groups
 from .native import Native, with_expert_bias
 from .packing import pack_mlx_codes, unpack_mlx_codes
 
 # The smallest scale: groups of equal weights have no range.
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
-
-BLOCK = 2**23  # weights that are split at a time: what that needs in passing is several times their size
+BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Planes:
     group_size: int
 
     def prefix(self, bits: int) -> int:
-        """How many planes make up a gear of so many bits."""
+        """The number of planes that the gear with `bits` reads."""
         return list(itertools.accumulate(self.widths)).index(bits) + 1
 
     def dequantize(self, bits: int) -> mx.array:
-        """The weights (..., O, I), in float32, that the gear of so many bits computes with."""
+        """The weights (..., O, I) float32 of the gear with `bits`."""
         count = self.prefix(bits)
         grouped = (*self.scales.shape, self.group_size)
         total = mx.zeros(grouped)
@@ -62,51 +62,55 @@ class Planes:
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
-    """Gears of 4, 5, 6 and 8 bits are planes of 4, 1, 1 and 2 bits."""
+    """The widths of the planes for a ladder: gears of 4, 5, 6 and 8 bits need planes of 4, 1, 1 and 2 bits."""
     return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
 
 
 def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype | None = None) -> Planes:
     """Quantize a matrix (..., O, I) into planes.
 
-    Scale and bias of the first plane are rounded to the weight's own type before the codes are fitted to them, so
-    that the low gear is as good as stock quantization and the full stack loses nothing to the rounding.
+    Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the low
+    gear is as good as MLX's own quantization, and the top gear loses nothing to the rounding.
 
     Args:
         weight: floating; I is a multiple of group_size.
         widths: bits of each plane, most significant first, 8 at most together.
         group_size: 32, 64 or 128.
-        dtype: what scales and biases are held in; the weight's own type if not given.
+        dtype: of scales and biases; the weight's own type if not given.
 
     Raises:
-        GearbxError: more than 8 bits together.
+        GearbxError: the widths add up to more than 8 bits.
     """
     bits = sum(widths)
     if bits > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
     blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
-    if blocks > 1:  # rows have nothing to do with each other
-        ends = [weight.shape[-2] * i // blocks for i in range(1, blocks)]
-        parts = []
-        for rows in mx.split(weight, ends, axis=-2):
-            parts.append(split(rows, widths, group_size, dtype))
-            mx.eval(parts[-1].weights, parts[-1].scales, parts[-1].biases)
-        return joined(parts)
-    own = weight.dtype
+    if blocks < 2:
+        return _split(weight, widths, group_size, dtype or weight.dtype)
+    parts = []
+    for rows in mx.split(weight, [weight.shape[-2] * i // blocks for i in range(1, blocks)], axis=-2):
+        parts.append(_split(rows, widths, group_size, dtype or weight.dtype))
+        mx.eval(parts[-1].weights, parts[-1].scales, parts[-1].biases)
+    return join(parts)
+
+
+def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
+    """`split` for rows that are not too many to be split at once."""
+    bits, own = sum(widths), weight.dtype
+    rest = bits - widths[0]
     w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
     low, high = w.min(axis=-1), w.max(axis=-1)
-    rest = bits - widths[0]
 
     def rounded(values: mx.array) -> mx.array:
         return values.astype(own).astype(mx.float32)
 
     scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[own]))
     step = scale * 2.0**-rest
-    biases = [rounded(low + step * (2**rest - 1) / 2)]
-    biases += [rounded(-scale * (2**width - 1) / 2) for width in widths[1:]]
-    offset = biases[0]
-    for bias, shift in zip(biases[1:], plane_shifts(widths)[1:]):
-        offset = offset + bias * 2.0**-shift
+    first = rounded(low + step * (2**rest - 1) / 2)
+    others = {width: rounded(-scale * (2**width - 1) / 2) for width in widths[1:]}  # planes of one width share a bias
+    offset = first
+    for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
+        offset = offset + others[width] * 2.0**-shift
 
     q = mx.clip(mx.round((w - offset[..., None]) / step[..., None]), 0, 2**bits - 1)
     q = q.astype(mx.uint32).reshape(weight.shape)
@@ -114,15 +118,13 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     for width in widths:
         unread -= width
         weights.append(pack_mlx_codes((q >> unread) & (2**width - 1), width))
-    # Planes of one width have one bias: it is stored once.
-    shared = {width: bias.astype(dtype or own) for width, bias in zip(widths[1:], biases[1:])}
-    first = biases[0].astype(dtype or own)
-    held = [first, *(shared[width] for width in widths[1:])]
-    return Planes(weights, scale.astype(dtype or own), held, tuple(widths), group_size)
+    stored = {width: bias.astype(dtype) for width, bias in others.items()}
+    biases = [first.astype(dtype), *(stored[width] for width in widths[1:])]
+    return Planes(weights, scale.astype(dtype), biases, tuple(widths), group_size)
 
 
-def joined(parts: Sequence[Planes]) -> Planes:
-    """Planes of blocks of rows as those of the whole matrix; planes that share a bias share it again."""
+def join(parts: Sequence[Planes]) -> Planes:
+    """Join the planes of blocks of rows to those of the whole matrix; planes that shared a bias still do."""
     first = parts[0]
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
@@ -142,7 +144,7 @@ Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
 
 
 class _PlanesModule(nn.Module):
-    """Arrays and widths that the two modules below have in common; parameters are frozen and shared between gears."""
+    """A layer over a prefix of bit planes; its parameters are frozen, and shared between gears."""
 
     def __init__(self, planes: Planes, bits: int, dense: nn.Module):
         super().__init__()
@@ -159,7 +161,7 @@ class _PlanesModule(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the weight that the planes stand for."""
+        """The shape (..., O, I) of the dense weight."""
         return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
 
     def _extra_repr(self) -> str:
@@ -170,7 +172,7 @@ class _PlanesModule(nn.Module):
 
 
 class PlanesLinear(_PlanesModule):
-    """A linear layer (..., I) -> (..., O) that reads a prefix of bit planes."""
+    """A linear layer (..., I) -> (..., O) over a prefix of bit planes."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = planes_matmul(x, *self._stack())
@@ -178,14 +180,14 @@ class PlanesLinear(_PlanesModule):
 
 
 class NativePlanesLinear(Native, PlanesLinear):
-    """The same over the same arrays, by the table in `kernels/dispatch.py`: all planes in one pass."""
+    """A linear layer over a prefix of bit planes, with native kernels that read all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return stack_product(x, *self._stack(), self.get("bias"), self.x_bits)
 
 
 class PlanesSwitchLinear(_PlanesModule):
-    """mlx-lm's SwitchLinear (E experts of one shape, chosen by `indices`) over bit planes."""
+    """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, planes_gather_matmul(x, *self._stack(), indices, sorted_indices), indices)
@@ -204,7 +206,7 @@ class PlanesSwitchLinear(_PlanesModule):
 
 
 class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
-    """The same over the same arrays, by the table in `kernels/dispatch.py`."""
+    """A SwitchLinear over a prefix of bit planes, with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
@@ -212,7 +214,7 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
 
 
 class NestedPlanes:
-    """All quantized gears of a layer from one stack; the lowest is a stock module on the first plane's own arrays."""
+    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
 
     name = "planes"
     layer_bits: tuple[int, ...] = ()
@@ -220,16 +222,16 @@ class NestedPlanes:
     scales = frozenset({"scales", "biases", "plane_biases"})
 
     def check(self, bits: int) -> None:
-        pass  # planes of any widths make up the bits of a ladder
+        pass  # planes of some widths add up to any bits of a ladder
 
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
 
     def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
-        return {bits: self._prefix(dense, bits, planes) for bits in ladder}
+        return {each: self._prefix(dense, each, planes) for each in ladder}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
@@ -242,8 +244,23 @@ class NestedPlanes:
         stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
         return self._prefix(dense, bits, stack)
 
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        made = affine_arrays(shape, ladder[0], group_size, dtype)
+        if bits == ladder[0]:
+            return made
+        widths = plane_widths(ladder[: ladder.index(bits) + 1])
+        arrays = {"scales": made["scales"], "weights.0": made["weight"], "plane_biases.0": made["biases"]}
+        for i, width in enumerate(widths[1:], 1):
+            plane = affine_arrays(shape, width, group_size, dtype)
+            arrays[f"weights.{i}"] = plane["weight"]._replace(bits=ladder[i], name=f"weights.{i}")
+            first = widths.index(width, 1)  # planes of one width share a bias
+            arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
+        return arrays
+
     def _prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
-        """The gear of so many bits; the lowest is a stock module."""
+        """The module for the gear with `bits`."""
         if bits == planes.widths[0]:
             first = planes.weights[0], planes.scales, planes.biases[0]
             return quantized_module(dense, bits, planes.group_size, *first)
@@ -259,5 +276,5 @@ class NestedPlanes:
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
         weights = math.prod(shape)
-        planes = ladder.index(bits) + 1  # stock kernels read the shared scales again for every plane
+        planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size

@@ -1,4 +1,4 @@
-"""Modules of formats without a kernel of their own: the dense weight is reconstructed, MLX multiplies (GEARBX 7.1)."""
+"""Modules for formats that MLX has no kernel for: reconstruct the dense weight, then multiply with MLX (GEARBX 7.1)."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,15 @@ Arrays = Mapping[str, mx.array]
 
 
 class Reconstructed(nn.Module):
-    """A frozen layer over packed rows: `weight` (..., O, words), what goes with it, and the dense layer's bias, shared.
+    """A frozen layer over packed rows, which shares the dense layer's bias.
 
     Args:
-        dense: the Linear or SwitchLinear whose gear this is; only its shape and its bias are used.
+        dense: the Linear or SwitchLinear that this layer replaces; only its shape and its bias are used.
         bits: of a code.
-        arrays: name to array: `weight`, the packed codes, and others such as `scales`; of experts, (E, ...) each.
-        cache: keep the reconstruction after its first use. It is as large as the dense weight, so that this buys time
-            with the memory that the gear was to save; `forget` gives it back. Not for use inside `mx.compile`.
+        arrays: name to array: `weight` (..., O, words), the packed codes, and others such as `scales`. For experts,
+            each has a leading dimension E.
+        cache: keep the reconstruction after its first use, until `forget`. That saves time, and costs as much memory
+            as the dense weight. Not for use inside `mx.compile`.
     """
 
     def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, cache: bool = False):
@@ -24,7 +25,7 @@ class Reconstructed(nn.Module):
         self.bits = bits
         self.input_dims = dense.weight.shape[-1]
         self.cache = cache
-        # MLX takes names that begin with _ for no parameter: a reconstruction is neither saved, counted nor parked.
+        # The name begins with _, so MLX does not treat the reconstruction as a parameter, to be saved or offloaded.
         self._kept: mx.array | None = None
         self._names = tuple(arrays)
         for name, array in arrays.items():
@@ -34,15 +35,15 @@ class Reconstructed(nn.Module):
         self.freeze()
 
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        """The dense weight (..., O, I) of packed rows, in the type to compute in."""
+        """The dense weight (..., O, I) for packed rows, of type `dtype`."""
         raise NotImplementedError
 
     def packed(self) -> dict[str, mx.array]:
-        """The arrays that stand for the weight."""
+        """The packed weight: the arrays by name."""
         return {name: self[name] for name in self._names}
 
     def dense_weight(self, dtype: mx.Dtype) -> mx.array:
-        """The whole weight (..., O, I): from the cache, if it has it in this type."""
+        """The whole weight (..., O, I), from the cache if it is there in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept
         weight = self.reconstruct(self.packed(), dtype)
@@ -50,7 +51,7 @@ class Reconstructed(nn.Module):
         return weight
 
     def forget(self) -> None:
-        """Drop what the cache holds."""
+        """Empty the cache."""
         self._kept = None
 
     @property
@@ -59,7 +60,7 @@ class Reconstructed(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the weight that the packed rows stand for."""
+        """The shape (..., O, I) of the dense weight."""
         return (*self.weight.shape[:-1], self.input_dims)
 
     def _extra_repr(self) -> str:
@@ -67,7 +68,7 @@ class Reconstructed(nn.Module):
 
 
 class ReconstructedLinear(Reconstructed):
-    """A linear layer (..., I) -> (..., O)."""
+    """A linear layer (..., I) -> (..., O) over packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self.dense_weight(x.dtype).T
@@ -75,12 +76,12 @@ class ReconstructedLinear(Reconstructed):
 
 
 class ReconstructedSwitchLinear(Reconstructed):
-    """mlx-lm's SwitchLinear (E experts of one shape, chosen by `indices`)."""
+    """A SwitchLinear over packed rows: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if self.cache or indices.size >= self.num_experts:
             weight, chosen = self.dense_weight(x.dtype), indices
-        else:  # a token uses few experts of many: only those are reconstructed
+        else:  # a token uses few of many experts, and only those are reconstructed
             picked = indices.flatten()
             weight = self.reconstruct({name: array[picked] for name, array in self.packed().items()}, x.dtype)
             chosen = mx.arange(indices.size, dtype=mx.uint32).reshape(indices.shape)

@@ -1,8 +1,8 @@
-"""Symmetric quantization with one scale per output row (GEARBX 5.1, 5.2): w = scale * code, codes of 8, 6, 4 or 2 bits.
+"""Symmetric per-channel quantization (GEARBX calls it rowwise; 5.1, 5.2): w = scale * code, of 8, 6, 4 or 2 bits.
 
-A row is packed by itself and padded to 16 bytes, so that every row of a matrix begins where a vector register may be
-loaded from. Codes are stored with an offset added, which makes them unsigned; the padding holds the offset itself,
-which is a weight of 0. Codes of 8 bits are int8 as they are.
+Each output row has one scale. Rows are packed one by one and padded to 16 bytes, so that a vector register can be
+loaded from the start of every row. An offset makes the stored codes unsigned, and the padding contains the code of 0.
+Codes of 8 bits are stored as int8, without an offset.
 """
 
 import math
@@ -13,16 +13,17 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
+from .base import StoredArray
 from .native import Native, NativeDense
 from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}
-UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # so many codes lie in so many bytes
+UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # bits to codes that share bytes, and to these bytes
 ALIGNMENT = 16  # bytes
 
-# GEARBX names a floor for sources of fp16 (where a smaller scale would soon be subnormal) and of fp32. bfloat16 has
-# the exponents of fp32, so its scales get as small, and it takes that floor.
+# GEARBX gives a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
+# of fp32, and therefore its floor.
 SCALE_FLOOR = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
 
@@ -33,9 +34,9 @@ def row_bytes(width: int, bits: int) -> int:
 
 
 def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
-    """Signed codes to rows of bytes.
+    """Pack signed codes into rows of bytes.
 
-    Little-endian: the first of the codes that share bytes is in the lowest bits of the first byte.
+    The first of the codes that share bytes is in the lowest bits of the first byte.
 
     Args:
         codes: (..., I) integers from -Q_MAX[bits] to Q_MAX[bits].
@@ -44,18 +45,18 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     Returns:
         (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
     """
-    held, size = UNIT[bits]
+    count, size = UNIT[bits]
     total = row_bytes(codes.shape[-1], bits)
-    missing = math.ceil(total / size) * held - codes.shape[-1]
+    missing = math.ceil(total / size) * count - codes.shape[-1]
     codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
     if bits == 8:
         return codes.astype(mx.int8)
-    units = (codes + OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, held)
+    units = (codes + OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, count)
     word = units[..., 0]
-    for i in range(1, held):
+    for i in range(1, count):
         word = word | (units[..., i] << (i * bits))
     parts = [((word >> (8 * i)) & 255).astype(mx.uint8) for i in range(size)]
-    # 16 is no multiple of 3: with 6 bits, the last unit of a row's padding may be cut.
+    # 16 is not a multiple of 3, so the last unit of a row of 6-bit codes, which is padding, may be cut.
     return mx.stack(parts, axis=-1).reshape(*codes.shape[:-1], -1)[..., :total]
 
 
@@ -63,23 +64,23 @@ def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
     """The inverse of `pack_symmetric_codes`: (..., bytes) to (..., width) int8 codes."""
     if bits == 8:
         return rows[..., :width]
-    held, size = UNIT[bits]
-    units = rows[..., : math.ceil(width / held) * size].reshape(*rows.shape[:-1], -1, size).astype(mx.uint32)
+    count, size = UNIT[bits]
+    units = rows[..., : math.ceil(width / count) * size].reshape(*rows.shape[:-1], -1, size).astype(mx.uint32)
     word = units[..., 0]
     for i in range(1, size):
         word = word | (units[..., i] << (8 * i))
-    codes = mx.stack([(word >> (i * bits)) & (2**bits - 1) for i in range(held)], axis=-1)
+    codes = mx.stack([(word >> (i * bits)) & (2**bits - 1) for i in range(count)], axis=-1)
     return (codes.astype(mx.int32) - OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
 
 
 def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
     """Quantize a matrix (..., O, I).
 
-    The scale is rounded to the weight's own type before the codes are fitted to it, so that it may be stored in that
-    type; no element is then further off than half a scale.
+    Each scale is rounded to the weight's own type before codes are fitted to it, so that every code is right for the
+    stored scale: no element is off by more than half a scale.
 
     Returns:
-        codes (..., O, I) int8, and scales (..., O) in the weight's type. Scales of rows with NaN or infinity are not
+        codes (..., O, I) int8, and scales (..., O) in the weight's type. The scale of a row with NaN or infinity is not
         finite.
     """
     w = weight.astype(mx.float32)
@@ -89,7 +90,7 @@ def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """codes (..., O, I) times scales (..., O); multiplied in float32 and rounded once, to `dtype`."""
+    """The weights (..., O, I), computed in float32 and rounded once, to `dtype`."""
     return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
 
 
@@ -99,11 +100,11 @@ class _Rowwise(Reconstructed):
 
 
 class RowwiseLinear(_Rowwise, ReconstructedLinear):
-    """A linear layer over rowwise codes."""
+    """A linear layer over per-channel codes."""
 
 
 class NativeRowwiseLinear(Native, RowwiseLinear):
-    """The same, by the table in `kernels/dispatch.py`: a kernel reads the packed rows, where there is one."""
+    """A linear layer over per-channel codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = rowwise_product(
@@ -113,14 +114,14 @@ class NativeRowwiseLinear(Native, RowwiseLinear):
 
 
 class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):
-    """mlx-lm's SwitchLinear over rowwise codes."""
+    """A SwitchLinear over per-channel codes."""
 
 
 class Rowwise:
-    """Every gear has codes of its own. Scales cost next to nothing; a row's largest weight sets the error of all of it.
+    """Every gear has its own codes. Scales take next to no memory; the largest weight of a row sets the error of all.
 
     Args:
-        cache: whether the modules keep what they reconstruct until their gear is left.
+        cache: keep reconstructed weights until the gear is left.
     """
 
     name = "rowwise"
@@ -139,11 +140,11 @@ class Rowwise:
         return None  # rows are padded
 
     def modules(
-        self, dense: nn.Module, wanted: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        codes, scales = quantize(dense.weight, wanted)
-        arrays = {"weight": pack_symmetric_codes(codes, wanted), "scales": scales.astype(dtype)}
-        return {wanted: self.module(dense, wanted, arrays, ladder, group_size)}
+        codes, scales = quantize(dense.weight, bits)
+        arrays = {"weight": pack_symmetric_codes(codes, bits), "scales": scales.astype(dtype)}
+        return {bits: self.module(dense, bits, arrays, ladder, group_size)}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
@@ -152,6 +153,13 @@ class Rowwise:
         if isinstance(dense, NativeDense):
             kind = NativeRowwiseLinear
         return kind(dense, bits, arrays, self.cache)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        rows = tuple(shape[:-1])
+        weight = StoredArray(mx.int8 if bits == 8 else mx.uint8, (*rows, row_bytes(shape[-1], bits)), bits, "weight")
+        return {"weight": weight, "scales": StoredArray(dtype, rows, bits, "scales")}
 
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int

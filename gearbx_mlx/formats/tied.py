@@ -1,4 +1,4 @@
-"""A tied embedding: one matrix that is read row by row going in, and multiplied whole as the output head."""
+"""A tied embedding: one matrix, whose rows are looked up for input tokens, and which is also the output head."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,21 +7,22 @@ from .native import NativeDense, NativeEmbedding, bare
 
 
 class TiedEmbedding(nn.Embedding):
-    """The token embedding of a model without a head of its own, whose head is a linear layer that changes gear.
+    """A token embedding whose output head is a linear layer that changes gear.
 
-    Tokens going in read their rows of the weight as it is: that is one row a token, and what it would save to round
-    them is nothing beside the head, which reads every row.
+    An input token reads one row of the original weight. Quantizing that row would save next to nothing: the head reads
+    every row.
 
     Args:
         weight: (V, D).
-        projection: a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
+        projection: the head, a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
+        dtype: of the rows that are looked up; the weight's own type if not given.
     """
 
     def __init__(self, weight: mx.array, projection: nn.Module, dtype: mx.Dtype | None = None):
-        nn.Module.__init__(self)  # nn.Embedding's would draw a weight
+        nn.Module.__init__(self)  # that of nn.Embedding would draw random numbers
         self.weight = weight
         self.projection = projection
-        self.dtype = dtype or weight.dtype  # of the rows that go in
+        self.dtype = dtype or weight.dtype
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -32,7 +33,7 @@ class TiedEmbedding(nn.Embedding):
 
 
 def linear_of(module: nn.Module) -> nn.Module:
-    """The linear layer that a managed module multiplies by: itself, or the head that an embedding is."""
+    """The linear layer of a managed module: the module itself, or the head of an embedding."""
     if isinstance(module, TiedEmbedding):
         return module.projection
     if not isinstance(module, nn.Embedding):
@@ -43,5 +44,5 @@ def linear_of(module: nn.Module) -> nn.Module:
 
 
 def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """What stands where `module` stood once its linear layer is `linear`: a tied embedding stays one."""
+    """The replacement for `module` with `linear` as its linear layer; an embedding stays a tied embedding."""
     return TiedEmbedding(module.weight, linear, dtype) if isinstance(module, nn.Embedding) else linear

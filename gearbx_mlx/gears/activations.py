@@ -13,9 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
+from . import names
 
 STORED = "stored_dtypes"  # attribute of a model that was put into another type
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -24,16 +24,11 @@ from .discovery import Layer, Predicate, at_least, at_most, discover, is_quantiz
 from .double_quantization import warn_if_quantized
 from .external_low_gear import differing, external_low_gear
 from .ladder import DENSE, Gear, Ladder
+from .names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_KERNELS, DEFAULT_LADDER, GROUP_SIZES
 from .offload import EMPTY, Residency, Resident, make_residency
 from .saved import SavedDisk, saved_gears
 from .settings import check_settings, check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
-
-DEFAULT_LADDER = "4,8,16"
-DEFAULT_KERNELS = "mlx"
-DEFAULT_ACTIVATIONS = "int16"
-DEFAULT_GROUP_SIZE = 64
-GROUP_SIZES = (32, 64, 128)
 
 
 class Gearbox:

@@ -10,8 +10,8 @@ from .cost import layer_bytes, token_bytes
 from .description import LayerPath
 from .discovery import DENSE as DENSE_LAYERS
 from .discovery import QUANTIZED, TABLES, is_quantized, tied_head
-from .gearbox import DEFAULT_LADDER
 from .ladder import DENSE, Gear, Ladder
+from .names import DEFAULT_LADDER
 
 
 class Observer:

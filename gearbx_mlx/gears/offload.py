@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
 from .ladder import DENSE
+from .names import RESIDENCIES
 
 Key = tuple[str, int]  # path of a layer, bits of one of its gears
-NAMES = ("resident", "host", "disk")
 
 
 class Residency(Protocol):
@@ -220,4 +220,4 @@ def make_residency(
         return Disk(model, checkpoint, dtypes)
     if name in ("resident", "host"):
         return Resident() if name == "resident" else Host()
-    raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(NAMES)}")
+    raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}")

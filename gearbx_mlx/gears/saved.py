@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import GearbxError
 from ..formats import get_format
@@ -20,11 +19,11 @@ from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
-from .tensor_file import hash_of, read_entries
+from .saved_check import KINDS, check_arrays, check_model
+from .tensor_file import Entry, hash_of, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 HEAD = "projection."  # of a tied embedding: formats/tied.py
-KINDS = {"linear": nn.Linear, "switch": SwitchLinear, "embedding": nn.Embedding}
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
@@ -46,30 +45,29 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    file = directory / GEARS_FILE
-    try:
-        held = set(read_entries(file)[0])
-    except FileNotFoundError as error:
-        raise GearbxError(f"{file}: missing beside {MANIFEST}; {RESTORE}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GearbxError(f"{file}: damaged or truncated ({error}); {RESTORE}") from error
+    gears = entries_of(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    base: dict[str, Entry] = {}
     for name, expected in manifest.base.items():
-        try:
-            entries = read_entries(directory / name)[0]
-            found = hash_of(directory / name)
-        except FileNotFoundError as error:
-            raise GearbxError(f"{directory / name}: missing, and the gears beside it need it; {RESTORE}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GearbxError(f"{directory / name}: damaged or truncated ({error}); {RESTORE}") from error
-        if found != expected:
+        base |= entries_of(directory / name, "missing, and the gears beside it need it")
+        if hash_of(directory / name) != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
             )
-        held |= set(entries)
-    needed = {n for layer in manifest.layers.values() for names in layer.gears.values() for n in names.values()}
-    if not needed <= held:
-        raise GearbxError(f"{file}: has no {min(needed - held)}, which {MANIFEST} names; {RESTORE}")
+    try:
+        check_arrays(manifest, gears, base)
+    except GearbxError as error:
+        raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
     return SavedGears(directory, manifest)
+
+
+def entries_of(file: Path, missing: str) -> dict[str, Entry]:
+    """The arrays of a file, by name. Raises GearbxError, with `missing` where there is no file."""
+    try:
+        return read_entries(file)[0]
+    except FileNotFoundError as error:
+        raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
+    except GearbxError as error:
+        raise GearbxError(f"{error}; {RESTORE}") from error
 
 
 class SavedGears:
@@ -89,7 +87,15 @@ class SavedGears:
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
 
     def attach(self, model: nn.Module) -> None:
-        """Tell a `Gearbox` of this model where its gears are; a base that mlx-lm cannot run gets the lowest gear."""
+        """Let a `Gearbox` of this model find its gears; a base that mlx-lm cannot run gets the lowest gear.
+
+        Raises:
+            GearbxError: layers of the manifest that the model does not have.
+        """
+        try:
+            check_model(self.manifest, model)
+        except GearbxError as error:
+            raise GearbxError(f"{self.directory}/{error}; {RESTORE}") from error
         setattr(model, ATTACHED, self)
         if not self.manifest.stock:
             lowest = {
@@ -135,12 +141,12 @@ class SavedGears:
         return self._array(self.manifest.layers[path].gears[bits][name], held_in if widened else None)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        """Bits that a layer is stored with, ascending."""
+        """Bits of a layer's gears, ascending."""
         return tuple(sorted(self.manifest.layers[layer.path].gears))
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
         """The quantized ones among them."""
-        return tuple(bits for bits in self.widths(layer) if bits != DENSE)
+        return self.manifest.layers[layer.path].stored
 
     def read(self, arrays: Any) -> None:
         """Have arrays in memory. Raises GearbxError where the files cannot be read."""
@@ -150,7 +156,7 @@ class SavedGears:
             raise GearbxError(f"{self.directory}: a gear cannot be read ({error}); {RESTORE}") from error
 
     def _blank(self, path: str, saved: SavedLayer, now: nn.Module) -> nn.Module:
-        dense = bare(KINDS[saved.kind])
+        dense = bare(KINDS[saved.kind][0])
         if saved.kind == "embedding":  # whose rows are looked up in every gear
             dense.weight = self._array(saved.gears[DENSE]["weight"])
         else:

@@ -1,0 +1,103 @@
+"""What gears.json says, compared with the arrays in the files and with the model, before any module is made."""
+
+from collections.abc import Mapping
+
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..errors import GearbxError
+from ..files.problems import shown
+from ..formats import get_format
+from ..formats.base import StoredArray
+from .activations import DTYPES
+from .ladder import DENSE
+from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
+from .tensor_file import NAMES, Entry
+
+KINDS: dict[str, tuple[type[nn.Module], ...]] = {  # dense first
+    "linear": (nn.Linear, nn.QuantizedLinear),
+    "switch": (SwitchLinear, QuantizedSwitchLinear),
+    "embedding": (nn.Embedding, nn.QuantizedEmbedding),
+}
+
+
+def check_arrays(manifest: Manifest, gears: Mapping[str, Entry], base: Mapping[str, Entry]) -> None:
+    """Compare a manifest with the arrays that the files contain.
+
+    Args:
+        gears, base: entries of gears.safetensors and of the files of the base, by name.
+
+    Raises:
+        GearbxError: an array that is missing, of another layer, parameter, dtype or shape, or that no gear uses.
+    """
+    entries = {**base, **gears}
+    used = set()
+    for path, layer in manifest.layers.items():
+        for bits, names in layer.gears.items():
+            place = f"layers[{shown(path)}].gears[{shown(str(bits))}]"
+            expected = stored_arrays(manifest, layer, bits)
+            if names.keys() != expected.keys():
+                raise GearbxError(f"{MANIFEST}: {place} has {', '.join(map(shown, names))}, not {', '.join(expected)}")
+            check_gear(place, path, names, expected, entries)
+            used |= {*names.values()}
+    managed = {f"{path}.{name}" for path in manifest.layers for name in ("weight", "scales", "biases")}
+    unused = (gears.keys() | (managed & base.keys())) - used
+    if unused:
+        raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
+    if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):
+        raise GearbxError(f"{MANIFEST}: stock is {shown(manifest.stock)}, which the files of the base contradict")
+
+
+def stored_arrays(manifest: Manifest, layer: SavedLayer, bits: int) -> dict[str, StoredArray]:
+    """The arrays that a gear of a layer has."""
+    dtype = DTYPES[layer.dtype]
+    if bits == DENSE:
+        return {"weight": StoredArray(dtype, layer.shape, DENSE, "weight")}
+    return get_format(manifest.format).stored_arrays(layer.shape, bits, layer.stored, manifest.group_size, dtype)
+
+
+def check_gear(
+    place: str,
+    path: str,
+    names: Mapping[str, str],
+    expected: Mapping[str, StoredArray],
+    entries: Mapping[str, Entry],
+) -> None:
+    """Raises GearbxError unless the arrays of one gear are what its format makes for the layer."""
+    free = set()  # lengths that the data decide, of which a gear has one
+    for parameter, array in expected.items():
+        name = names[parameter]
+        if name not in entries:
+            raise GearbxError(f"{GEARS_FILE}: has no {shown(name)[1:-1]}, which {MANIFEST} names")
+        own = f"{path}.{array.name}", f"{path}@{array.bits}.{array.name}"  # in the base, or beside it
+        if name not in own:
+            raise GearbxError(f"{MANIFEST}: {place}.{parameter} is {shown(name)}, not {shown(own[1])}")
+        entry = entries[name]
+        lengths = tuple(length for length, known in zip(entry.shape, array.shape) if known is None)
+        fits = len(entry.shape) == len(array.shape) and all(
+            length == known or (known is None and length > 0) for length, known in zip(entry.shape, array.shape)
+        )
+        free |= {*lengths}
+        if entry.dtype != NAMES[array.dtype] or not fits or len(free) > 1:
+            wanted = ["any" if length is None else length for length in array.shape]
+            raise GearbxError(
+                f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
+                f"{NAMES[array.dtype]} of {wanted}"
+            )
+
+
+def check_model(manifest: Manifest, model: nn.Module) -> None:
+    """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
+    modules = dict(model.named_modules())
+    for path, layer in manifest.layers.items():
+        module = modules.get(path)
+        if not isinstance(module, KINDS[layer.kind]):
+            found = "no module" if module is None else f"a {type(module).__name__}"
+            raise GearbxError(f"{MANIFEST}: layers has the key {shown(path)}, and the model has {found} there")
+        shape = module.weight.shape
+        if not isinstance(module, KINDS[layer.kind][0]):
+            shape = (*shape[:-1], shape[-1] * 32 // module.bits)
+        if tuple(shape) != layer.shape:
+            raise GearbxError(
+                f"{MANIFEST}: layers[{shown(path)}].shape is {list(layer.shape)}, and the model's is {list(shape)}"
+            )

@@ -1,0 +1,19 @@
+"""Types of values that files of gears contain, for msgspec; type checkers see plain numbers and text."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
+
+from .ladder import WIDTHS
+from .names import DTYPES, GROUP_SIZES
+
+Length = Annotated[int, Meta(ge=1, le=2**53)]
+Shape = Annotated[tuple[Length, ...], Meta(min_length=2, max_length=3)]  # (O, I) of a matrix, (E, O, I) of experts
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+if TYPE_CHECKING:
+    Width = int
+    GroupSize = int
+    DtypeName = str
+else:
+    Width, GroupSize, DtypeName = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES]

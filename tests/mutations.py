@@ -1,0 +1,82 @@
+"""Small damage to JSON: what a wrong edit, a broken download or malice may leave of a file."""
+
+import copy
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+DEEP = "[" * 10000 + "]" * 10000
+NUMBERS = [0, 1, -1, 3, 7, 32, 2**31, 2**70, -(10**400), 0.5, -0.0, 1e308]
+TEXTS = ["", " ", "8", "__class__", "../x", "a\nb", "x" * 5000]
+ODD = [*NUMBERS, *TEXTS, None, True, False, [], {}, [0], [[]], {"a": 1}, {"": ""}]
+LITERALS = ["NaN", "-Infinity", "1e999", "9" * 5000, DEEP, '"\\ud800"', '"\\u0000"', "tru"]
+PLACE = "@place@"
+
+Place = tuple[Any, ...]
+
+
+def places(content: Any, here: Place = ()) -> list[Place]:
+    """Where there is a value: keys and indices, the root first."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [here] + [place for key, value in inner for place in places(value, (*here, key))]
+
+
+def value_at(content: Any, place: Place) -> Any:
+    for key in place:
+        content = content[key]
+    return content
+
+
+def replaced(content: Any, place: Place, value: Any) -> Any:
+    """A copy with another value in a place."""
+    if not place:
+        return value
+    content = copy.deepcopy(content)
+    value_at(content, place[:-1])[place[-1]] = value
+    return content
+
+
+def dropped(content: Any, place: Place) -> Any:
+    content = copy.deepcopy(content)
+    del value_at(content, place[:-1])[place[-1]]
+    return content
+
+
+def renamed(content: Any, place: Place, name: str) -> Any:
+    """A copy in which a key has another name; an item of a list is doubled."""
+    content = copy.deepcopy(content)
+    holder = value_at(content, place[:-1])
+    if isinstance(holder, dict):
+        holder[name] = holder.pop(place[-1])
+    else:
+        holder.append(holder[place[-1]])
+    return content
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: Any) -> str:
+    """The text of a JSON value after one change, which may leave its meaning as it was."""
+    inside = places(content)
+    kind = draw(st.sampled_from(["drop", "replace", "literal", "swap", "rename", "cut", "byte"]))
+    place = draw(st.sampled_from(inside))
+    text = json.dumps(content)
+    if kind == "cut":
+        begin = draw(st.integers(0, len(text)))
+        return text[:begin] + text[draw(st.integers(begin, min(len(text), begin + 40))) :]
+    if kind == "byte":
+        at = draw(st.integers(0, len(text) - 1))
+        return text[:at] + draw(st.sampled_from('"{}[],:0-\\x\x00\ud7ffé')) + text[at + 1 :]
+    if kind == "literal":
+        literal = draw(st.sampled_from(LITERALS))
+        return json.dumps(replaced(content, place, PLACE)).replace(json.dumps(PLACE), literal)
+    if kind == "drop" and place:
+        return json.dumps(dropped(content, place))
+    if kind == "rename" and place:
+        return json.dumps(renamed(content, place, draw(st.sampled_from([*TEXTS, "16", "4", "3", "99"]))))
+    if kind == "swap":
+        other = draw(st.sampled_from(inside))
+        if place[: len(other)] != other and other[: len(place)] != place:
+            swapped = replaced(content, place, value_at(content, other))
+            return json.dumps(replaced(swapped, other, value_at(content, place)))
+    return json.dumps(replaced(content, place, draw(st.sampled_from(ODD))))

@@ -1,0 +1,253 @@
+"""gears.json that was changed, against arrays that were not: no gear is made of what does not fit."""
+
+import builtins
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conftest import PROMPT, save_model, tiny_model, weights_of
+from gearbx_mlx.gears.converter import BASE_FILE, JOURNAL, Converter, Plan
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from mutations import damaged
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx.gears.manifest import MANIFEST
+from gearbx_mlx.gears.saved import open_gears
+from gearbx_mlx.gears.saved_check import check_model
+from gearbx_mlx.loading import load_model
+
+FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}
+FORMATS |= {"codebook": "3,5", "codebook-library": "2,16"}
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
+SEARCH = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A directory with a tiny model, converted to a format on first use."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(format: str) -> Path:
+        if format not in made:
+            folder = tmp_path_factory.mktemp(format)
+            tied = {"tie_word_embeddings": True} if format in ("planes", "rowwise") else {}
+            save_model(tiny_model(dtype=mx.bfloat16, num_hidden_layers=2, **tied), folder / "original")
+            before = sys.argv
+            sys.argv = ["convert", "--model", str(folder / "original"), "--mlx-path", str(folder / "geared")]
+            sys.argv += ["--format", format, "--gears", FORMATS[format], "--q-group-size", "32"]
+            with pytest.raises(SystemExit) as stopped:
+                convert.main()
+            sys.argv = before
+            assert stopped.value.code == 0
+            made[format] = folder / "geared"
+        return made[format]
+
+    return checkpoint
+
+
+@pytest.fixture
+def geared(checkpoints, tmp_path) -> Path:
+    """A copy of one of planes."""
+    return Path(shutil.copytree(checkpoints("planes"), tmp_path / "geared"))
+
+
+def arrays_of(directory: Path) -> list[dict[str, mx.array]]:
+    """Every array of every gear."""
+    model = load_model(directory, lazy=True, strict=False)[0]
+    open_gears(directory).attach(model)
+    gearbox = Gearbox(model)
+    found = []
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        mx.eval(model(PROMPT))
+        found.append(weights_of(model))
+    return found
+
+
+def refused(directory: Path, words: str = "") -> None:
+    with pytest.raises(GearbxError) as raised:
+        gearbx_mlx.load(directory)
+    message = str(raised.value)
+    assert words in message
+    assert "\n" not in message
+    assert str(directory) in message
+
+
+@pytest.mark.parametrize("format", FORMATS)
+class TestEveryFormat:
+    @SEARCH
+    @given(data=st.data())
+    def test_damage_is_refused_or_does_nothing(self, checkpoints, tmp_path_factory, format, data):
+        source = checkpoints(format)
+        directory = tmp_path_factory.mktemp("damaged")
+        for file in source.iterdir():
+            (directory / file.name).symlink_to(file)
+        (directory / MANIFEST).unlink()
+        text = data.draw(damaged(json.loads((source / MANIFEST).read_text())))
+        (directory / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            found = arrays_of(directory)
+        except GearbxError as error:
+            message = str(error)
+        else:
+            assert_same(found, arrays_of(source))
+            return
+        assert "\n" not in message
+        assert str(directory) in message
+        assert len(message) < 1000
+
+    @pytest.mark.parametrize("other", FORMATS)
+    def test_another_format(self, checkpoints, tmp_path, format, other):
+        directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
+        if other != format:
+            change(directory, lambda content: content.update(format=other))
+            refused(directory, "gears.json")
+
+    @pytest.mark.parametrize("size", [64, 128, None, 0, "32"])
+    def test_another_group_size(self, checkpoints, tmp_path, format, size):
+        directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
+        change(directory, lambda content: content.update(group_size=size))
+        if size not in (64, 128) or format in ("planes", "affine"):
+            refused(directory, "gears.json")
+
+
+def assert_same(found: list[dict[str, mx.array]], expected: list[dict[str, mx.array]]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected):
+        assert ours.keys() == theirs.keys()
+        assert all(mx.array_equal(ours[name], theirs[name], equal_nan=True).item() for name in ours)
+
+
+def change(directory: Path, edit) -> None:
+    content = json.loads((directory / MANIFEST).read_text())
+    edit(content)
+    (directory / MANIFEST).write_text(json.dumps(content))
+
+
+def swap(content: dict, bits: str, one: str, other: str, path: str = UP) -> None:
+    names = content["layers"][path]["gears"][bits]
+    names[one], names[other] = names[other], names[one]
+
+
+def swap_layers(content: dict) -> None:
+    content["layers"][UP], content["layers"][DOWN] = content["layers"][DOWN], content["layers"][UP]
+
+
+def move(content: dict, path: str) -> None:
+    content["layers"][path] = content["layers"].pop(UP)
+
+
+class TestWhatItSaysOfArrays:
+    @pytest.mark.parametrize(
+        ("edit", "words"),
+        [
+            (lambda c: swap(c, "4", "scales", "biases"), f'gears["4"].scales is "{UP}.biases", not "{UP}@4.scales"'),
+            (lambda c: swap(c, "6", "weights.1", "weights.2"), 'gears["6"].weights.1 is'),
+            (lambda c: swap(c, "8", "plane_biases.1", "plane_biases.3"), 'gears["8"].plane_biases.1 is'),
+            (swap_layers, f'layers["{UP}"].gears["4"].weight is "{DOWN}.weight"'),
+            (lambda c: c["layers"].pop(UP), "does not name"),
+            (lambda c: c["layers"][UP]["gears"].pop("8"), f'layers["{UP}"].gears has no key 8'),
+            (lambda c: c["layers"][UP]["gears"]["8"].pop("scales"), "has "),
+            (
+                lambda c: c["layers"][UP].update(shape=[-1, 64]),
+                f'layers["{UP}"].shape[0] is -1, not a whole number >= 1',
+            ),
+            (lambda c: c["layers"][UP].update(shape=[64, 128]), f'"{UP}.weight" is U32 of [128, 8]'),
+            (lambda c: c["layers"][UP].update(dtype="float16"), "is BF16 of"),
+            (lambda c: c["layers"][UP].update(kind="embedding"), "and the model has a QuantizedLinear there"),
+            (lambda c: c["layers"][UP].update(lowest_bits=5), "has the key 4, which no gear uses"),
+            (lambda c: c.update(stock=False), "stock is false, which the files of the base contradict"),
+            (lambda c: c.update(gears=[4, 8, 16]), "has the key 5, which no gear uses"),
+            (lambda c: c.update(gears=[16, 8]), "gears must ascend"),
+            (lambda c: c.update(extra=1), "extra is not known"),
+            (lambda c: c.update(base={"../model.safetensors": "0" * 64}), 'base has the key "../model.safetensors"'),
+            (lambda c: c.update(base={}), "base is {}, not an object of length >= 1"),
+            (lambda c: move(c, "__class__"), '"__class__'),
+            (lambda c: move(c, ""), 'gears["4"].weight is'),
+        ],
+    )
+    def test_is_compared_with_them(self, geared, edit, words):
+        change(geared, edit)
+        refused(geared, words)
+
+    @pytest.mark.parametrize("path", ["", "__class__", "model.layers", "model.layers.0.mlp.__class__", "model.norm"])
+    def test_layers_are_modules_of_the_model(self, geared, path):
+        """Whatever an attribute of this name would be."""
+        manifest, model = open_gears(geared).manifest, load_model(geared, lazy=True)[0]
+        moved = {path: manifest.layers[UP]} | {key: value for key, value in manifest.layers.items() if key != UP}
+        with pytest.raises(GearbxError, match=f'layers has the key "{path}", and the model has'):
+            check_model(structs.replace(manifest, layers=moved), model)
+
+    def test_a_file_without_permission_is_not_damaged(self, geared, monkeypatch):
+        own = open
+
+        def denied(path, *arguments, **keywords):
+            if str(path).endswith(MANIFEST):
+                raise PermissionError(13, "Permission denied")
+            return own(path, *arguments, **keywords)
+
+        monkeypatch.setattr(builtins, "open", denied)
+        refused(geared, "(Permission denied); check the path and its permissions")
+
+    def test_a_directory_in_its_place(self, geared):
+        (geared / MANIFEST).unlink()
+        (geared / MANIFEST).mkdir()
+        refused(geared, "(Is a directory); check the path")
+
+
+PLAN = Plan("planes", (4, 8), "all", 32, None, {"model.safetensors": "ab"})
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A conversion that was interrupted after a few layers."""
+    work = tmp_path_factory.mktemp("begun") / "work"
+    converter = Converter(tiny_model(), PLAN, work)
+    for _ in zip(range(3), converter):
+        pass
+    converter.close()
+    return work
+
+
+class TestTheJournalOfAConversion:
+    def test_continues_to_the_same_checkpoint(self, begun, tmp_path):
+        whole = Converter(tiny_model(), PLAN, tmp_path / "whole")
+        list(whole)
+        whole.finish()
+        work = Path(shutil.copytree(begun, tmp_path / "work"))
+        rest = Converter(tiny_model(), PLAN, work)
+        list(rest)
+        rest.finish()
+        for name in (BASE_FILE, "gears.safetensors", MANIFEST):
+            assert (work / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+    @SEARCH
+    @given(data=st.data())
+    def test_damage_is_refused_or_does_nothing(self, begun, tmp_path_factory, data):
+        work = Path(shutil.copytree(begun, tmp_path_factory.mktemp("damaged") / "work"))
+        lines = (begun / JOURNAL).read_text().splitlines()
+        line = data.draw(st.integers(0, len(lines) - 1))
+        lines[line] = data.draw(damaged(json.loads(lines[line])))
+        (work / JOURNAL).write_bytes(("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+        try:
+            converter = Converter(tiny_model(), PLAN, work)
+            list(converter)
+            converter.finish()
+            assert open_gears(work) is not None
+            return
+        except GearbxError as error:
+            message = str(error)
+        assert "\n" not in message
+        assert str(work) in message
+
+    def test_a_file_that_is_shorter_than_the_journal_says(self, begun, tmp_path):
+        work = Path(shutil.copytree(begun, tmp_path / "work"))
+        (work / BASE_FILE).write_bytes(b"")
+        with pytest.raises(GearbxError, match=r"model\.safetensors: shorter than its journal says"):
+            Converter(tiny_model(), PLAN, work)
