@@ -1,11 +1,7 @@
 import io
 import json
 import re
-import shutil
-import signal
-import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -244,51 +240,6 @@ class TestGenerate:
         monkeypatch.setattr(sys, "stdout", written)
         TintedText(["low", "high"], "always").write("a\tb\r\n\x0c[bold]c", "low")
         assert "a\tb\r\n\x0c[bold]c" in written.getvalue()
-
-    def test_half_written_nothing_when_interrupted(self, tmp_path, tmp_path_factory):
-        endless = tmp_path_factory.mktemp("models") / "endless"  # no token ends its text
-        shutil.copytree(DEMO_MODEL, endless)
-        (endless / "generation_config.json").unlink()
-        for name, end in (
-            ("config.json", {"eos_token_id": 4096}),
-            ("tokenizer_config.json", {"eos_token": "<|never|>"}),
-        ):
-            (endless / name).write_text(json.dumps(json.loads((endless / name).read_text()) | end))
-        arguments = [
-            sys.executable,
-            "-m",
-            "gearbx_mlx.generate",
-            "--model",
-            endless,
-            "--ignore-chat-template",
-            "-p",
-            "KING:",
-            "-m",
-            "100000",
-            "--max-kv-size",
-            "256",
-            "--temp",
-            "1.5",
-            "--seed",
-            "1",
-            "--trace",
-            tmp_path / "t.jsonl",
-            "--summary",
-            tmp_path / "s.json",
-        ]
-        # A test run in the background ignores interrupts, and so would what it starts.
-        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(arguments, preexec_fn=heeding, **pipes) as process:
-            assert process.stdout.read(20)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert b"Traceback" not in err
-        assert b"tokens/s" in err
-        summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
-        assert 0 < summary["tokens"] == len(trace) < 100000
-        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
 
 class TestCalibrateAndAnalyze:
