@@ -16,12 +16,14 @@ from test_bad_input import assert_refused
 from test_commands import save_model
 
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.cli.parsers.evaluate import POLICIES
 from gearbx_mlx.cli.report_table import report_table
 from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
 from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
 from gearbx_mlx.evaluation.noise import noisy
+from gearbx_mlx.evaluation.picture import STYLES
 from gearbx_mlx.evaluation.policies import Planned, Route, SameToken, Static
 from gearbx_mlx.evaluation.report import COLUMNS, FIRST
 from gearbx_mlx.routing.acceptance import FixedLength
@@ -243,6 +245,11 @@ class TestReport:
     def test_the_noise_floor_is_far_under_three_bits(self, report):
         low = next(row for row in report["policies"] if row["name"] == "static-3")
         assert 1e-7 < report["noise_floor"]["kl_mean"] < low["kl_mean"] / 100
+
+    def test_policies_differ_in_shape_and_colour_in_the_picture(self):
+        colors, markers, _ = zip(*STYLES.values())
+        assert len(set(markers)) == len(set(colors)) == len(STYLES)
+        assert set(STYLES) == set(POLICIES) - {"static"}
 
     def test_a_page_and_a_picture(self, report):
         page = (report["out"] / "evaluation.md").read_text()
