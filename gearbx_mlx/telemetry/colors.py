@@ -4,7 +4,7 @@ They ascend in lightness, so that they differ in grey and for every colour blind
 against white, black and the grey of dark terminals.
 """
 
-ANCHORS = ((86, 92, 202), (166, 103, 163), (229, 118, 3))
+ANCHORS = ((90, 100, 211), (168, 105, 164), (229, 118, 3))
 MARKERS = "o^sDvPX"
 
 # Okabe and Ito's colours for what is not a gear. https://jfly.uni-koeln.de/color
