@@ -74,7 +74,7 @@ class Session:
         return path
 
     def recording(self, name: str, make: Callable[[], Recording], tokens: int, gears: int) -> Recording:
-        """A recording of so many predictions on a ladder of so many gears, made unless it exists.
+        """A recording with this number of predictions and of gears, made unless it exists.
 
         Raises:
             GearbxError: the file is damaged.
@@ -88,7 +88,7 @@ class Session:
         return Recording.load(self.file(f"{name}.npz", write), tokens, gears)
 
     def rows(self, name: str, make: Callable[[], Sequence[T]], kind: type[T], count: int) -> list[T]:
-        """So many values of a type, made unless they exist.
+        """`count` values of a type, made unless they exist.
 
         Args:
             kind: a dataclass.

@@ -59,13 +59,13 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
 
 
 def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, name: str) -> list[list[int]]:
-    """Token windows that are read each on its own, with `tokens` predictions in all, or as many as the text has.
+    """Windows of tokens, with `tokens` predictions in all, or as many as the text has.
 
-    Of a single document, windows follow each other; of several, each is one, cut to the context. Where the tokenizer
-    puts a token before a text, every window begins with it.
+    A single document is cut into windows that follow each other; several documents are one window each, cut to the
+    context. Where the tokenizer puts a token before a text, every window begins with it.
 
     Args:
-        context: the most tokens that a window has: its last prediction sees all before it.
+        context: the most tokens in a window.
         name: of the text, for the error.
 
     Raises:
@@ -115,12 +115,12 @@ def answer_windows(
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Tokens of a text, which may well be longer than the model's context: it will be cut."""
+    """Tokens of a text. It may be longer than the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text."""
+    """The tokens that the tokenizer puts before a text."""
     token = getattr(tokenizer, "bos_token_id", None)
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
