@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from . import terminal
-from .files.writing import write_text
+from .files.writing import check_directory, make_directory, write_text
 from .telemetry.report import PICTURES
 from .telemetry.summary import Tally, as_json
 from .telemetry.trace import TraceWriter, record
@@ -34,7 +34,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from . import options, options_gears
-    from .errors import GearbxError
     from .gears.ladder import Ladder
     from .prompts import read_prompts
     from .telemetry.report import draw_report, get_pyplot
@@ -45,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     options.check_routing(args, ladder)
     prompts = read_prompts(Path(args.prompts))[: args.num_prompts]
     out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise GearbxError(f"{out}: is a file; --out names a directory")
+    check_directory(out)
     get_pyplot()
     if out.is_dir():
         for name in FILES:
@@ -65,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
     encoded = [options.encode_prompt(args, tokenizer, prompt) for prompt in prompts]
     lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
     observer = Observer(model, ladder, dtype=args.dtype)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
+    make_directory(out)
     trace_path, summary_path = (options.output_path(out / name) for name in FILES[:2])
 
     names = [gear.name for gear in ladder]

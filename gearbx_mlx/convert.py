@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         raise GearbxError("--manifest says of which layers and weights; leave out --dtype and --manage")
     out = Path(args.mlx_path).expanduser()
     work = out.with_name(out.name + INCOMPLETE)
-    if out.exists():
+    if os.path.exists(out):  # Path.exists raises OSError for a name that is too long
         raise GearbxError(f"--mlx-path {out}: is there already; remove it or give another path")
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise GearbxError(f"--mlx-path {out}: there is no directory {out.parent}; make it first")
     source = find(args.model or DEMO_MODEL, args.revision)
     if gears_of(source) is not None:

@@ -69,7 +69,7 @@ def convert(args: argparse.Namespace, source: Path, work: Path) -> dict[str, Any
         terminal.note(f"{args.manifest}: has no {path}, which stays as it is")
     table, clamps = manifest.gears[gear].bits, manifest.clamps
     for layer in layers:
-        if layer.path in clamps and table[layer.path] != DENSE:
+        if layer.path in clamps and table.get(layer.path, DENSE) != DENSE:
             size = clamps[layer.path]
             layer.module.weight = mx.clip(layer.module.weight, -size, size)
 

@@ -64,6 +64,24 @@ def check_writable(path: Path) -> None:
         raise unwritable(path, error) from error
 
 
+def check_directory(path: Path) -> None:
+    """Raises GearbxError for a path that cannot be a directory; before the work, not after it."""
+    try:
+        if path.exists() and not path.is_dir():
+            raise GearbxError(f"{path}: is a file; give the name of a directory")
+    except OSError as error:
+        raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, where they do not exist. Raises GearbxError if that fails."""
+    check_directory(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Raises GearbxError if the file cannot be written; what was there before is then still there."""
     with replacing(path) as place:
