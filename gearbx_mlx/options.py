@@ -1,7 +1,6 @@
 """Flags that the commands share, and what is built from them. Names and defaults are mlx-lm's where it has them."""
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 import mlx.nn as nn
 
 from .decoding.stream import AUTO
-from .errors import GearbxError
-from .files.reading import read_as
+from .errors import GearbxError, about
+from .files.reading import parse_json, read_as, typed
 from .files.writing import check_writable
 from .gears.activations import DTYPES
 from .gears.attachment import model_fingerprint
@@ -243,17 +242,13 @@ def encode_prompt(
         after_cache: leave out what the template puts before the message: a prompt cache holds it already.
 
     Raises:
-        GearbxError: an empty prompt, or a template configuration that is not JSON or does not suit the template.
+        GearbxError: an empty prompt, or a template configuration that is no JSON object or does not suit it.
     """
     check_prompt(prompt)
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return tokenizer.encode(prompt)
-    try:
-        further = json.loads(args.chat_template_config or "{}")
-    except json.JSONDecodeError as error:
-        raise GearbxError(f"--chat-template-config is not JSON: {error}") from error
-    if not isinstance(further, dict):
-        raise GearbxError("--chat-template-config is not a JSON object")
+    with about("--chat-template-config"):
+        further = typed(parse_json(args.chat_template_config or "{}"), dict[str, Any])
 
     def templated(message: str) -> str:
         messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []

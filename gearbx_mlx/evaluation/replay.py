@@ -35,10 +35,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """What n predictions came to under a policy; arrays of shape (n,), but `passes` (n, gears).
+    """The results of n predictions under a policy; arrays of shape (n,), but `passes` (n, gears).
 
     nll: nats, of the text's own token. kl: of the reference from the policy, kl_reverse: back, nats. agree: both
-    like the same token best. entropy: bits. gear: index in the ladder. passes: over the weights, in each gear.
+    give the same token the highest probability. entropy: bits. gear: index in the ladder. passes: over the weights, in
+    each gear.
     """
 
     window: np.ndarray
