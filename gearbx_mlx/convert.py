@@ -135,7 +135,7 @@ def convert(
     from .errors import GearbxError
     from .gears.converter import Converter, Plan
     from .gears.discovery import is_quantized
-    from .gears.tensor_file import hash_of
+    from .gears.tensor_entries import hash_of
     from .loading import load, one_line
 
     trust: dict[str, Any] = {"trust_remote_code": True} if args.trust_remote_code else {}

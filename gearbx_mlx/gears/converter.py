@@ -25,7 +25,8 @@ from .fingerprint import SAMPLED, fingerprint_of, sample
 from .ladder import DENSE, Ladder
 from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
 from .residency import EMPTY, put
-from .tensor_file import Entry, TensorFile, hash_of
+from .tensor_entries import Entry, hash_of
+from .tensor_file import TensorFile
 from .values import DtypeName, GroupSize, Width
 
 BASE_FILE = "model.safetensors"

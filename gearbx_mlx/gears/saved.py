@@ -20,7 +20,7 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .residency import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .saved_check import KINDS, check_arrays, check_model
-from .tensor_file import Entry, hash_of, read_entries
+from .tensor_entries import Entry, hash_of, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 HEAD = "projection."  # of a tied embedding: formats/tied.py
