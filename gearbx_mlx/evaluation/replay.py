@@ -38,10 +38,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """The results of n predictions under a policy; arrays of shape (n,), `passes` of shape (n, gears).
+    """The results of n predictions under a policy; arrays of shape (n,), but `passes` (n, gears).
 
-    nll: nats, of the text's own token. kl: of the reference from the policy, kl_reverse: back, nats. agree: both have
-    the same most likely token. entropy: bits. gear: index in the ladder. passes: over the weights, in each gear.
+    nll: nats, of the text's own token. kl: of the reference from the policy, kl_reverse: back, nats. agree: both
+    give the same token the highest probability. entropy: bits. gear: index in the ladder. passes: over the weights, in
+    each gear.
     """
 
     window: np.ndarray
