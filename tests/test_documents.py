@@ -4,6 +4,7 @@ The lines of a page run in their order, in a directory of the page's own, becaus
 Short flags behind a line make it quick. A line that cannot run without a network or for hours is parsed.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -18,14 +19,24 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from mlx_lm.generate import GenerationResponse
 
+from gearbx_mlx import GearResponse
 from gearbx_mlx.__main__ import COMMANDS
+from gearbx_mlx.bit_selection.precision import PrecisionManifest
+from gearbx_mlx.decoding.modes import MODES
+from gearbx_mlx.gears.manifest import Manifest
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.routing.draft_file import DraftFile
+from gearbx_mlx.routing.thresholds import ThresholdFile
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
-PAGES = {page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 TASKS = "lm-eval downloads its tasks"
 PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
@@ -45,24 +56,27 @@ SHORTER = {
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12 --max-tokens 8",
+    "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
-    "benchmark decode": "--shape 64x1 --tokens 2 --trials 1",
-    "benchmark routing": "--shape 64x1 --tokens 2 --trials 1",
+    "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
+    "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
 FILES = {
     "prompts.txt": "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n",
     "prompts.jsonl": "\n".join(PROBLEMS[:2]) + "\n",
     "gsm8k.jsonl": "\n".join(PROBLEMS[:3]) + "\n",
-    "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n" * 3,
+    "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n"
+    * 3,
     "machine.jsonl": '{"seconds": 0, "thermal": "nominal"}\n{"tokens": 3, "thermal": "serious"}\n',
 }
 PROGRAMS = {
     "python": '"{python}" "$@"',
     "gearbx_mlx": '"{python}" -m gearbx_mlx "$@"',
     "mlx_lm.generate": '"{python}" -m mlx_lm generate "$@"',
+    "mlx_lm.convert": '"{python}" -m mlx_lm convert "$@"',
 }
 OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # pip's and lm-eval's
 
@@ -154,7 +168,7 @@ def on_the_demo_model(text: str) -> str:
 
 def shortened(part: str) -> str:
     name, arguments = command_of(part) or ("", "")
-    shorter = SHORTER.get(name) or SHORTER.get(f"{name} {arguments.split(' ')[0]}", "")
+    shorter = SHORTER.get(f"{name} {arguments.split(' ')[0]}") or SHORTER.get(name, "")
     return f"{part} {shorter}".strip()
 
 
@@ -246,10 +260,9 @@ def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
 def check_lm_eval(arguments: str) -> None:
     """The arguments of lm-eval's model are those of ours."""
     source = (ROOT / "gearbx_mlx" / "commands" / "lm_eval.py").read_text(encoding="utf-8")
-    given = re.search(r"--model_args (\S+)", arguments)
-    assert "--model gearbx" in arguments
-    for pair in given[1].split(","):
-        assert re.search(rf"^        {pair.split('=')[0]}:", source, re.MULTILINE), pair
+    assert "--model gearbx " in arguments
+    for pair in ",".join(re.findall(r"--model_args (\S+)", arguments)).split(","):
+        assert not pair or re.search(rf"^        {pair.split('=')[0]}:", source, re.MULTILINE), pair
 
 
 @pytest.mark.parametrize("line", OTHER, ids=str)
@@ -334,30 +347,23 @@ def test_every_flag_that_a_page_names_exists(name):
     assert not unknown
 
 
-def described_fields(heading: str) -> set[str]:
-    """The names in the first column of the table under a heading of docs/files.md."""
+def described_fields(heading: str, table: int = 0) -> set[str]:
+    """The names in the first column of a table under a heading of docs/files.md."""
     text = PAGES["docs/files.md"].read_text(encoding="utf-8")
     section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
-    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The summary and the first record of the trace, of a run in every mode."""
-    modes = {
-        "route": ["--target-tps", "5"],
-        "kickdown": [],
-        "lossless": [],
-        "static": [],
-        "telemetry-only": [],
-        "pair": ["--small-model", str(DEMO_MODEL)],
-    }
+    """The summary and the trace of a run in every mode."""
+    modes = dict.fromkeys(MODES, ()) | {"route": ("--target-tps", "5"), "pair": ("--small-model", DEMO_MODEL)}
     found = []
     for mode, flags in modes.items():
         path = tmp_path_factory.mktemp(mode)
         command = [sys.executable, "-m", "gearbx_mlx", "generate", "--mode", mode, "--max-tokens", "12", *flags]
-        command += ["--trace", str(path / "t.jsonl"), "--summary", str(path / "s.json")]
+        command += ["--trace", path / "t.jsonl", "--summary", path / "s.json"]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         records = [json.loads(line) for line in (path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
         found.append(SimpleNamespace(summary=json.loads((path / "s.json").read_text()), records=records))
@@ -371,3 +377,37 @@ def test_every_field_of_the_summary_is_described(runs):
 def test_every_field_of_the_trace_is_described(runs):
     written = {name for run in runs for record in run.records for name in record}
     assert written | {"prompt"} == described_fields("The trace")  # analyze adds the prompt
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("Thresholds", ThresholdFile),
+        ("Drafting", DraftFile),
+        ("gears.json", Manifest),
+        ("The precision manifest", PrecisionManifest),
+    ],
+)
+def test_every_field_of_a_file_is_described(heading, kind):
+    assert {item.encode_name for item in msgspec.structs.fields(kind)} == described_fields(heading)
+
+
+def test_every_field_of_an_evaluation_is_described(directory):
+    line = next(line for line in RUN if line.page == "docs/evaluate.md")
+    directory(line.page).result(line)
+    report = json.loads((directory(line.page).path / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
+    assert report.keys() == described_fields("Evaluations")
+    assert {name for row in report["policies"] for name in row} == described_fields("Evaluations", table=1)
+
+
+def test_the_readme_counts_the_fields_of_a_response():
+    own = {item.name for item in dataclasses.fields(GearResponse)} - {
+        item.name for item in dataclasses.fields(GenerationResponse)
+    }
+    numbers = {"ten": 10, "eleven": 11, "twelve": 12}
+    for page in ("README.md", "docs/python.md"):
+        counted = re.search(r"with (\w+) fields more", PAGES[page].read_text(encoding="utf-8"))
+        assert numbers[counted[1]] == len(own)
+    section = PAGES["docs/python.md"].read_text(encoding="utf-8").split("## Responses")[1].split("## Gears")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert own == set(re.findall(r"`(\w+)`", " ".join(cells)))
