@@ -16,7 +16,7 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.gears import tensor_file
+from gearbx_mlx.conversion import tensor_file
 from gearbx_mlx.loading import DEMO_MODEL
 
 

@@ -28,7 +28,7 @@ from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
 from ..gears.names import DEFAULT_GROUP_SIZE
-from ..gears.tensor_file import hash_of
+from ..gears.tensor_entries import hash_of
 from ..loading import load
 from ..telemetry.summary import as_json
 

@@ -12,7 +12,7 @@ from ..conversion.static import AFFINE, clip_weights, write_table
 from ..errors import GearbxError, about
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized
-from ..gears.tensor_file import read_entries
+from ..gears.tensor_entries import read_entries
 from ..loading import load
 
 
