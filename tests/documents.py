@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from gearbx_mlx.loading import DEMO_MODEL
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +24,7 @@ TASKS = "lm-eval downloads its tasks"
 PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
     "docs/evidence.md": "models and texts that do not ship, and hours",
+    "docs/pair.md": "a small model that has to be trained first",
     "docs/performance.md": "minutes of timing",
     "docs/sensitivity.md": "minutes of measuring",
 }
@@ -217,9 +216,3 @@ def is_run(line: Line) -> bool:
 RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
 PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
 OTHER = [line for line in ALL if not is_run(line)]
-
-
-@functools.cache
-def directory_of(page: str, factory: pytest.TempPathFactory) -> Directory:
-    """The directory in which a page's lines run."""
-    return Directory(page, factory.mktemp("page"))

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from documents import OTHER, PAGES, PARSED, ROOT, RUN, blocks, command_of, directory_of, parts
+from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, command_of, parts
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.loading import DEMO_MODEL
@@ -21,9 +21,15 @@ LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
 OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # pip's and lm-eval's
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Page to the directory in which its lines run."""
+    return functools.cache(lambda page: Directory(page, tmp_path_factory.mktemp("page")))
+
+
 @pytest.mark.parametrize("line", RUN, ids=str)
-def test_a_line_runs_as_typed(line, tmp_path_factory):
-    result = directory_of(line.page, tmp_path_factory).result(line)
+def test_a_line_runs_as_typed(line, directory):
+    result = directory(line.page).result(line)
     assert result.returncode == 0, f"{line}\n{result.stderr[-2000:]}"
     assert "warning" not in result.stderr.lower(), result.stderr
 
