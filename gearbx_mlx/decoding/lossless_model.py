@@ -158,7 +158,7 @@ class LosslessModel(ModelWrapper):
     def _most(self, token: int, cache: Any) -> int:
         """The most tokens to draft: none past the end of the text, and all of them can be taken back.
 
-        Raises GearbxError for a cache that cannot be used. When a cache fills up on the way, the top gear goes on alone.
+        Raises GearbxError for a cache that cannot be used. If one fills up on the way, the top gear goes on alone.
         """
         running, self._running = self._running is cache, cache
         free = room(cache) - 1  # the token itself goes in too
@@ -173,7 +173,7 @@ class LosslessModel(ModelWrapper):
         return int(min(MOST_DRAFTED, left, free))
 
     def _drafts(self, token: int, cache: Any, most: int) -> tuple[list[int], list[float]]:
-        """Drafted tokens and the entropies (bits) of their distributions. Cache and random numbers stay as they were."""
+        """Drafted tokens and the entropies (bits) of their distributions; cache and random numbers do not change."""
         drafted: list[int] = []
         entropies: list[float] = []
         history = self._history.tokens() if self.logits_processors else []
