@@ -114,7 +114,7 @@ class Selection:
 
     @property
     def predicate(self) -> Predicate:
-        """For `Gearbox(manage=...)`: no gear has a layer below its chosen bits, so that a gear of 2 is the selection."""
+        """For `Gearbox(manage=...)`: no gear has a layer below its chosen bits; a gear of 2 is the selection."""
         return with_bits(self.bits)
 
 

@@ -179,7 +179,7 @@ class Converter:
         return manifest
 
     def quantization(self) -> dict[str, Any] | None:
-        """The quantization of the base by layer, for config.json as mlx-lm reads it; None if all of the base is dense."""
+        """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
         known: dict[str, Any] = {}
         for layer in self.layers:
             found = self.done[f"{layer.path}.weight"].stock_bits
