@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, damaged
@@ -15,6 +14,7 @@ from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.gsm8k import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
