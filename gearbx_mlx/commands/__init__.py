@@ -7,7 +7,6 @@ interrupted import prints a traceback of its own.
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 
 from ..cli import signals, terminal
 
@@ -20,9 +19,4 @@ def command(name: str) -> Callable[[], None]:
         body = import_module(f"{__name__}.{name}")
         return signals.run_to_end(lambda: body.run(settings))
 
-    def main() -> None:
-        if find_spec(f"gearbx_mlx.cli.parsers.{name}") is None:
-            import_module(f"{__name__}.{name}").main()
-        terminal.run(run)
-
-    return main
+    return lambda: terminal.run(run)
