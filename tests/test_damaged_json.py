@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, damaged
@@ -15,6 +14,7 @@ from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.gsm8k import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
@@ -140,3 +140,11 @@ class TestLines:
         with pytest.raises(GearbxError) as raised:
             LINES[name][1](tmp_path / ("x" * 5000 + ".jsonl"))
         assert "\n" not in str(raised.value)
+
+
+def test_a_configuration_may_have_infinity(tmp_path):
+    """Those of some models have it, where Python wrote them."""
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "max_position_embeddings": 9}')
+    config = read_config(tmp_path)
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert context_length(config) == 9

@@ -112,7 +112,8 @@ def put(content: Any, steps: list[Step], value: Any) -> Any:
 
 def where(steps: list[Step]) -> str:
     """A place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    parts = [f"[{shown(step)}]" if isinstance(step, int) or not step.isidentifier() else f".{step}" for step in steps]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in steps]
+    parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(steps, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
 
@@ -120,7 +121,7 @@ def type_at(info: Any, steps: list[Step], key: bool = False) -> Any:
     """msgspec's description of the type in a place, or of the keys there."""
     for step in steps:
         info = without_null(info)
-        if isinstance(info, inspect.StructType | inspect.DataclassType):
+        if hasattr(info, "fields"):  # a Struct, a dataclass or a TypedDict
             info = next(field.type for field in info.fields if field.encode_name == step)
         elif isinstance(info, inspect.DictType):
             info = info.value_type
