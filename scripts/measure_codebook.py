@@ -24,6 +24,8 @@ from pages import fill, table
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.budget import fit, point_cells, point_rows
 from gearbx_mlx.bit_selection.garbage import GarbageCheck
+from gearbx_mlx.cli.prompts import HARD, MIXED, TRIVIAL
+from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import nbytes
@@ -123,8 +125,8 @@ def measure_kl(problems: int) -> str:
 
 def measure_points(target_bpw: float) -> str:
     model, tokenizer = load()
-    budget = {"memory_budget": None, "target_bpw": target_bpw, "prompts": None}
-    found = fit(model, tokenizer, "codebook", "all", budget)
+    with progress_bar() as progress:
+        found = fit(model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress)
     head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
     return table(head, [point_cells(row) for row in point_rows(found)])
 

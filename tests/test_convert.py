@@ -340,3 +340,49 @@ class TestFunction:
         with pytest.raises(GearbxError, match=words):
             convert_model(mlx_path=tmp_path / "geared", **keywords)
         assert not list(tmp_path.iterdir())
+
+
+class TestBitsByQuality:
+    def test_floors_give_every_layer_its_bits(self, convert):
+        _, out = convert("llama", "--format", "codebook", "--min-cos-strict", "0.97")
+        report = json.loads((out / "selection.json").read_text())
+        assert report["floors"]["strict"] == 0.97
+        saved = json.loads((out / "gears.json").read_text())
+        assert saved["gears"] == [2, 16]
+        found = {layer["layer"]: layer["bits"] for layer in report["layers"]}
+        assert found == {path: min(map(int, layer["gears"])) for path, layer in saved["layers"].items()}
+
+    def test_bits_that_were_found_are_not_looked_for_again(self, command, tmp_path, monkeypatch):
+        save_model(tiny_model(), tmp_path / "original")
+        flags = [
+            "--model",
+            tmp_path / "original",
+            "--format",
+            "codebook",
+            "--auto-bits",
+            "--mlx-path",
+            tmp_path / "out",
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "gearbx_mlx.conversion.converter.Converter.finish",
+                lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+            )
+            assert command("convert", *flags).status == 130
+        monkeypatch.setattr(
+            "gearbx_mlx.commands.convert_gears.select_bits", lambda *_, **__: pytest.fail("looked again")
+        )
+        done = command("convert", *flags)
+        assert done.status == 0, done.err
+        assert (tmp_path / "out" / "selection.json").exists()
+
+    def test_a_budget_finds_the_floors(self, command, tmp_path):
+        (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
+        flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]
+        done = command("convert", *flags, "--prompts", tmp_path / "prompts.txt")
+        assert done.status == 0, done.err
+        assert "Points tried" in done.err
+        gearbox = Gearbox(gearbx_mlx.load(tmp_path / "out")[0])
+        assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7
+        points = json.loads((tmp_path / "out" / "selection.json").read_text())["points"]
+        assert points[0]["strict"] <= points[-1]["strict"]

@@ -11,7 +11,8 @@ from ..bit_selection.precision import Table, fit, read_precision
 from ..cli.loaded import load_original
 from ..cli.output import output_path
 from ..cli.parsers.allocate import AllocateSettings, Target
-from ..cli.terminal import human_bytes, note, progress_bar, show_compiling
+from ..cli.sizes import human_bytes
+from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox

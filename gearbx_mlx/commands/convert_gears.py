@@ -16,7 +16,8 @@ from ..cli.budget import Budget
 from ..cli.loaded import trust
 from ..cli.parsers.convert import ConvertSettings
 from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
-from ..cli.terminal import human_bytes, messages, note, progress_bar
+from ..cli.sizes import human_bytes
+from ..cli.terminal import messages, note, progress_bar
 from ..conversion.companions import REPORT, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card

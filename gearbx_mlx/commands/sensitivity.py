@@ -89,8 +89,8 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
     layout = settings.layout.filled(None, "")
     estimates = None
     if settings.measurement.compare:
-        layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
-        estimates = estimate_kls(layers, model, windows, bits, layout["group_size"])
+        managed, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
+        estimates = estimate_kls(managed, model, windows, bits, layout["group_size"])
     show_compiling()
     run_with = {**layout, "dtype": settings.model.dtype, "kernels": settings.text.kernels}
     with progress_bar() as progress:
