@@ -54,9 +54,7 @@ def parse_arguments():
     )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--gears", help="Default: what --calibrate finds best; without it 4,8,16")
-    parser.add_argument(
-        "--top", default="16", choices=["8", "16"], help="Bits of the top gear, for --calibrate without --gears."
-    )
+    parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
     parser.add_argument("--kernels", default="native")
     parser.add_argument("--activations", choices=ACTIVATIONS, default="float")

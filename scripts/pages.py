@@ -1,4 +1,4 @@
-"""Tables in the pages of docs/. A script that measures something writes them between <!-- NAME ... --> and <!-- end -->."""
+"""Write tables into pages of docs/, between <!-- NAME ... --> and <!-- end -->."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,9 +2,9 @@
 
     python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
 
-RESULTS is the directory in which the commands ran. A table stands between <!-- NAME ... --> and <!-- end -->; NAME is one
-of the functions in TABLES, and the words after it are the function's arguments. A table without a report stays as it is.
-The script copies the pictures to images/ beside the first page.
+RESULTS is the directory in which the commands ran. A table stands between <!-- NAME ... --> and <!-- end -->; NAME is
+one of the functions in TABLES, and the words after it are the function's arguments. A table without a report stays as
+it is. The script copies the pictures to images/ beside the first page.
 """
 
 import argparse
