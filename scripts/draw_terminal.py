@@ -21,7 +21,7 @@ FOREGROUND, BACKGROUND = "#d8d8d8", "#1e1e1e"
 
 
 def terminal_text(flags: list[str]) -> Text:
-    """The command, what it writes and what it reports, with their colours."""
+    """The command, its text and its summary, with their colours."""
     command = [sys.executable, "-m", "gearbx_mlx.generate", "--color", "always", *flags]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": str(WIDTH)}
