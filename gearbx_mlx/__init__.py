@@ -13,9 +13,9 @@ if program in ("-m", "gearbx_mlx") and signal.getsignal(signal.SIGINT) is signal
     # A command starts. Until it runs there is nothing to finish, and Ctrl-C ends it without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, version  # noqa: E402 (its import takes time as well)
 
-import lazy_loader
+import lazy_loader  # noqa: E402
 
 try:
     __version__ = version("gearbx-mlx")

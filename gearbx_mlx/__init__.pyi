@@ -1,3 +1,7 @@
+from .commands.analyze import analyze as analyze
+from .commands.calibrate import calibrate as calibrate
+from .commands.convert import convert as convert
+from .commands.evaluate import evaluate as evaluate
 from .decoding.governor import Governor as Governor
 from .decoding.kickdown import Kickdown as Kickdown
 from .decoding.kickdown_model import GearedModel as GearedModel

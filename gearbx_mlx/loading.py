@@ -20,7 +20,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tok
 from safetensors import SafetensorError, safe_open
 
 from .errors import GearbxError, one_line
-from .files.reading import read_json
+from .files.reading import parse_python_json, read_as, typed
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -186,7 +186,12 @@ def read_config(directory: Path) -> dict:
     file = directory / "config.json"
     if not os.path.lexists(file):
         raise GearbxError(f"{file}: missing; {COMPLETE}")
-    return read_json(file, dict[str, Any], "a model's configuration", COMPLETE)
+    return read_as(file, parse_config, "a model's configuration", COMPLETE)
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """The content of a config.json. Raises GearbxError for what is not a JSON object."""
+    return typed(parse_python_json(text), dict[str, Any])
 
 
 def context_length(config: dict) -> int | None:

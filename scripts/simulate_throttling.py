@@ -22,9 +22,12 @@ from mlx_lm.sample_utils import make_sampler
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
+from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.machine.scripted import Point, Scripted
 from gearbx_mlx.machine.state import THERMAL, MachineState
 from gearbx_mlx.machine.watch import Watch
+from gearbx_mlx.telemetry.colors import BLUE, GREEN, VERMILION, gear_color
+from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
 
 TOP_SPEED = 18.0  # tokens per second in the top gear, while nothing throttles the machine
 FIXED_SHARE = 0.2  # share of a token's time in the top gear that does not depend on the bytes it reads
@@ -247,10 +250,6 @@ def steps(target: float, noise: float, slower: float = 1.7, seconds: float = 30)
 
 def draw(run: Run, bare: Run, path: Path) -> None:
     """Draw speed, caps, bits and the machine over time."""
-    from gearbx_mlx.files.writing import replacing
-    from gearbx_mlx.telemetry.colors import gear_color
-    from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
-
     pyplot = get_pyplot()
     times = [token.seconds for token in run.tokens]
     figure, (speed, caps, bits, state) = pyplot.subplots(
@@ -259,7 +258,7 @@ def draw(run: Run, bare: Run, path: Path) -> None:
     window = 10
     taken = np.array([token.taken for token in run.tokens])
     measured = [1 / np.nanmean(taken[i - window : i]) for i in range(window, len(times))]
-    speed.plot(times[window:], measured, color="#2e6f9e", linewidth=1, label="measured, over 10 tokens")
+    speed.plot(times[window:], measured, color=BLUE, linewidth=1, label="measured, over 10 tokens")
     speed.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
     speed.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")
     speed.set(ylabel="tokens/s", title="A throttled machine with a low battery and full memory, under control")
@@ -275,11 +274,11 @@ def draw(run: Run, bare: Run, path: Path) -> None:
     bits.set(ylabel="bits per weight")
 
     heat = [THERMAL.index(token.state.thermal or "nominal") / (len(THERMAL) - 1) for token in run.tokens]
-    state.step(times, heat, where="post", color="#d0453b", linewidth=1.4, label="heat: nominal to critical")
+    state.step(times, heat, where="post", color=VERMILION, linewidth=1.4, label="heat: nominal to critical")
     charge = [1.0 if token.state.battery is None else token.state.battery for token in run.tokens]
-    state.step(times, charge, where="post", color="#2e9e6b", linewidth=1.2, label="battery")
+    state.step(times, charge, where="post", color=BLUE, linewidth=1.2, linestyle="--", label="battery")
     memory = [token.state.memory or 0.0 for token in run.tokens]
-    state.step(times, memory, where="post", color="#7a5aa6", linewidth=1.2, label="memory in use")
+    state.step(times, memory, where="post", color=GREEN, linewidth=1.2, linestyle="-.", label="memory in use")
     state.step(times, [token.share for token in run.tokens], where="post", color="0.2", linestyle=":", label="budget")
     state.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
     for axes in (speed, caps, state):

@@ -117,7 +117,8 @@ def measured():
     parts = {}
     for layer in exact.in_order():
         found = {str(bits): exact.measure(layer, bits) for bits in BITS}
-        parts[layer.path] = {bits: [d.kl, d.perplexity_change] for bits, d in found.items()}
+        distances = {bits: (d.kl, d.perplexity_change) for bits, d in found.items()}
+        parts[layer.path] = {"distances": distances, "cost": [0.0] * 6}
     layers = {
         path: LayerPrecision(e.kind, e.weights, 3, 16, e.kl)
         for path, e in layer_precisions(exact.gearbox.layers, parts, {}).items()
@@ -235,6 +236,10 @@ class TestCommand:
             (("--target-kl", "little,less"), "are not numbers with commas between"),
             (("--target-bytes", "much,more"), "'much' is no size"),
             (("--exchanges", -1), "--exchanges is -1"),
+            (("--out", ""), "--out is empty"),
+            (("--manifest", ""), "--manifest is empty"),
+            (("--manifest", "a" * 300), "cannot be read as a precision manifest"),
+            (("--out", "a" * 300), "cannot be written (File name too long)"),
         ],
     )
     def test_bad_input(self, command, manifest, tmp_path, arguments, told):

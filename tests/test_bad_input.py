@@ -189,7 +189,7 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
         ),
         (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
         (("--chat-template-config", "{"), "not JSON"),
-        (("--chat-template-config", "[]"), "not a JSON object"),
+        (("--chat-template-config", "[]"), "it is [], not an object"),
         (("--chat-template-config", '{"tokenize": true}'), "chat template refuses"),
         (("--seed=-1",), "--seed is -1"),
         (("--temp=-1",), "--temp is -1.0; give 0 or more"),

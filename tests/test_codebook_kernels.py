@@ -60,9 +60,9 @@ def test_many_outliers_at_their_places(native, module, bits):
 
 def test_arguments_that_do_not_go_together(native):
     arrays = codebook.encode(mx.array(heavy(4, 100)), 3)
-    with pytest.raises(ValueError, match="do not go with x"):
+    with pytest.raises(ValueError, match="do not fit the width of x"):
         native.codebook_matvec(mx.ones((1, 200)), **arrays, bits=3)
-    with pytest.raises(ValueError, match="do not go with x"):
+    with pytest.raises(ValueError, match="do not fit the width of x"):
         native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=4)
     short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:-1]}
     with pytest.raises(ValueError, match="an outlier offset for each row"):

@@ -1,10 +1,7 @@
 import io
 import json
-import shutil
-import signal
-import subprocess
+import re
 import sys
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +10,9 @@ import numpy as np
 import pytest
 from conftest import save_model, tiny_model
 
+from gearbx_mlx import GearbxError
+from gearbx_mlx.commands.analyze import analyze
+from gearbx_mlx.commands.calibrate import calibrate
 from gearbx_mlx.loading import DEMO_MODEL
 
 SUMMARY_FIELDS = {
@@ -241,51 +241,6 @@ class TestGenerate:
         TintedText(["low", "high"], "always").write("a\tb\r\n\x0c[bold]c", "low")
         assert "a\tb\r\n\x0c[bold]c" in written.getvalue()
 
-    def test_half_written_nothing_when_interrupted(self, tmp_path, tmp_path_factory):
-        endless = tmp_path_factory.mktemp("models") / "endless"  # no token ends its text
-        shutil.copytree(DEMO_MODEL, endless)
-        (endless / "generation_config.json").unlink()
-        for name, end in (
-            ("config.json", {"eos_token_id": 4096}),
-            ("tokenizer_config.json", {"eos_token": "<|never|>"}),
-        ):
-            (endless / name).write_text(json.dumps(json.loads((endless / name).read_text()) | end))
-        arguments = [
-            sys.executable,
-            "-m",
-            "gearbx_mlx.generate",
-            "--model",
-            endless,
-            "--ignore-chat-template",
-            "-p",
-            "KING:",
-            "-m",
-            "100000",
-            "--max-kv-size",
-            "256",
-            "--temp",
-            "1.5",
-            "--seed",
-            "1",
-            "--trace",
-            tmp_path / "t.jsonl",
-            "--summary",
-            tmp_path / "s.json",
-        ]
-        # A test run in the background ignores interrupts, and so would what it starts.
-        heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(arguments, preexec_fn=heeding, **pipes) as process:
-            assert process.stdout.read(20)
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert b"Traceback" not in err
-        assert b"tokens/s" in err
-        summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
-        assert 0 < summary["tokens"] == len(trace) < 100000
-        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
-
 
 class TestCalibrateAndAnalyze:
     @pytest.mark.parametrize("method", ["share", "percentile", "median", "manual"])
@@ -328,6 +283,7 @@ class TestCalibrateAndAnalyze:
         summary, trace = read_json(tmp_path / "out" / "summary.json"), read_trace(tmp_path / "out" / "trace.jsonl")
         assert summary.keys() >= SUMMARY_FIELDS
         assert (summary["mode"], summary["prompts"]) == ("telemetry-only", 2)
+        assert summary["unmanaged_layers"] == 43  # as generate counts them, the tied output head among them
         assert {entry["prompt"] for entry in trace} == {0, 1}
         assert len(trace) == summary["tokens"]
         for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
@@ -335,3 +291,46 @@ class TestCalibrateAndAnalyze:
             assert picture.startswith(b"\x89PNG")
             assert len(picture) > 5000
             assert str(tmp_path / "out" / f"{name}.png") in result.out
+
+
+class TestFromAProgram:
+    def test_analyze_returns_the_summary_and_prints_nothing(self, tmp_path, capsys):
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("Once upon a time\nTom has 3 apples.\n")
+        summary = analyze(prompts, out=tmp_path / "out", num_prompts=1, max_tokens=8, gears="4,16")
+        assert capsys.readouterr().out == ""
+        assert summary == read_json(tmp_path / "out" / "summary.json")
+        assert (summary["prompts"], list(summary["gear_tokens"])) == (1, ["low", "high"])
+
+    def test_calibrate_returns_a_file_and_writes_it_where_that_is_asked_for(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        found = calibrate(gears="4,16", max_tokens=20, window=2)
+        assert (found.gears, found.window, len(found.thresholds)) == ([4, 16], 2, 1)
+        assert not list(tmp_path.iterdir())
+        drafting = calibrate(mode="lossless", gears="4,16", max_tokens=20, out="d.json")
+        assert (drafting.draft, drafting.gears) == (4, [4, 16])
+        assert read_json(tmp_path / "d.json")["bound"] == drafting.bound
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(
+        ("keywords", "words"),
+        [
+            ({"temperature": 1}, "no setting 'temperature'"),
+            ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
+            ({"context": 0}, "--context is 0; give 2 or more"),
+            ({"tokens": 0}, "--tokens is 0; give 1 or more"),
+            ({"shares": "nan,1"}, "shares must be parts of 1"),
+            ({"shares": "0.5,0.5"}, "give 3 parts"),
+            ({"target_kl": float("nan")}, "target KL is nan"),
+            ({"target_kl": 1.0, "target_bytes": 1e6}, "give one of"),
+            ({"mode": "lossless", "method": "median"}, "--method median is for --mode route"),
+            ({"out": ""}, "--out is empty"),
+        ],
+    )
+    def test_mistakes(self, keywords, words):
+        with pytest.raises(GearbxError, match=re.escape(words)):
+            calibrate(**keywords)
+
+    def test_analyze_has_no_settings_of_a_gearbox(self, tmp_path):
+        with pytest.raises(GearbxError, match="no setting 'format'"):
+            analyze(tmp_path / "p.txt", format="planes")

@@ -1,6 +1,7 @@
 """Geared checkpoints: what is written, that mlx-lm reads it, and that gears from disk are those made in memory."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -9,9 +10,12 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from conftest import PROMPT, save_model, tiny_model, weights_of
+from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.commands.convert import convert as convert_model
+from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.loading import DEMO_MODEL
 
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
@@ -197,6 +201,7 @@ class TestTheBase:
             "model.safetensors",
             "gears.safetensors",
             "gears.json",
+            "README.md",
         }
 
 
@@ -252,3 +257,132 @@ class TestCommands:
         model, _ = gearbx_mlx.load("somebody/geared")
         assert str(Gearbox(model).ladder) == "3,4,8,16"
         assert {"gears.safetensors", "*.json", "model*.safetensors"} <= set(asked["patterns"])
+
+
+def rows_of(card: str) -> dict[str, list[str]]:
+    """First cell to the others, of all rows of a model card's tables."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in card.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows}
+
+
+class TestModelCard:
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_has_the_sizes_of_every_gear(self, convert, format):
+        _, out = convert("llama", "--format", format, "--gears", FORMATS[format])
+        card = ModelCard.load(out / "README.md")
+        rows, gears = rows_of(card.text), json.loads((out / "gears.json").read_text())
+        arrays = mx.load(str(out / "model.safetensors")) | mx.load(str(out / "gears.safetensors"))
+        weights = sum(math.prod(layer["shape"]) for layer in gears["layers"].values())
+        for gear in Ladder(gears["gears"]):
+            stored = [layer["gears"][str(gear.bits)].values() for layer in gears["layers"].values()]
+            size = sum(arrays[name].nbytes for names in stored for name in names)
+            assert rows[gear.name] == [str(gear.bits), f"{8 * size / weights:.2f}", f"{size / 1e6:.2f} MB"]
+        for name in ("model.safetensors", "gears.safetensors"):
+            assert rows[f"`{name}`"] == [f"{(out / name).stat().st_size / 1e6:,.2f} MB"]
+        assert (card.data.library_name, card.data.tags) == ("mlx", ["mlx", "gearbx-mlx"])
+        assert f"gearbx_mlx.generate --model {out.name}" in card.text
+        assert f"mlx_lm.generate --model {out.name}" in card.text
+
+    def test_of_gears_that_mlx_lm_does_not_run(self, convert):
+        _, out = convert("llama", "--format", "rowwise", "--gears", "4,8")
+        text = (out / "README.md").read_text()
+        assert "mlx-lm does not run this checkpoint" in text
+        assert "mlx_lm.generate" not in text
+
+    def test_keeps_the_license_of_the_original(self, command, tmp_path):
+        source, out = tmp_path / "original", tmp_path / "geared"
+        save_model(tiny_model(), source)
+        (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [tales, mlx]\n---\n# Tales\n")
+        assert command("convert", "--model", source, "--mlx-path", out).status == 0
+        data = ModelCard.load(out / "README.md").data
+        assert (data.license, data.tags) == ("apache-2.0", ["tales", "mlx", "gearbx-mlx"])
+
+    def test_is_what_is_uploaded(self, command, tmp_path, monkeypatch):
+        uploaded = {}
+        monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, exist_ok: uploaded.update(repo=repo_id))
+        monkeypatch.setattr(
+            HfApi,
+            "upload_folder",
+            lambda self, repo_id, folder_path, repo_type: uploaded.update(card=(folder_path / "README.md").read_text()),
+        )
+        source = tmp_path / "original"
+        save_model(tiny_model(dtype=mx.bfloat16), source)
+        monkeypatch.setattr("gearbx_mlx.commands.convert.find", lambda name, revision: source)
+        monkeypatch.setattr("gearbx_mlx.conversion.model_card.read_metadata", lambda name: {"license": "mit"})
+        flags = ["--model", "somebody/tales", "--mlx-path", tmp_path / "geared", "--upload-repo", "me/tales-geared"]
+        done = command("convert", *flags)
+        assert done.status == 0, done.err
+        assert uploaded["repo"] == "me/tales-geared"
+        card = ModelCard(uploaded["card"])
+        assert (card.data.base_model, card.data.license) == ("somebody/tales", "mit")
+        assert "--model me/tales-geared" in card.text
+        assert rows_of(card.text)["low"][:2] == ["4", "4.50"]
+
+
+class TestFunction:
+    def test_does_what_the_command_does(self, tmp_path, capsys):
+        out = convert_model(mlx_path=tmp_path / "geared", gears="4,16", manage="mlp")
+        assert out == tmp_path / "geared"
+        assert str(Gearbox(gearbx_mlx.load(out)[0]).ladder) == "4,16"
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(
+        ("keywords", "words"),
+        [
+            ({"gear": "4,16"}, "there is no keyword gear; choose from auto_bits"),
+            ({"format": "round"}, "--format is round; choose from planes, affine"),
+            ({"q_group_size": 48}, "--q-group-size is 48; choose from 32, 64, 128"),
+            ({"dtype": "int8"}, "--dtype is int8; choose from float32, bfloat16, float16"),
+            ({"model": ""}, "--model is empty"),
+        ],
+    )
+    def test_names_what_is_wrong(self, tmp_path, keywords, words):
+        with pytest.raises(GearbxError, match=words):
+            convert_model(mlx_path=tmp_path / "geared", **keywords)
+        assert not list(tmp_path.iterdir())
+
+
+class TestBitsByQuality:
+    def test_floors_give_every_layer_its_bits(self, convert):
+        _, out = convert("llama", "--format", "codebook", "--min-cos-strict", "0.97")
+        report = json.loads((out / "selection.json").read_text())
+        assert report["floors"]["strict"] == 0.97
+        saved = json.loads((out / "gears.json").read_text())
+        assert saved["gears"] == [2, 16]
+        found = {layer["layer"]: layer["bits"] for layer in report["layers"]}
+        assert found == {path: min(map(int, layer["gears"])) for path, layer in saved["layers"].items()}
+
+    def test_bits_that_were_found_are_not_looked_for_again(self, command, tmp_path, monkeypatch):
+        save_model(tiny_model(), tmp_path / "original")
+        flags = [
+            "--model",
+            tmp_path / "original",
+            "--format",
+            "codebook",
+            "--auto-bits",
+            "--mlx-path",
+            tmp_path / "out",
+        ]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "gearbx_mlx.conversion.converter.Converter.finish",
+                lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+            )
+            assert command("convert", *flags).status == 130
+        monkeypatch.setattr(
+            "gearbx_mlx.commands.convert_gears.select_bits", lambda *_, **__: pytest.fail("looked again")
+        )
+        done = command("convert", *flags)
+        assert done.status == 0, done.err
+        assert (tmp_path / "out" / "selection.json").exists()
+
+    def test_a_budget_finds_the_floors(self, command, tmp_path):
+        (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
+        flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]
+        done = command("convert", *flags, "--prompts", tmp_path / "prompts.txt")
+        assert done.status == 0, done.err
+        assert "Points tried" in done.err
+        gearbox = Gearbox(gearbx_mlx.load(tmp_path / "out")[0])
+        assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7
+        points = json.loads((tmp_path / "out" / "selection.json").read_text())["points"]
+        assert points[0]["strict"] <= points[-1]["strict"]

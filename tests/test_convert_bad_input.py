@@ -16,7 +16,7 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.gears import tensor_file
+from gearbx_mlx.conversion import tensor_file
 from gearbx_mlx.loading import DEMO_MODEL
 
 
@@ -147,6 +147,18 @@ class TestConverting:
         assert command("convert", "--mlx-path", out).status == 0
         assert contents(out) == contents(whole)
 
+    def test_a_tokenizer_that_an_earlier_run_copied_in_part(self, whole, tmp_path, command, monkeypatch):
+        out, work = tmp_path / "geared", tmp_path / "geared.incomplete"
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "gearbx_mlx.commands.convert_gears.write_card", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+            assert command("convert", "--mlx-path", out).status == 130
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            os.truncate(work / file, 100)
+        assert command("convert", "--mlx-path", out).status == 0
+        assert contents(out) == contents(whole)
+
     def test_a_disk_that_fills_up_at_the_end(self, whole, tmp_path, command, monkeypatch):
         out = tmp_path / "geared"
         with monkeypatch.context() as patch:
@@ -162,7 +174,7 @@ class TestConverting:
     def test_files_that_may_not_grow(self, whole, tmp_path, command, limit):
         out = tmp_path / "geared"
         shell = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        shell += "from gearbx_mlx import convert; convert.main()"
+        shell += "from gearbx_mlx.commands import command; command('convert')()"
         arguments = [sys.executable, "-c", shell, "--mlx-path", out]
         done = subprocess.run(arguments, capture_output=True, text=True)
         self.stopped(SimpleNamespace(status=done.returncode, err=done.stderr), out, "File too large")
@@ -202,6 +214,16 @@ class TestConverting:
             (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
             (["--mlx-path", tmp_path / "a", "--model", quantized], "is quantized already; convert the original"),
             (["--mlx-path", tmp_path / "a", "--model", tmp_path / "b"], "no such model directory"),
+            (["--mlx-path", tmp_path / "a", "--model", ""], "--model is empty"),
+            (["--mlx-path", tmp_path / "a", "--model", "b" * 300], "no such model directory"),
+            (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
+            (["--mlx-path", tmp_path / "a", "--manifest", "b" * 300], "cannot be read as a precision manifest"),
+            (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),
+            (["--mlx-path", ""], "--mlx-path is empty"),
+            (["--mlx-path", "."], "is there already"),
+            (["--mlx-path", "~no-such-user/a"], "no directory can have this name"),
+            (["--mlx-path", tmp_path / ("a" * 300)], "no directory can have this name (File name too long)"),
+            (["--mlx-path", tmp_path / ("a" * 250)], "no directory can have this name (File name too long)"),
         ):
             done = command("convert", *flags)
             assert done.status == 2

@@ -251,3 +251,25 @@ class TestTheJournalOfAConversion:
         (work / BASE_FILE).write_bytes(b"")
         with pytest.raises(GearbxError, match=r"model\.safetensors: shorter than its journal says"):
             Converter(tiny_model(), PLAN, work)
+
+
+class TestArraysThatKernelsIndexWith:
+    @pytest.mark.parametrize(
+        ("format", "name", "value"),
+        [
+            ("codebook", "outlier_columns", 64),
+            ("codebook", "outlier_offsets", 2**31),
+            ("codebook-library", "outlier_columns", 65535),
+            ("codebook-library", "entries", 32),
+        ],
+    )
+    def test_lie_inside_of_the_others(self, checkpoints, tmp_path, format, name, value):
+        directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
+        arrays = mx.load(str(directory / "gears.safetensors"))
+        bits = FORMATS[format][0]
+        damaged_name = f"{UP}@{bits}.{name}"
+        arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
+        mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
+        with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
+            arrays_of(directory)
+        assert "download it again" in str(raised.value)

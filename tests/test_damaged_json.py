@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from gearbx_mlx.decoding.drafting import SHIPPED, read_draft_file
-from gearbx_mlx.evaluation.precision import PARTS
-from gearbx_mlx.gears.mlx_sensitivities import read_sensitivities
-from gearbx_mlx.gears.precision import read_precision
-from gearbx_mlx.options import read_thresholds
-from gearbx_mlx.prompts import read_prompts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, damaged
 
 from gearbx_mlx import GearbxError
+from gearbx_mlx.bit_selection.layer_precision import MeasuredLayer
+from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
+from gearbx_mlx.bit_selection.precision import read_precision
+from gearbx_mlx.cli.gate import read_thresholds
+from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.gsm8k import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
@@ -25,6 +25,7 @@ from gearbx_mlx.machine.scripted import Scripted
 INPUTS = {"model": "a", "bits": [3, 4]}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 LAYER = {"class": "mlp", "weights": 100, "min_bits": 3, "max_bits": 16, "kl": {"3": 0.01, "4": 0.0}, "clamp": 0.5}
+MEASURED = {"distances": {"3": [0.1, 2.0]}, "cost": [1.0] * 6}
 NUMBERS = {"wish": "4 bits", "bits_per_weight": 4.2, "kl": 0.1, "perplexity_change": 0.3, "sum_of_parts": 0.1}
 MANIFEST = {
     **{"schema": "gearbx-mlx precision", "version": 1, "method": "exact", "model": "demo", "fingerprint": "0" * 32},
@@ -66,7 +67,7 @@ LINES = {
     "prompts.jsonl": ([{"prompt": "Once"}, {"question": "Why?"}], read_prompts),
     "documents.jsonl": ([{"text": "Once"}, ROW], read_documents),
     "problems.jsonl": ([ROW, ROW], lambda file: read_rows(file, ("question", "answer"))),
-    "journal": ([INPUTS, {"part": UP, "found": {"3": [0.1, 2.0]}}], lambda file: Journal(file, INPUTS, PARTS)),
+    "journal": ([INPUTS, {"part": UP, "found": MEASURED}], lambda file: Journal(file, INPUTS, MeasuredLayer)),
 }
 SEARCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

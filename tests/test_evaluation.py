@@ -1,6 +1,8 @@
 """Policies replayed over a text: what must hold of each, and the report that the command writes."""
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,16 +11,21 @@ import numpy as np
 import pytest
 from conftest import tiny_model
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from rich.console import Console
 from test_bad_input import assert_refused
 from test_commands import save_model
 
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.cli.parsers.evaluate import POLICIES
+from gearbx_mlx.cli.report_table import report_table
 from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
 from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
 from gearbx_mlx.evaluation.noise import noisy
+from gearbx_mlx.evaluation.picture import STYLES
 from gearbx_mlx.evaluation.policies import Planned, Route, SameToken, Static
+from gearbx_mlx.evaluation.report import COLUMNS, FIRST
 from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.gates import ThresholdGate
 from gearbx_mlx.routing.monitor import Monitor
@@ -239,11 +246,45 @@ class TestReport:
         low = next(row for row in report["policies"] if row["name"] == "static-3")
         assert 1e-7 < report["noise_floor"]["kl_mean"] < low["kl_mean"] / 100
 
+    def test_policies_differ_in_shape_and_colour_in_the_picture(self):
+        colors, markers, _ = zip(*STYLES.values())
+        assert len(set(markers)) == len(set(colors)) == len(STYLES)
+        assert set(STYLES) == set(POLICIES) - {"static"}
+
     def test_a_page_and_a_picture(self, report):
         page = (report["out"] / "evaluation.md").read_text()
         assert "| kickdown-0.25 |" in page
         assert "Noise floor" in page
         assert (report["out"] / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestTables:
+    """In the terminal every header and every value is whole, at any width."""
+
+    @staticmethod
+    def printed(rows, columns, first, width: int) -> list[str]:
+        console = Console(width=width, file=io.StringIO())
+        console.print(report_table(rows, columns, first, width))
+        text = console.file.getvalue()
+        assert "…" not in text
+        return text.splitlines()
+
+    def test_at_80_columns_what_matters_is_shown(self, report):
+        lines = self.printed(report["policies"], COLUMNS, FIRST, 80)
+        header = " ".join(lines[: next(i for i, line in enumerate(lines) if "──" in line)]).split()
+        assert {word for name in FIRST for word in name.split()} <= set(header)
+        for row in report["policies"]:
+            cells = [COLUMNS[name](row) for name in FIRST]
+            assert any(all(cell in line for cell in cells) for line in lines), cells
+
+    @pytest.mark.parametrize(("width", "shown"), [(20, 1), (50, 4), (300, len(COLUMNS))])
+    def test_a_wider_terminal_shows_more_columns(self, report, width, shown):
+        lines = self.printed(report["policies"], COLUMNS, FIRST, width)
+        assert all(len(line) <= width for line in lines)
+        row = report["policies"][-1]
+        (line,) = (line for line in lines if COLUMNS["policy"](row) in line.split())
+        assert len(re.split(r"\s{2,}", line.strip())) <= shown
+        assert (COLUMNS["perplexity"](row) in line) == (width == 300)
 
 
 @pytest.fixture

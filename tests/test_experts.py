@@ -252,7 +252,9 @@ class TestDescription:
         plain = command("generate", "--max-tokens", 4)
         told = command("generate", "--max-tokens", 4, "--describe")
         assert told.out == plain.out
-        assert "model.layers.0-5.mlp.up_proj x 6 native" in " ".join(told.err.split())
-        assert "mlx " in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
+        shown = " ".join(told.err.split())
+        assert "native kernels: " in shown
+        assert "4 8 16 model.layers.0-5.mlp.up_proj x 6" in shown
+        assert "mlx kernels: as asked" in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
         watched = command("generate", "--max-tokens", 4, "--describe", "--telemetry-only").err
         assert "telemetry only" in watched

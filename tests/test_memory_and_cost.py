@@ -110,7 +110,7 @@ class TestResidency:
         gearbox.shift("low")
         gearbox.prepare(gearbox.ladder[1])
         assert gearbox.gear.name == "low"
-        assert all(8 in made for made in gearbox._made.values())
+        assert all(8 in made for made in gearbox._modules.made.values())
         gearbox.shift("mid")
         assert mx.isfinite(fresh_demo.model(PROMPT)).all().item()
 

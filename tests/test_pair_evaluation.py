@@ -162,6 +162,7 @@ class TestCommand:
         ("flags", "words"),
         [
             (["--policy", "route"], ["--policy", "one model"]),
+            (["--answers-only", "--context", "2"], ["gsm8k.jsonl", "no question leaves room", "--context"]),
             (["--thresholds", "1,x"], ["--thresholds 1,x", "give bits"]),
             (["--thresholds", "-1"], ["the threshold between two models is -1"]),
         ],

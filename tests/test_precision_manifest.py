@@ -242,6 +242,12 @@ class TestConvert:
         weight = modules[UP]
         values = mlx_lm.utils.mx.dequantize(weight.weight, weight.scales, weight.biases, 64, weight.bits)
         assert float(abs(values).max()) == pytest.approx(0.01, rel=0.02)
+        card = (out / "README.md").read_text()
+        weights = {path: modules[path].weight.size * 32 // bits for path, bits in found.items() if bits != 16}
+        weights[DOWN] = modules[DOWN].weight.size
+        read = sum(weights[path] * (bits + (0.5 if bits != 16 else 0)) for path, bits in found.items())
+        assert f"{read / sum(weights.values()):.2f} bits per weight" in card
+        assert f"| 16 | {list(found.values()).count(16)} |" in card
 
     @pytest.mark.parametrize(
         ("arguments", "told"),

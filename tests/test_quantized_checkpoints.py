@@ -98,7 +98,7 @@ def test_it_is_the_low_gear(made, name):
     weights = sum(layer.module.weight.size for layer in gearbox.layers)
     assert gearbox.bits_per_weight(gearbox.ladder[0]) == pytest.approx(8 * stored / weights)
     text = original, tokenizer, [1, 2, 3], 12
-    responses = list(gearbx_mlx.stream_generate(*text, gearbox=gearbox, mode="lossless", drafting=3))
+    responses = list(gearbx_mlx.stream_generate(*text, gearbox=gearbox, mode=gearbx_mlx.Lossless(draft_length=3)))
     assert any(response.drafted for response in responses)
     gearbox.shift("high")
     assert [r.token for r in responses] == [r.token for r in mlx_lm.stream_generate(*text)]
@@ -154,9 +154,9 @@ class TestNoLowGear:
 def test_it_takes_turns_with_the_original(made, name):
     large, tokenizer = gearbx_mlx.load(made / "original")
     small = gearbx_mlx.load_small(made / name, tokenizer)
-    kept = {"max_tokens": 8, "small_model": small}
     for threshold, gear in ((float("inf"), "small"), (0.0, "large")):
-        turns = list(gearbx_mlx.stream_generate(large, tokenizer, [1, 2, 3], thresholds=(threshold,), **kept))
+        mode = gearbx_mlx.Pair(small, threshold)
+        turns = list(gearbx_mlx.stream_generate(large, tokenizer, [1, 2, 3], 8, mode=mode))
         assert {response.gear for response in turns} == {gear}
     alone = list(gearbx_mlx.stream_generate(large, tokenizer, [1, 2, 3], 8, gearbox=Observer(large)))
     assert [response.token for response in turns] == [response.token for response in alone]

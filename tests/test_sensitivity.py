@@ -174,7 +174,7 @@ class TestClamps:
         made = layer_precisions(gearbox.layers, journal.parts, sizes)["lm_head"]
         assert made.clamp is None
         assert list(made.kl_clamped) == [3]  # no better there, so that no other width is tried
-        assert made.kl == {bits: journal.parts["lm_head"][str(bits)][0] for bits in BITS}
+        assert made.kl == {bits: journal.parts["lm_head"]["distances"][str(bits)][0] for bits in BITS}
 
     def test_is_kept_where_one_weight_ruins_the_others(self, tmp_path):
         """At every width: the weight that is cut meets an input that is never there."""
@@ -193,7 +193,7 @@ class TestClamps:
         made = layer_precisions(gearbox.layers, journal.parts, sizes)[next(iter(sizes))]
         assert made.clamp == 0.5
         assert made.kl == made.kl_clamped
-        assert all(made.kl[bits] < journal.parts[next(iter(sizes))][str(bits)][0] for bits in BITS)
+        assert all(made.kl[bits] < journal.parts[next(iter(sizes))]["distances"][str(bits)][0] for bits in BITS)
 
 
 class TestJournal:
@@ -276,6 +276,27 @@ class TestCommand:
         assert len(json.loads(out.read_text())["layers"]) == 24
         assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
 
+    def test_a_run_that_goes_on_reports_what_all_runs_computed(self, command, tmp_path, monkeypatch):
+        assert command("sensitivity", *SMALL, "--out", tmp_path / "once.json").status == 0
+        cost = json.loads((tmp_path / "once.json").read_text())["cost"]
+        out = tmp_path / "m.json"
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "gearbx_mlx.commands.sensitivity.measure_clamped", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+            assert command("sensitivity", *SMALL, "--out", out).status == 130
+        result = command("sensitivity", *SMALL, "--out", out)
+        assert result.status == 0, result.err
+        assert json.loads(out.read_text())["cost"] == cost
+        assert f"computed {cost['blocks']:.3f} of the blocks" in result.err
+
+    def test_prints_how_far_it_is_where_there_is_no_terminal(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.progress.BETWEEN_LINES", 0.0)
+        result = command("sensitivity", *SMALL, "--out", tmp_path / "m.json")
+        lines = result.err.splitlines()
+        assert [f"layers: {done} of 24" for done in range(1, 25)] == [x for x in lines if x.startswith("layers:")]
+
     def test_fast(self, command, tmp_path):
         result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
         assert result.status == 0, result.err
@@ -295,6 +316,19 @@ class TestBadInput:
             (("--data", "nowhere.txt"), "nowhere.txt"),
             (("--sensitivities", "nowhere.json"), "nowhere.json: cannot be read as sensitivities"),
             (("--bits", "3,4", "--write-sensitivities", "s.json"), "needs 4 and 5 bits"),
+            (
+                ("--out", "s.json", "--write-sensitivities", "./s.json"),
+                "./s.json: both --out and --write-sensitivities",
+            ),
+            (("--out", "s.json", "--sensitivities", "s.json"), "s.json: both --out and --sensitivities"),
+            (("--out", ""), "--out is empty"),
+            (("--model", ""), "--model is empty"),
+            (("--data", ""), "--data is empty"),
+            (("--out", "a" * 300), "cannot be written (File name too long)"),
+            (("--out", "a" * 250), "cannot be written (File name too long)"),
+            (("--model", "a" * 300), "no such model directory"),
+            (("--data", "a" * 300), "cannot be read as text"),
+            (("--sensitivities", "a" * 300), "cannot be read as sensitivities"),
         ],
     )
     def test_is_told_in_one_line(self, command, arguments, told, tmp_path, monkeypatch):

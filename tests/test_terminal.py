@@ -7,6 +7,10 @@ from rich.console import Console
 
 from gearbx_mlx.cli import progress as progress_module
 from gearbx_mlx.cli.progress import ProgressLines
+from gearbx_mlx.cli.sizes import human_bytes
+from gearbx_mlx.cli.tables import layers_table, summary_table
+from gearbx_mlx.gears.description import LayerPath
+from gearbx_mlx.gears.ladder import Ladder
 
 
 class Clock:
@@ -78,3 +82,93 @@ class TestProgress:
             for _ in progress.track(range(3)):
                 pass
         assert console.file.getvalue() == ""
+
+
+SUMMARY = {
+    "model": "[bold]mine",
+    "mode": "lossless",
+    "ladder": [{"name": "low", "bits": 4}, {"name": "high", "bits": 16}],
+    "tokens": 20,
+    "tokens_per_second": 10.0,
+    "prompt_tokens": 5,
+    "prompt_tokens_per_second": 50.0,
+    "gear_tokens": {"low": 15, "high": 5},
+    "shifts": 3,
+    "shift_seconds": 0.0015,
+    "mean_entropy_bits": 1.234,
+    "effective_bits_per_weight": 7.5,
+    "weight_bytes_per_token": 5e6,
+    "weight_bytes_per_token_top": 10e6,
+    "peak_memory_bytes": 3e7,
+    "active_memory_bytes": {"high": 2e7},
+    "managed_layers": 43,
+    "unmanaged_layers": 1,
+    "unmanaged_reasons": {"its [odd] width": 1},
+    "compute_dtype": "float32",
+    "storage_dtype": "bfloat16",
+}
+
+
+def shown(table: object) -> list[str]:
+    """The lines of a table without their padding."""
+    console = log(200)
+    console.print(table)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+class TestTables:
+    def test_the_summary_shows_every_figure_and_every_name_as_it_is(self):
+        assert shown(summary_table(SUMMARY, [("drafted", "18, 17 accepted (94%), 3 verifications")])) == [
+            "model [bold]mine (lossless)",
+            "generation 20 tokens, 10.0 tokens/s",
+            "prompt 5 tokens, 50.0 tokens/s",
+            "gears low (4) 75% high (16) 25%",
+            "shifts 3, 1.5 ms in all",
+            "drafted 18, 17 accepted (94%), 3 verifications",
+            "mean entropy 1.23 bits",
+            "effective bits 7.50 per weight of the managed layers",
+            "weights read 5 MB per token, the top gear 10 MB (2.00 times as much)",
+            "memory peak 30 MB; after shifting to high 20 MB",
+            "layers 43 change gear, 1 do not",
+            "1: its [odd] width",
+            "computed in float32 (bfloat16 checkpoint), which is fast here; the values are kept",
+        ]
+
+    def test_telemetry_says_what_would_happen(self):
+        lines = shown(summary_table(SUMMARY | {"mode": "telemetry-only", "compute_dtype": "bfloat16"}))
+        assert "gears it would use low (4) 75% high (16) 25%" in lines
+        assert "would shift 3 times" in lines
+        assert "weights read 5 MB per token" in lines
+        assert "memory peak 30 MB" in lines
+        assert not any(line.startswith("computed in") for line in lines)
+
+    def test_a_controller_is_one_line(self):
+        controller = {
+            "target_tps": 15.0,
+            "cap_changes": 2,
+            "capped_bits_per_weight": 7.25,
+            "machine": {"thermal": "fair"},
+            "out_of_reach": True,
+        }
+        moved = "caps moved 2 times, the top gear now 7.25 bits per weight; thermal fair; out of reach"
+        assert f"controller target 15 tokens/s; {moved}" in shown(summary_table(SUMMARY | {"controller": controller}))
+
+    def test_layers_stand_under_their_kernels_and_the_reason(self):
+        native, plain = ("native", "8 vectors at a time"), ("mlx", "as asked")
+        layers = [LayerPath(f"model.layers.{i}.mlp", (4, 16), *native) for i in range(3)]
+        layers.append(LayerPath("lm_head", (16, 16), *plain, fixed="tied"))
+        assert shown(layers_table(Ladder.parse("4,16"), layers)) == [
+            "native kernels: 8 vectors at a time",
+            "low high layers",
+            "4 16 model.layers.0-2.mlp x 3",
+            "mlx kernels: as asked; changes no gear: tied",
+            "low high layers",
+            "16 16 lm_head",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234567, "1.23 MB"), (5e9, "5 GB"), (1.5e12, "1.5 TB")]
+)
+def test_bytes_are_in_powers_of_ten(count, text):
+    assert human_bytes(count) == text

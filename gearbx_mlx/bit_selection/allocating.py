@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import GearbxError
-from .allocation import Option, greedy_path, least_bytes, moves, within_bytes
+from .allocation import EXCHANGES, Option, greedy_path, least_bytes, moves, within_bytes
 from .allocation import Table as Bits
 from .precision import PrecisionManifest, Table
 from .sensitivity import Distance, Exact
-
-TRIALS = 16  # exchanges of a width between two layers that are measured
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Allocator:
         exact: Exact,
         manifest: PrecisionManifest,
         ranges: bool = True,
-        trials: int = TRIALS,
+        trials: int = EXCHANGES,
         progress: Callable[[], None] = lambda: None,
     ):
         self.exact, self.trials, self.progress = exact, trials, progress

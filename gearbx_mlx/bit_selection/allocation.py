@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Table = dict[str, int]
+EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
 ROUNDING = 1e-6  # bytes: a budget that was computed may be off by so much
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.nn as nn
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -32,30 +31,30 @@ def fit(
     prompts: Sequence[str],
     memory_budget: int | None,
     target_bpw: float | None,
+    progress: Progress,
 ) -> Found:
-    """`fit_budget` on text that the model writes after the prompts, with progress on standard error."""
+    """`fit_budget` on text that the model writes after the prompts."""
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
     ends = tokenizer.eos_token_ids
     starts = [tokenizer.encode(prompt) for prompt in prompts[:MOST_PROMPTS]]
     fast_gearbox(model, codebooks, manage)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        texts = [
-            prompt + continuation(model, prompt, WRITTEN, ends)
-            for prompt in progress.track(starts, description="writing calibration text")
-        ]
-        judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
-        return fit_budget(
-            model,
-            texts,
-            codebooks,
-            manage,
-            memory_budget,
-            target_bpw,
-            ends,
-            judged=lambda path: progress.advance(judging),
-            progress=lambda point: progress.advance(trying),
-        )
+    texts = [
+        start + continuation(model, start, WRITTEN, ends)
+        for start in progress.track(starts, description="writing calibration text")
+    ]
+    judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
+    return fit_budget(
+        model,
+        texts,
+        codebooks,
+        manage,
+        memory_budget,
+        target_bpw,
+        ends,
+        judged=lambda path: progress.advance(judging),
+        progress=lambda point: progress.advance(trying),
+    )
 
 
 def fit_budget(

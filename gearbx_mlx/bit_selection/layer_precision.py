@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,22 @@ from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
 from .codebook_selection import kind_of
 from .precision import LayerPrecision, least_bits
-from .sensitivity import Exact
+from .sensitivity import Cost, Distance, Exact
 
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
-CLAMP = 3.0  # sigmas: what weights of a flagged layer are cut to
-# A part of the journal: the KL (nats) and the change of perplexity (percent) of one layer, by width.
-PARTS = Annotated[dict[Annotated[str, Meta(pattern="^[234568]$")], tuple[float, float]], Meta(min_length=1)]
+CLAMP = 3.0  # sigmas: where the weights of a flagged layer are clipped
+CLAMPED = " clamped"  # behind a layer's path: its part with a clamp
 SAMPLED = 2**20  # weights of a layer that its histogram is taken of
+
+
+class MeasuredLayer(TypedDict):
+    """A part of the journal: one layer that was reduced alone.
+
+    distances: width to the KL (nats) and the change of perplexity (percent). cost: as `Cost.counts`.
+    """
+
+    distances: Annotated[dict[Annotated[str, Meta(pattern="^[234568]$")], tuple[float, float]], Meta(min_length=1)]
+    cost: Annotated[list[float], Meta(min_length=6, max_length=6)]
 
 
 def hash_of_windows(windows: Sequence[Sequence[int]]) -> str:
@@ -49,18 +58,20 @@ def flagged(layers: Sequence[Layer]) -> dict[str, float]:
 def measure_layers(
     exact: Exact, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Every layer at every width that it can have; each part goes into the journal."""
+    """Measure every layer at every width that it can have; each layer goes into the journal."""
     for layer in exact.in_order():
         if layer.path not in journal.parts:
+            before = exact.cost.counts()
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
             found = {width: exact.measure(layer, width) for width in widths}
-            journal.add(layer.path, {str(width): [d.kl, d.perplexity_change] for width, d in found.items()})
+            journal.add(layer.path, measured_layer(found, exact.cost, before))
         progress()
 
 
 def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], None] = lambda: None) -> None:
-    """Layers that have a clamp, from the lowest width up, for as long as it lowers the KL: one stack of planes serves
-    all widths, so that a clamp has to pay at each of them.
+    """Measure the layers that have a clamp, from the lowest width up, for as long as the clamp lowers the KL.
+
+    A clamp has to pay at every width, because one stack of planes serves all widths.
 
     Args:
         clamped: of a gearbox whose flagged layers have their clamps.
@@ -70,22 +81,36 @@ def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], Non
             continue
         part = clamp_part(layer.path)
         if part not in journal.parts:
-            found: dict[str, list[float]] = {}
-            for width, (kl, _) in journal.parts[layer.path].items():
-                there = clamped.measure(layer, int(width))
-                found[width] = [there.kl, there.perplexity_change]
-                if there.kl >= kl:
+            before = clamped.cost.counts()
+            found: dict[int, Distance] = {}
+            for width, (kl, _) in journal.parts[layer.path]["distances"].items():
+                found[int(width)] = clamped.measure(layer, int(width))
+                if found[int(width)].kl >= kl:
                     break
-            journal.add(part, found)
+            journal.add(part, measured_layer(found, clamped.cost, before))
         progress()
 
 
+def measured_layer(found: Mapping[int, Distance], cost: Cost, before: Sequence[float]) -> MeasuredLayer:
+    """The part of a layer. before: counts of the cost before the layer was measured."""
+    return {
+        "distances": {str(width): (there.kl, there.perplexity_change) for width, there in found.items()},
+        "cost": [after - count for after, count in zip(cost.counts(), before)],
+    }
+
+
 def clamp_part(path: str) -> str:
-    return f"{path} clamped"
+    return f"{path}{CLAMPED}"
+
+
+def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
+    """What `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
+    costs = [part["cost"] for name, part in parts.items() if not name.endswith(CLAMPED)]
+    return Cost(*map(sum, zip(*costs)))
 
 
 def layer_precisions(
-    layers: Sequence[Layer], parts: Mapping[str, Any], clamps: Mapping[str, float]
+    layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], clamps: Mapping[str, float]
 ) -> dict[str, LayerPrecision]:
     """What the manifest says of every layer.
 
@@ -96,7 +121,9 @@ def layer_precisions(
     """
     made = {}
     for layer in layers:
-        plain, cut = parts[layer.path], parts.get(clamp_part(layer.path), {})
+        plain = parts[layer.path]["distances"]
+        tried = parts.get(clamp_part(layer.path))
+        cut = {} if tried is None else tried["distances"]
         pays = bool(cut) and all(width in cut and cut[width][0] < kl for width, (kl, _) in plain.items())
         chosen = cut if pays else plain
         kl = {int(width): values[0] for width, values in chosen.items()}

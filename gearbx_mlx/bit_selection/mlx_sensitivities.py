@@ -6,12 +6,15 @@ low bits in a model of low bits; per million weights.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from ..errors import GearbxError
 from ..files.reading import read_json
 
 MAKE = "make it anew with mlx_lm.dynamic_quant"
+Sensitivity = Annotated[float, Meta(ge=-1e100, le=1e100)]
 MILLION = 1e6
 LOW, HIGH = 4, 5  # mlx_lm's defaults
 FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
@@ -23,7 +26,7 @@ def read_sensitivities(file: Path) -> dict[str, float]:
     Raises:
         GearbxError: it cannot be read, is no list of pairs, or has a number that is not finite.
     """
-    pairs = dict(read_json(file, list[tuple[str, float]], "sensitivities of mlx_lm.dynamic_quant", MAKE))
+    pairs = dict(read_json(file, list[tuple[str, Sensitivity]], "sensitivities of mlx_lm.dynamic_quant", MAKE))
     if not pairs:
         raise GearbxError(f"{file}: has no layer; {MAKE}")
     return pairs

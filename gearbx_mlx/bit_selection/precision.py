@@ -37,7 +37,7 @@ else:
     Method = Literal[EXACT, FIRST_ORDER]
 PerWidth = Mapping[Width, float]
 Size = Annotated[float, Meta(gt=0)]
-Nats = Annotated[float, Meta(ge=0)]
+Nats = Annotated[float, Meta(ge=0, le=1e100)]
 
 
 class LayerPrecision(Struct, frozen=True):
@@ -71,7 +71,7 @@ class Table(Struct, frozen=True):
     """Bits of every layer in one gear; wish: what they were to meet. bits_per_weight: as read, scales included.
     kl (nats per token), perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
 
-    bits: Mapping[str, Width]
+    bits: Annotated[Mapping[str, Width], Meta(min_length=1)]
     wish: str
     bits_per_weight: float
     kl: float

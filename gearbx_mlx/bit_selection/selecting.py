@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
-from rich.console import Console
 from rich.progress import Progress
 
 from ..formats import get_format
@@ -17,25 +16,30 @@ from .selection_report import class_rows
 
 
 def select_bits(
-    model: nn.Module, format: str, manage: str | Predicate, floors: Floors, group_size: int = 64, give_up: bool = False
+    model: nn.Module,
+    format: str,
+    manage: str | Predicate,
+    floors: Floors,
+    progress: Progress,
+    group_size: int = 64,
+    give_up: bool = False,
 ) -> Selection:
-    """Judge every layer that is managed, with progress on standard error.
+    """The fewest bits of every managed layer that reach its floor.
 
     Args:
-        give_up: weights, once they are judged, so that of a model that is read lazily one layer is in memory at a time.
+        give_up: drop the weights of a layer once it is judged: of a lazily read model, one layer is in memory at a
+            time.
     """
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
     layers, _ = discover(model, manage, group_size, codebooks)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("judging codebooks", total=len(layers))
-        measured = measure(
-            each_given_up(layers) if give_up else layers, codebooks, floors, lambda path: progress.advance(task)
-        )
-    return select(measured, floors)
+    task = progress.add_task("judging codebooks", total=len(layers))
+    judged = dropping_weights(layers) if give_up else layers
+    return select(measure(judged, codebooks, floors, lambda path: progress.advance(task)), floors)
 
 
-def each_given_up(layers: Iterable[Layer]) -> Iterator[Layer]:
+def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """The layers one by one; each loses its weights when the next one is asked for."""
     for layer in layers:
         yield layer
         layer.module.weight = EMPTY

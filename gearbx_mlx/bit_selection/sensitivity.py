@@ -6,6 +6,7 @@ k_proj's outputs as they were. That is exact: operations on the same numbers giv
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +45,10 @@ class Cost:
     full_blocks: int = 0
     full_calls: int = 0
     full_multiplications: int = 0
+
+    def counts(self) -> tuple[float, ...]:
+        """All fields, in order."""
+        return dataclasses.astuple(self)
 
     def shares(self) -> dict[str, float]:
         """Of passes that compute everything."""

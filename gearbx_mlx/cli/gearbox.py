@@ -19,7 +19,7 @@ from ..gears.saved import without_gears
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
-from .terminal import note, show_compiling
+from .terminal import note, progress_bar, show_compiling
 
 NO_FLOORS = FloorSettings()
 
@@ -121,7 +121,8 @@ def require_gearbox(settings: GearSettings, model: nn.Module, checkpoint: str | 
 
 def predicate_of_floors(model: nn.Module, settings: GearSettings, floors: Floors) -> Predicate:
     """Which layers change gear, each with the fewest bits that reach its floor; prints what was chosen."""
-    selection = select_bits(model, settings.format, settings.manage, floors)
+    with progress_bar() as progress:
+        selection = select_bits(model, settings.format, settings.manage, floors, progress)
     for line in selection_lines(selection):
         note(line)
     return selection.predicate

@@ -6,13 +6,15 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError, one_line
-from ..loading import context_length, load
+from ..gears.discovery import is_quantized
+from ..gears.saved import saved_gears
+from ..loading import context_length, load, model_name
 from .model import ModelSettings
 
 
-def trust(settings: ModelSettings) -> dict[str, Any]:
-    """Keywords of `load` that trust remote code, only where they are needed: mlx-lm before 0.32 does not know them."""
-    keywords: dict[str, Any] = {"trust_remote_code": True} if settings.trust_remote_code else {}
+def trust(trust_remote_code: bool) -> dict[str, Any]:
+    """Keywords of `load` that trust remote code; named only when asked for: mlx-lm before 0.32 does not know them."""
+    keywords: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     return {"tokenizer_config": dict(keywords), **keywords}
 
 
@@ -23,7 +25,7 @@ def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
         GearbxError: as `load`, or an end-of-text token that the vocabulary does not have.
     """
     model, tokenizer, config = load(
-        settings.model, return_config=True, adapter_path=settings.adapter_path, **trust(settings)
+        settings.model, return_config=True, adapter_path=settings.adapter_path, **trust(settings.trust_remote_code)
     )
     for token in settings.extra_eos_token:
         try:
@@ -32,6 +34,14 @@ def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
             raise GearbxError(
                 f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
             ) from error
+    return model, tokenizer, config
+
+
+def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
+    """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
+    model, tokenizer, config = load_model(settings)
+    if is_quantized(model) or saved_gears(model) is not None:
+        raise GearbxError(f"{model_name(settings.model)}: is no original model; give the one that it was made from")
     return model, tokenizer, config
 
 

@@ -54,7 +54,7 @@ def load_pair(settings: ModelSettings, small_model: str) -> LoadedPair:
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
     large, tokenizer, config = load_model(settings)
-    small = load_small(small_model, tokenizer, **trust(settings))
+    small = load_small(small_model, tokenizer, **trust(settings.trust_remote_code))
     for model in (small, large):
         compute_in(model, settings.dtype, is_quantized(model))
     return LoadedPair(small, large, tokenizer, config)

@@ -1,6 +1,8 @@
 """Flags of what a run writes, and the check of a path before the work."""
 
 import argparse
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,3 +49,14 @@ def output_path(text: str | Path) -> Path:
     path = Path(text)
     check_writable(path)
     return path
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raises GearbxError where two flags name the same file. files: flag to file; None: the flag was not given."""
+    places: dict[str, str] = {}
+    for flag, file in files.items():
+        if file is None:
+            continue
+        other = places.setdefault(os.path.realpath(file), flag)
+        if other != flag:
+            raise GearbxError(f"{file}: both {other} and {flag}; give two files")

@@ -1,12 +1,12 @@
 """Flags of the prompt and of the text's length, and a prompt as tokens."""
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, about, one_line
+from ..files.reading import parse_json, typed
 from .settings import Settings
 
 DEFAULT_MAX_TOKENS = 100
@@ -31,13 +31,8 @@ class PromptSettings(Settings):
 
     def template_keywords(self) -> dict[str, Any]:
         """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
-        try:
-            keywords = json.loads(self.chat_template_config or "{}")
-        except (ValueError, RecursionError) as error:
-            raise GearbxError(f"--chat-template-config is not JSON: {one_line(error)}") from error
-        if not isinstance(keywords, dict):
-            raise GearbxError("--chat-template-config is not a JSON object")
-        return keywords
+        with about("--chat-template-config"):
+            return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,8 @@ def parse_bytes(text: str) -> int:
 
 def human_bytes(count: float) -> str:
     """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -67,8 +68,8 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
 
 def two_columns(rows: Iterable[Row]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
+    for name, value in rows:
+        table.add_row(name, Text(value) if isinstance(value, str) else value)  # a string would be read as rich's markup
     return table
 
 
@@ -138,19 +139,23 @@ def dtype_rows(summary: dict[str, Any]) -> list[Row]:
     return [("computed in", f"{computed} ({stored} checkpoint), {why}")]
 
 
-def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Table:
-    """What every layer runs on and why; a line stands for the layers of all blocks that are alike."""
+def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
+    """A table for each kind of kernels and the reason for them; one row for the layers of all blocks that are alike."""
     from ..gears.description import grouped  # imports mlx, which --help does not wait for
 
+    tables: dict[str, Table] = {}
+    for path, layer, count in grouped(layers):
+        why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
+        table = tables.setdefault(f"{layer.kernels} kernels: {why}", bits_table(ladder))
+        table.add_row(*map(str, layer.bits), Text(path), f"x {count}" if count > 1 else "")
+    return Group(*(part for heading, table in tables.items() for part in (Text(heading), table)))
+
+
+def bits_table(ladder: "Ladder") -> Table:
+    """A table without rows: a column with the bits of each gear, the layers and their number."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for i, gear in enumerate(ladder):
         table.add_column(gear.name, justify="right", style=gear_color(i, len(ladder)))
     table.add_column("layers", no_wrap=True)
     table.add_column()
-    table.add_column("kernels")
-    table.add_column("why", overflow="fold")
-    for path, layer, count in grouped(layers):
-        why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
-        row = path, f"x {count}" if count > 1 else "", layer.kernels, why
-        table.add_row(*map(str, layer.bits), *map(Text, row))
     return table

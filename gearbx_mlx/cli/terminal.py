@@ -1,4 +1,4 @@
-"""How the commands speak: text on stdout, everything else on stderr, errors in one line."""
+"""How a command runs in a terminal: text on stdout, everything else on stderr, errors in one line, an exit status."""
 
 import os
 import sys
@@ -21,6 +21,7 @@ from .sizes import human_bytes as human_bytes
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
+COMPILING = "compiling kernels for this CPU: once, and then kept"
 
 messages = Console(stderr=True, highlight=False)
 
@@ -82,7 +83,10 @@ def status_of(command: Callable[[], int | None]) -> int:
     except OutputLost:
         raise
     except SystemExit as ended:  # from argparse, after --help or a flag that it does not know
-        return ended.code if isinstance(ended.code, int) else 0
+        if isinstance(ended.code, str):
+            print_error(ended.code)
+            return 1
+        return ended.code or 0
     except Exception as error:  # not foreseen: still one line, and a way to see the rest
         if os.environ.get(TRACEBACK):
             raise
@@ -91,15 +95,14 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def show_compiling() -> None:
-    """From here on, a spinner turns while CPU kernels are compiled: some twenty seconds, once for a machine."""
-    from ..kernels import cpu
+    """Let a spinner turn while CPU kernels are compiled, which takes half a minute, once for a machine."""
+    from ..kernels import cpu  # imports mlx, which --help does not wait for
 
-    told = "compiling kernels for this CPU: once, and then kept"
-    cpu.while_compiling = lambda: messages.status(told) if messages.is_terminal else nullcontext()
+    cpu.while_compiling = lambda: messages.status(COMPILING) if messages.is_terminal else nullcontext()
 
 
 class TintedText:
-    """Text on stdout as it is made, each piece in the colour of its gear where colours are wanted.
+    """Writes text on stdout as it is made, each piece in the colour of its gear.
 
     Args:
         gears: names of the ladder's gears, lowest first.
@@ -114,6 +117,6 @@ class TintedText:
         self.system = COLOR_SYSTEMS[system] if system and not plain else None
 
     def write(self, text: str, gear: str) -> None:
-        # Escapes around the text as it is: a console would expand its tabs and drop its control characters.
+        # Not through a console, which would expand the text's tabs and drop its control characters.
         sys.stdout.write(self.styles[gear].render(text, color_system=self.system) if self.system else text)
         sys.stdout.flush()

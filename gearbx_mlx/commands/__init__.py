@@ -6,7 +6,6 @@ A command's flags are parsed before its body is imported: the body needs mlx-lm,
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 
 from ..cli import signals, terminal
 
@@ -19,9 +18,4 @@ def command(name: str) -> Callable[[], None]:
         body = import_module(f"{__name__}.{name}")
         return signals.run_to_end(lambda: body.run(settings))
 
-    def main() -> None:
-        if find_spec(f"gearbx_mlx.cli.parsers.{name}") is None:
-            import_module(f"{__name__}.{name}").main()
-        terminal.run(run)
-
-    return main
+    return lambda: terminal.run(run)

@@ -1,117 +1,177 @@
-"""python -m gearbx_mlx.analyze: which gears a file of prompts would use, without changing the model."""
+"""See which gears a file of prompts would use, without changing the model."""
 
-import argparse
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.gate import check_routing, initial_gear, routing_for
+from ..cli.gearbox import settle_gears
+from ..cli.gears import LayoutSettings
+from ..cli.loaded import load_model, room_for
+from ..cli.output import output_path
+from ..cli.parsers.analyze import AnalyzeSettings
+from ..cli.prompt import encode_prompt
+from ..cli.prompts import read_prompts
+from ..cli.results import Speed, summary_of
+from ..cli.settings import command_settings
 from ..cli.tables import summary_table
+from ..decoding.stream import stream_generate
+from ..decoding.telemetry_only import TelemetryOnly
+from ..errors import GearbxError
 from ..files.writing import write_text
-from ..telemetry.report import PICTURES
+from ..gears.attachment import model_fingerprint
+from ..gears.discovery import vocabulary
+from ..gears.ladder import Ladder
+from ..gears.observer import Observer
+from ..loading import model_name
+from ..telemetry.report import PICTURES, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
 
-FILES = ("trace.jsonl", "summary.json", *PICTURES)
+TRACE, SUMMARY = "trace.jsonl", "summary.json"
 
 
-def setup_arg_parser() -> argparse.ArgumentParser:
-    from ..cli import gears as options_gears
-    from ..cli import options
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as tokens, how many may follow it, and the gear that it begins in."""
 
-    parser = argparse.ArgumentParser(
-        prog="python -m gearbx_mlx.analyze",
-        description="Run prompts with telemetry only: every token is recorded, no layer changes gear.",
-    )
-    options.add_model_flags(parser)
-    options.add_prompt_flags(parser)
-    parser.set_defaults(max_tokens=options.DEFAULT_MAX_TOKENS)
-    parser.add_argument("--prompts", required=True, help="One prompt per line, or JSON Lines as of GSM8K.")
-    parser.add_argument("--num-prompts", type=int, help="Only the first so many prompts.")
-    parser.add_argument(
-        "--out", default="analysis", help="Directory for trace, summary and pictures. Default: analysis"
-    )
-    options_gears.add_ladder_flags(parser)
-    options.add_routing_flags(parser)
-    return parser
+    tokens: list[int]
+    length: int
+    gear: str
 
 
-def run(args: argparse.Namespace) -> int:
-    from ..cli import gears as options_gears
-    from ..cli import options
-    from ..cli.prompts import read_prompts
-    from ..errors import GearbxError
-    from ..gears.ladder import Ladder
-    from ..telemetry.report import draw_report, get_pyplot
+@dataclass
+class Run:
+    """What was recorded, of every prompt so far."""
 
-    options_gears.settle_gears(args)
-    ladder = Ladder.parse(args.gears)
-    options.check_numbers(args)
-    options.check_routing(args, ladder)
-    prompts = read_prompts(Path(args.prompts))[: args.num_prompts]
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise GearbxError(f"{out}: is a file; --out names a directory")
-    get_pyplot()
-    if out.is_dir():
-        for name in FILES:
-            options.output_path(out / name)
+    tally: Tally
+    speed: Speed = field(default_factory=Speed)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
 
-    import mlx.core as mx
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from ..cli.results import Speed, summary_of
-    from ..decoding.stream import TELEMETRY_ONLY, stream_generate
-    from ..gears.observer import Observer
-    from ..loading import model_name
+@dataclass(frozen=True)
+class Analysis:
+    """What an analysis found and wrote."""
 
-    model, tokenizer, config = options.load_model(args)
-    routing = options.make_routing(args, ladder, model)
-    encoded = [options.encode_prompt(args, tokenizer, prompt) for prompt in prompts]
-    lengths = [options.room_for(config, len(tokens), args.max_tokens) for tokens in encoded]
-    observer = Observer(model, ladder, dtype=args.dtype)
-    try:
+    summary: dict[str, Any]
+    files: Sequence[Path]
+    complete: bool
+
+
+def run(settings: AnalyzeSettings) -> int:
+    analysis = analyzed(settings)
+    terminal.messages.print(summary_table(analysis.summary))
+    terminal.messages.print()
+    for path in analysis.files:
+        print(path)
+    return 0 if analysis.complete else terminal.INTERRUPTED
+
+
+def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
+    """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
+
+    Args:
+        prompts: a file with one prompt per line, or JSON Lines as of GSM8K.
+        keywords: named like the command's flags, with their defaults: model=..., gears="4,8,16".
+
+    Returns:
+        the content of summary.json.
+
+    Raises:
+        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be analyzed.
+    """
+    analysis = analyzed(command_settings(AnalyzeSettings, {"prompts": prompts, **keywords}))
+    if not analysis.complete:
+        raise KeyboardInterrupt  # what was recorded is written
+    return analysis.summary
+
+
+def analyzed(settings: AnalyzeSettings) -> Analysis:
+    """Run the prompts, and write trace, summary and pictures; an interrupt writes them as far as they came."""
+    ladder = settle_gears(settings.model.model, LayoutSettings(settings.analysis.gears)).gears
+    check_routing(settings.routing, ladder)
+    texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
+    out = Path(settings.analysis.out)
+    check_output(out)
+    model, tokenizer, config = load_model(settings.model)
+    routing = routing_for(settings.routing, settings.gate, ladder, vocabulary(model), lambda: model_fingerprint(model))
+    prompts = prompts_of(settings, texts, tokenizer, config, ladder)
+    observer = Observer(model, ladder, dtype=settings.model.dtype)
+    mode = TelemetryOnly(**vars(routing))
+    with directory_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+    trace, summary = (output_path(out / name) for name in (TRACE, SUMMARY))
+    mx.reset_peak_memory()
+    found = record_prompts(prompts, observer, tokenizer, mode, trace)
+    peak_memory = mx.get_peak_memory()
+    result = summary_of(model_name(settings.model.model), observer, mode, found.tally, found.speed, peak_memory)
+    result |= {
+        "prompts": len({entry["prompt"] for entry in found.records}),
+        "thresholds": list(routing.thresholds),
+    }
+    write_text(summary, as_json(result))
+    names = [gear.name for gear in ladder]
+    pictures = draw_report(found.records, names, routing.thresholds, out) if found.records else []
+    return Analysis(result, [trace, summary, *pictures], found.complete)
+
+
+def prompts_of(
+    settings: AnalyzeSettings, texts: Iterable[str], tokenizer: Any, config: dict, ladder: Ladder
+) -> list[Prompt]:
+    prompts = []
+    for text in texts:
+        tokens = encode_prompt(settings.prompt, tokenizer, text)
+        length = room_for(config, len(tokens), settings.prompt.max_tokens)
+        prompts.append(Prompt(tokens, length, initial_gear(settings.routing, ladder, text)))
+    return prompts
+
+
+def record_prompts(
+    prompts: Sequence[Prompt], observer: Observer, tokenizer: Any, mode: TelemetryOnly, trace: Path
+) -> Run:
+    """Generate after each prompt, and write the trace as it comes."""
+    found = Run(Tally.of([gear.name for gear in observer.ladder]))
+    model = observer.model
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        TraceWriter(trace) as writer,
+        terminal.progress_bar() as progress,
+    ):
+        for number, prompt in enumerate(progress.track(prompts, description="prompts")):
+            last = None
+            own = replace(mode, initial_gear=prompt.gear)
+            responses = stream_generate(model, tokenizer, prompt.tokens, prompt.length, mode=own, gearbox=observer)
+            for index, response in enumerate(responses):
+                found.records.append(record(index, response, {"prompt": number}))
+                writer.write(found.records[-1])
+                found.tally.add(response)
+                last = response
+            found.speed.add(last)
+        found.complete = True
+    return found
+
+
+def check_output(out: Path) -> None:
+    """Raises GearbxError for a directory that the report cannot be written to, or without matplotlib."""
+    get_pyplot()
+    with directory_errors(out):
+        if out.exists() and not out.is_dir():
+            raise GearbxError(f"{out}: is a file; --out names a directory")
+        if out.is_dir():
+            for name in (TRACE, SUMMARY, *PICTURES):
+                output_path(out / name)
+
+
+@contextlib.contextmanager
+def directory_errors(out: Path) -> Iterator[None]:
+    """Turns what the system says of a directory into a GearbxError."""
+    try:
+        yield
     except OSError as error:
         raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
-    trace_path, summary_path = (options.output_path(out / name) for name in FILES[:2])
-
-    names = [gear.name for gear in ladder]
-    tally, speed, records = Tally.of(names), Speed(), []
-    status = 0
-    mx.reset_peak_memory()
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        with TraceWriter(trace_path) as writer, Progress(*columns, console=terminal.messages) as progress:
-            for number, tokens in enumerate(progress.track(encoded, description="prompts")):
-                last = None
-                for index, response in enumerate(
-                    stream_generate(
-                        model,
-                        tokenizer,
-                        tokens,
-                        lengths[number],
-                        gearbox=observer,
-                        initial_gear=options.initial_gear(args, ladder, prompts[number]),
-                        **vars(routing),
-                    )
-                ):
-                    records.append(record(index, response, {"prompt": number}))
-                    writer.write(records[-1])
-                    tally.add(response)
-                    last = response
-                speed.add(last)
-    except KeyboardInterrupt:
-        status = terminal.INTERRUPTED
-
-    result = summary_of(model_name(args.model), observer, TELEMETRY_ONLY, tally, speed, mx.get_peak_memory())
-    result |= {"prompts": len({entry["prompt"] for entry in records}), "thresholds": list(routing.thresholds)}
-    write_text(summary_path, as_json(result))
-    pictures = draw_report(records, names, routing.thresholds, out) if records else []
-    terminal.messages.print(summary_table(result))
-    terminal.messages.print()
-    for path in (trace_path, summary_path, *pictures):
-        print(path)
-    return status
-
-
-def main() -> None:
-    terminal.run(lambda: run(setup_arg_parser().parse_args()))

@@ -1,125 +1,91 @@
 """calibrate --target-agreement, --target-kl, --target-bytes: the policy that meets a wish at the least cost."""
 
-import argparse
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
 from rich.progress import Progress
 
-from ..cli import gears as options_gears
-from ..cli import options, terminal
+from ..cli import terminal
+from ..cli.gearbox import require_gearbox, settle_gears
+from ..cli.gears import GearSettings
+from ..cli.loaded import load_model
+from ..cli.parsers.calibrate import CalibrateSettings
 from ..decoding.agreement import Agreement, draft_files
+from ..decoding.stream import stream_generate
 from ..errors import GearbxError
-from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, Outcome, Wish, candidates, in_order
+from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, candidates, in_order
 from ..evaluation.drafting import drafted, sequences_of
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, Static
 from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from ..evaluation.report import Costs
 from ..evaluation.text import read_documents, windows_of
-from ..files.writing import write_text
+from ..evaluation.wish import Outcome, Wish
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
-from ..gears.ladder import Ladder
+from ..gears.ladder import Gear, Ladder
 from ..loading import model_name
 from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
 from ..routing.thresholds import ThresholdFile
-from ..telemetry.summary import as_json
+from .calibration import Calibration, encoded, prompts_by_kind
 
-MODEST = 1.02  # the next candidate after one that fell short reads so many times as much, or as little
+CLEARLY = 1.02  # after a candidate that fell short, the next one reads at least this many times as much, or as little
 DEFAULT_GEARS = "4,5,6,8,16"
-KINDS = ("agreement", "kl", "bytes")
+
+Windows = Sequence[Sequence[int]]
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a budget instead of thresholds")
-    wish = group.add_mutually_exclusive_group()
-    wish.add_argument("--target-agreement", type=float, help="Least share of tokens on which the top gear agrees.")
-    wish.add_argument("--target-kl", type=float, help="Most mean KL from the top gear, nats.")
-    wish.add_argument("--target-bytes", type=float, help="Most weight bytes read per token.")
-    group.add_argument("--data", help="Text to calibrate on. Default: what the top gear writes after the prompts.")
-    group.add_argument("--tokens", type=int, default=2000, help="Tokens of it. Default: 2000")
-    group.add_argument("--context", type=int, default=256, help="Tokens in a window of it. Default: 256")
+@dataclass(frozen=True)
+class Chosen:
+    """A candidate that meets the wish in a sequential run, its outcome there, and its file."""
+
+    candidate: Candidate
+    outcome: Outcome
+    file: DraftFile | ThresholdFile
 
 
-def wish_of(args: argparse.Namespace) -> Wish | None:
-    """Raises GearbxError for a wish that makes no sense."""
-    given = {name: getattr(args, f"target_{name}") for name in KINDS}
-    if all(value is None for value in given.values()):
-        return None
-    return Wish(agreement=given["agreement"], kl=given["kl"], weight_bytes=given["bytes"])
-
-
-def run(args: argparse.Namespace, wish: Wish, prompts: list[str]) -> int:
-    """Record each gear, choose, verify, write."""
-    options_gears.settle_gears(args, DEFAULT_GEARS)
-    ladder = Ladder.parse(args.gears)
-    out = options.output_path(args.out or "policy.json")
-    documents = read_documents(Path(args.data)) if args.data else None
-    model, tokenizer, config = options.load_model(args)
-    gearbox = geared(args, model, ladder)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Progress(console=terminal.messages, transient=True) as progress,
-    ):
+def calibrate_target(settings: CalibrateSettings, wish: Wish) -> Calibration:
+    """Record each gear, predict every candidate's outcome, and verify the best ones until one meets the wish."""
+    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
+    texts = prompts_by_kind(settings.calibration)["mixed"]
+    documents = read_documents(Path(settings.target.data)) if settings.target.data else None
+    model, tokenizer, config = load_model(settings.model)
+    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    with tempfile.TemporaryDirectory() as folder, terminal.progress_bar() as progress:
         if documents is None:
-            texts = written(args, prompts, gearbox, tokenizer, config, progress)
-            windows = [text[: args.context] for text in texts]
+            prompts = encoded(texts, settings.prompt, tokenizer, config)
+            windows = [text[: settings.target.context] for text in written(prompts, gearbox, tokenizer, progress)]
         else:
-            windows = windows_of(tokenizer, documents, args.context, args.tokens, args.data)
+            target = settings.target
+            windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data))
         reference = reference_of(gearbox, windows, Path(folder), progress)
-        recordings = {}
-        for gear in ladder:
-            steps = progress.track(
-                read_at_once(gearbox, windows, gear), len(reference.nll), description=f"{gear.bits} bits"
-            )
-            recordings[gear] = record(steps, reference)
+        recordings = record_gears(gearbox, windows, reference, progress)
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
-        chosen, verified, file = first_that_keeps(
-            args, in_order(found, wish), wish, windows, by_bits, reference, progress
-        )
-    file |= {"wish": str(wish), "predicted": vars(chosen.predicted), "verified": vars(verified)}
-    write_text(out, as_json(file))
-    tell(chosen, verified, best_static(found, wish), wish)
-    print(f"{out}: {chosen}")
-    return 0
-
-
-def geared(args: argparse.Namespace, model: Any, ladder: Ladder) -> Gearbox:
-    """Raises GearbxError for a model without gears."""
-    gearbox = options_gears.make_gearbox(args, model, ladder)
-    if not isinstance(gearbox, Gearbox):
-        raise GearbxError(f"{model_name(args.model)}: is quantized already and has no gears to choose from")
-    return gearbox
+        search = Search(settings, gears, wish, windows, by_bits, reference)
+        chosen = search.first_that_meets(in_order(found, wish), progress)
+    about = {"wish": str(wish), "predicted": vars(chosen.candidate.predicted), "verified": vars(chosen.outcome)}
+    return Calibration(
+        chosen.file, str(chosen.candidate), notes_on(chosen, best_static(found, wish), wish), about=about
+    )
 
 
 def written(
-    args: argparse.Namespace, prompts: list[str], gearbox: Gearbox, tokenizer: Any, config: dict, progress: Any
-) -> list[list[int]]:
-    """The prompts, each with what the top gear writes after it, greedily; tokens."""
-    from ..decoding.stream import stream_generate
-    from ..routing.gates import Held
-
-    texts = []
-    for prompt in progress.track(prompts, description="text"):
-        tokens = options.encode_prompt(args, tokenizer, prompt)
-        length = options.room_for(config, len(tokens), args.max_tokens)
-        top = gearbox.ladder.top.name
-        responses = stream_generate(
-            gearbox.model, tokenizer, tokens, length, gearbox=gearbox, gate=Held(), initial_gear=top
-        )
-        texts.append([*tokens, *(response.token for response in responses)])
-    return texts
+    prompts: Sequence[tuple[list[int], int]], gearbox: Gearbox, tokenizer: Any, progress: Progress
+) -> Iterator[list[int]]:
+    """The prompts, each with the text that the top gear writes after it greedily; tokens."""
+    for tokens, length in progress.track(prompts, description="text"):
+        responses = stream_generate(gearbox.model, tokenizer, tokens, length, mode="static", gearbox=gearbox)
+        yield [*tokens, *(response.token for response in responses)]
 
 
-def reference_of(gearbox: Gearbox, windows: list[list[int]], folder: Path, progress: Any) -> Reference:
+def reference_of(gearbox: Gearbox, windows: Windows, folder: Path, progress: Progress) -> Reference:
     """The top gear's log-probabilities."""
     targets = targets_of(windows)
     steps = progress.track(read_at_once(gearbox, windows, gearbox.ladder.top), len(targets), description="the top gear")
@@ -127,47 +93,99 @@ def reference_of(gearbox: Gearbox, windows: list[list[int]], folder: Path, progr
     return Reference(folder / "reference.npy", targets)
 
 
-def first_that_keeps(
-    args: argparse.Namespace,
-    meeting: list[Candidate],
-    wish: Wish,
-    windows: list[list[int]],
-    recordings: dict[int, Recording],
-    reference: Reference,
-    progress: Any,
-) -> tuple[Candidate, Outcome, dict[str, Any]]:
-    """The best candidate that keeps in a sequential run what was predicted of it, what it came to, and its file.
+def record_gears(gearbox: Gearbox, windows: Windows, reference: Reference, progress: Progress) -> dict[Gear, Recording]:
+    """Each gear alone along the windows."""
+    recordings = {}
+    for gear in gearbox.ladder:
+        steps = read_at_once(gearbox, windows, gear)
+        recordings[gear] = record(progress.track(steps, len(reference.nll), description=f"{gear.bits} bits"), reference)
+    return recordings
 
-    Raises:
-        GearbxError: none does.
+
+@dataclass(frozen=True)
+class Search:
+    """The search for a candidate that meets the wish not in the prediction alone.
+
+    recordings: bits to the gear alone along the windows.
     """
-    least, most = 0.0, math.inf
-    for candidate in meeting:
-        if not least <= candidate.predicted.weight_bytes <= most:
-            continue  # hardly another one than that which fell short
-        model, _, _ = options.load_model(args)
-        gearbox = geared(args, model, Ladder(candidate.gears))
-        file = file_of(args, gearbox, candidate, wish, recordings[candidate.gears[0]])
-        steps = progress.track(
-            steps_of(gearbox, candidate, file, windows), len(reference.nll), description=f"verify {candidate}"
-        )
-        recording = record(steps, reference)
+
+    settings: CalibrateSettings
+    gears: GearSettings
+    wish: Wish
+    windows: Windows
+    recordings: Mapping[int, Recording]
+    reference: Reference
+
+    def first_that_meets(self, promising: Sequence[Candidate], progress: Progress) -> Chosen:
+        """The best candidate that meets the wish in a sequential run too.
+
+        Args:
+            promising: candidates that are predicted to meet it, the best first.
+
+        Raises:
+            GearbxError: none does.
+        """
+        least, most = 0.0, math.inf
+        for candidate in promising:
+            if not least <= candidate.predicted.weight_bytes <= most:
+                continue  # too near to the one that fell short
+            chosen = self.verified(candidate, progress)
+            if self.wish.met_by(chosen.outcome):
+                return chosen
+            terminal.note(
+                f"{candidate}: predicted to meet {self.wish}, but does not in a sequential run "
+                f"({shown(chosen.outcome)})"
+            )
+            if self.wish.weight_bytes is None:
+                least = candidate.predicted.weight_bytes * CLEARLY
+            else:
+                most = candidate.predicted.weight_bytes / CLEARLY
+        raise GearbxError(f"nothing that was predicted to meet {self.wish} does so in a sequential run; allow more")
+
+    def verified(self, candidate: Candidate, progress: Progress) -> Chosen:
+        """A candidate with its outcome in a sequential run, in a gearbox of its own."""
+        gearbox = self.gearbox_of(candidate)
+        file = self.file_of(candidate, gearbox)
+        steps = steps_of(gearbox, candidate, file, self.windows)
+        tracked = progress.track(steps, len(self.reference.nll), description=f"verify {candidate}")
+        recording = record(tracked, self.reference)
         read = Costs(gearbox, gearbox.ladder).weight_bytes(recording)
         outcome = Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
-        if wish.met_by(outcome):
-            return candidate, outcome, asdict(file)
-        terminal.note(f"{candidate}: predicted to meet {wish}, and in a sequential run does not ({shown(outcome)})")
-        if wish.weight_bytes is None:
-            least = candidate.predicted.weight_bytes * MODEST
-        else:
-            most = candidate.predicted.weight_bytes / MODEST
-    raise GearbxError(f"nothing that was predicted to meet {wish} does so in a sequential run; allow more")
+        return Chosen(candidate, outcome, file)
+
+    def gearbox_of(self, candidate: Candidate) -> Gearbox:
+        """The candidate's gears, on the model as it is loaded."""
+        model, _, _ = load_model(self.settings.model)
+        gears = replace(self.gears, ladder=Ladder(candidate.gears))
+        return require_gearbox(gears, model, self.settings.model.model, self.settings.model.dtype)
+
+    def file_of(self, candidate: Candidate, gearbox: Gearbox) -> DraftFile | ThresholdFile:
+        """The file that generate --thresholds reads."""
+        name, recorded = model_name(self.settings.model.model), self.recordings[candidate.gears[0]]
+        if candidate.mode == LOSSLESS:
+            low, top = gearbox.ladder
+            agreements = {low: [Agreement(*sequence) for sequence in sequences_of(recorded)]}
+            (file,) = draft_files(gearbox, top, agreements, name, self.gears.group_size, self.gears.format)
+            return file
+        return ThresholdFile(
+            thresholds=list(candidate.thresholds),
+            vocab_size=vocabulary(gearbox.model),
+            model=name,
+            method=str(self.wish),
+            gears=list(candidate.gears),
+            tokens=len(recorded.nll),
+            window=DEFAULT_WINDOW,
+            hysteresis=DEFAULT_HYSTERESIS,
+            min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
+            mode=candidate.mode,
+            fingerprint=gearbox.fingerprint,
+        )
 
 
 def steps_of(
-    gearbox: Gearbox, candidate: Candidate, file: DraftFile | ThresholdFile, windows: list[list[int]]
+    gearbox: Gearbox, candidate: Candidate, file: DraftFile | ThresholdFile, windows: Windows
 ) -> Iterator[Step]:
-    """A candidate in a gearbox of its own, one token at a time on a KV cache that keeps what low gears wrote."""
+    """A candidate, one token at a time, on a KV cache that keeps the low gear's entries."""
     low, high = gearbox.ladder[0], gearbox.ladder.top
     if isinstance(file, DraftFile):
         return drafted(gearbox, windows, low, high, file.rule())
@@ -178,50 +196,21 @@ def steps_of(
     return driven(gearbox, windows, Static(low))
 
 
-def file_of(
-    args: argparse.Namespace, gearbox: Gearbox, candidate: Candidate, wish: Wish, recorded: Recording
-) -> DraftFile | ThresholdFile:
-    """What generate --thresholds reads.
-
-    Args:
-        recorded: the candidate's low gear alone.
-    """
-    name = model_name(args.model)
-    if candidate.mode == LOSSLESS:
-        low, top = gearbox.ladder
-        agreements = {low: [Agreement(*sequence) for sequence in sequences_of(recorded)]}
-        (made,) = draft_files(gearbox, top, agreements, name, args.q_group_size, args.format)
-        return made
-    return ThresholdFile(
-        thresholds=list(candidate.thresholds),
-        vocab_size=vocabulary(gearbox.model),
-        model=name,
-        method=str(wish),
-        gears=list(candidate.gears),
-        tokens=len(recorded.nll),
-        window=DEFAULT_WINDOW,
-        hysteresis=DEFAULT_HYSTERESIS,
-        min_gear_duration=DEFAULT_MIN_GEAR_DURATION,
-        mode=candidate.mode,
-        fingerprint=gearbox.fingerprint,
-    )
-
-
-def best_static(found: list[Candidate], wish: Wish) -> Candidate | None:
-    """The best static gear that meets the wish, if any does."""
+def best_static(found: Sequence[Candidate], wish: Wish) -> Candidate | None:
+    """The best static gear that meets the wish, if one does."""
     static = [c for c in found if c.mode == STATIC and wish.met_by(c.predicted)]
     return min(static, key=lambda c: wish.rank(c.predicted), default=None)
 
 
-def tell(chosen: Candidate, outcome: Outcome, static: Candidate | None, wish: Wish) -> None:
-    """Say what was chosen, and what a static gear would come to."""
-    terminal.note(f"{chosen} meets {wish} with {shown(outcome)} (predicted: {shown(chosen.predicted)})")
-    if chosen.mode == STATIC:
-        terminal.note("a static gear is better here than any way of shifting: use it alone")
-    elif static is None:
-        terminal.note("no static gear of this ladder meets it")
-    else:
-        terminal.note(f"the best static gear that meets it is {static}, with {shown(static.predicted)}")
+def notes_on(chosen: Chosen, static: Candidate | None, wish: Wish) -> list[str]:
+    """What was chosen, and what a static gear would be."""
+    candidate = chosen.candidate
+    note = f"{candidate} meets {wish} with {shown(chosen.outcome)} (predicted: {shown(candidate.predicted)})"
+    if candidate.mode == STATIC:
+        return [note, "a static gear is better here than any way of shifting: use it alone"]
+    if static is None:
+        return [note, "no static gear of this ladder meets it"]
+    return [note, f"the best static gear that meets it is {static}, with {shown(static.predicted)}"]
 
 
 def shown(outcome: Outcome) -> str:

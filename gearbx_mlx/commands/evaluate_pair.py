@@ -9,6 +9,7 @@ from ..cli import terminal
 from ..cli.loaded_pair import LoadedPair, load_pair
 from ..cli.pair import Turns, turns_of
 from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
+from ..errors import GearbxError
 from ..evaluation import gsm8k_pair, pair
 from ..evaluation.inputs import model_contents, versions
 from ..evaluation.session import Session, fingerprint
@@ -54,6 +55,8 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
         windows = answer_windows(models.tokenizer, rows, context, tokens)
     else:
         windows = [(w, 0) for w in windows_of(models.tokenizer, documents, context, tokens, task.data)]
+    if not windows:
+        raise GearbxError(f"{task.data}: no question leaves room for its answer in {context} tokens; raise --context")
     depends_on = {"context": context, "tokens": tokens, "answers_only": task.answers_only}
     Session(out, inputs_of(settings, turns) | depends_on)
     with terminal.progress_bar() as progress:

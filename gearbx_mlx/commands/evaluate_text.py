@@ -96,11 +96,11 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
     return gears[0], gears[1]
 
 
-def context_for(wanted: int | None, config: dict) -> int:
-    """Tokens in a window. Raises GearbxError for more than the model was made for."""
+def context_for(context: int | None, config: dict) -> int:
+    """Tokens in a window: as given, else the default. Raises GearbxError for more than the model was made for."""
     longest = context_length(config)
-    if wanted is None:
+    if context is None:
         return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
-    if longest and wanted > longest:
-        raise GearbxError(f"--context is {wanted}, and the model was made for {longest}; give at most that")
-    return wanted
+    if longest and context > longest:
+        raise GearbxError(f"--context is {context}, and the model was made for {longest}; give at most that")
+    return context

@@ -1,235 +1,207 @@
-"""python -m gearbx_mlx.sensitivity: what every layer's precision costs, written to a precision manifest."""
+"""The body of `sensitivity`: measures what every layer's precision costs, and writes a precision manifest."""
 
-import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..cli import terminal
+import mlx.nn as nn
+from rich import box
+from rich.progress import Progress
+from rich.table import Table
+
+from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
+from ..bit_selection.layer_precision import (
+    MeasuredLayer,
+    estimated_precisions,
+    flagged,
+    hash_of_windows,
+    layer_precisions,
+    measure_clamped,
+    measure_layers,
+    measuring_cost,
+    rank_agreement,
+)
+from ..bit_selection.mlx_sensitivities import LOW, as_kl, read_sensitivities, sensitivities_of
+from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest, least_bits
+from ..bit_selection.sensitivity_fast import first_order
+from ..cli.loaded import load_original
+from ..cli.output import output_path
+from ..cli.parsers.sensitivity import SensitivitySettings
+from ..cli.terminal import messages, note, progress_bar, show_compiling
+from ..errors import GearbxError
+from ..evaluation.journal import Journal
 from ..files.writing import write_text
+from ..formats import get_format
+from ..gears.attachment import model_fingerprint
+from ..gears.discovery import Layer, discover
+from ..loading import model_name
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..bit_selection.precision import PrecisionManifest
-
-DEFAULT_BITS = "3,4,5,6,8"
 JOURNAL = ".journal"  # behind the name of a manifest that is not whole yet
 
-
-def setup_arg_parser() -> argparse.ArgumentParser:
-    from ..bit_selection import calibration_text as measuring
-    from ..cli import gears as options_gears
-    from ..cli import options
-
-    parser = argparse.ArgumentParser(
-        prog="python -m gearbx_mlx.sensitivity",
-        description="Measure, for every layer and width, the KL from full precision and the change of perplexity with "
-        "this layer alone reduced. An interrupted run goes on when the command is given again.",
-    )
-    options.add_model_flags(parser)
-    measuring.add_text_flags(parser)
-    group = parser.add_argument_group("sensitivity")
-    group.add_argument("--bits", default=DEFAULT_BITS, help=f"Widths, ascending. Default: {DEFAULT_BITS}")
-    options_gears.add_format_flags(group)
-    group.add_argument("--out", default="manifest.json", help="Default: manifest.json")
-    how = group.add_mutually_exclusive_group()
-    how.add_argument(
-        "--fast", action="store_true", help="To first order, from one backward pass, as in mlx_lm.dynamic_quant."
-    )
-    how.add_argument("--compare", action="store_true", help="Measure, and tell how well the fast way ranks the layers.")
-    how.add_argument(
-        "--sensitivities", metavar="FILE", help="Take a file of mlx_lm.dynamic_quant instead of measuring."
-    )
-    group.add_argument("--write-sensitivities", metavar="FILE", help="Write such a file, for mlx_lm.dynamic_quant.")
-    return parser
+Windows = Sequence[Sequence[int]]
+Kls = dict[str, dict[int, float]]  # path to bits to nats
 
 
-def parse_bits(text: str) -> tuple[int, ...]:
-    """Raises GearbxError for what makes no ladder, or has 16 in it."""
-    from ..errors import GearbxError
-    from ..gears.ladder import Ladder
-
-    bits = tuple(gear.bits for gear in Ladder.parse(text))
-    if 16 in bits:
-        raise GearbxError(f"--bits {text}: 16 is full precision, which the others are compared with; leave it out")
-    return bits
-
-
-def run(args: argparse.Namespace) -> int:
-    from ..bit_selection import calibration_text as measuring
-    from ..bit_selection.mlx_sensitivities import HIGH, LOW, read_sensitivities, sensitivities_of
-    from ..bit_selection.precision import least_bits
-    from ..cli import gears as options_gears
-    from ..cli import options
-    from ..errors import GearbxError
-
-    bits = parse_bits(args.bits)
-    if args.write_sensitivities and not {LOW, HIGH} <= {*bits}:
-        raise GearbxError(
-            f"--bits {args.bits}: mlx_lm.dynamic_quant needs {LOW} and {HIGH} bits; measure these as well"
-        )
-    out = options.output_path(args.out)
-    given = read_sensitivities(Path(args.sensitivities)) if args.sensitivities else None
-    other = options.output_path(args.write_sensitivities) if args.write_sensitivities else None
-    args.gears = None
-    options_gears.settle_gears(args, None)
-    model, tokenizer, config = measuring.load_original(args)
-    texts = measuring.windows(args, tokenizer, config)
-    if args.fast or given is not None:
-        manifest = estimated(args, model, texts, bits, given)
+def run(settings: SensitivitySettings) -> int:
+    wanted, text = settings.measurement, settings.text
+    out, journal = output_path(wanted.out), output_path(wanted.out + JOURNAL)
+    other = None if wanted.write_sensitivities is None else output_path(wanted.write_sensitivities)
+    known = None if wanted.sensitivities is None else read_sensitivities(Path(wanted.sensitivities))
+    model, tokenizer, config = load_original(settings.model)
+    windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)
+    if wanted.fast or known is not None:
+        manifest = estimated(settings, model, windows, known)
     else:
-        manifest = measured(args, model, texts, bits, Path(f"{out}{JOURNAL}"))
-    if other:
+        manifest = measured(settings, model, windows, journal)
+    if other is not None:
         write_text(other, json.dumps(sensitivities_of(manifest.layers)))
     write_text(out, manifest.as_json())
-    Path(f"{out}{JOURNAL}").unlink(missing_ok=True)
-    terminal.messages.print(classes_table(manifest))
-    bound = sum(least_bits(layer.kl, layer.perplexity_change) > bits[0] for layer in manifest.layers.values())
-    terminal.note(f"{bound} of {len(manifest.layers)} layers may not go down to {bits[0]} bits")
-    for path in (out, *([other] if other else [])):
+    journal.unlink(missing_ok=True)
+    messages.print(classes_table(manifest))
+    lowest = manifest.bits[0]
+    bound = sum(least_bits(layer.kl, layer.perplexity_change) > lowest for layer in manifest.layers.values())
+    note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
+    for path in filter(None, (out, other)):
         print(path)
     return 0
 
 
-def described(
-    args: argparse.Namespace, fingerprint: str, texts: "Sequence[Sequence[int]]", bits: "Sequence[int]"
-) -> dict[str, Any]:
-    """What a manifest says beside its layers; results depend on it."""
-    from ..bit_selection.layer_precision import hash_of_windows
-    from ..loading import model_name
-
+def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> dict[str, Any]:
+    """Everything that the results depend on; the manifest says it beside its layers."""
     return {
-        "model": model_name(args.model),
-        "fingerprint": fingerprint,
-        "calibration": hash_of_windows(texts),
-        "tokens": sum(len(text) - 1 for text in texts),
-        "format": args.format,
-        "group_size": args.q_group_size,
-        "manage": args.manage,
-        "bits": tuple(bits),
+        "model": model_name(settings.model.model),
+        "fingerprint": model_fingerprint(model),
+        "calibration": hash_of_windows(windows),
+        "tokens": sum(len(window) - 1 for window in windows),
+        **settings.layout.filled(None, ""),
+        "bits": settings.measurement.widths,
     }
 
 
-def measured(
-    args: argparse.Namespace, model: Any, texts: "Sequence[Sequence[int]]", bits: "Sequence[int]", file: Path
-) -> "PrecisionManifest":
-    """Exactly, one layer at a time."""
-    from ..bit_selection import calibration_text as measuring
-    from ..bit_selection.layer_precision import (
-        flagged,
-        layer_precisions,
-        measure_clamped,
-        measure_layers,
-        rank_agreement,
-    )
-    from ..bit_selection.precision import EXACT, PrecisionManifest
-    from ..evaluation.journal import Journal
-    from ..gears.attachment import model_fingerprint
+def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path) -> PrecisionManifest:
+    """The manifest of a model whose layers are reduced one at a time.
 
-    told = described(args, model_fingerprint(model), texts, bits)
-    proxies = proxies_of(args, model, texts, bits, None) if args.compare else None
-    terminal.show_compiling()
-    settings = args.format, args.q_group_size, args.manage
-    gearbox = measuring.geared(args, model, bits, *settings, {})
-    layers = gearbox.layers
-    clamps = flagged(layers)
-    journal = Journal(file, told | {"native": gearbox.kernels.native, "dtype": args.dtype}, PARTS)
-    with measuring.progress_bar() as bar:
-        exact = measuring.exact_of(gearbox, texts, bar)
-        task = bar.add_task("layers", total=len(layers))
-        measure_layers(exact, bits, journal, lambda: bar.advance(task))
-        precisions = layer_precisions(layers, journal.parts, clamps)
-        if clamps:
-            clamped = measuring.exact_of(measuring.geared(args, model, bits, *settings, clamps), texts, bar)
-            task = bar.add_task("clamped layers", total=len(clamps))
-            measure_clamped(clamped, journal, lambda: bar.advance(task))
-            precisions = layer_precisions(layers, journal.parts, clamps)
-    cost: dict[str, Any] = exact.cost.shares()
-    terminal.note(
-        f"computed {cost['blocks']:.3f} of the blocks, {cost['layer_calls']:.3f} of the layers' calls and "
-        f"{cost['multiplications']:.3f} of the multiplications of {len(layers)} x {len(bits)} full passes"
-    )
-    lowered = sum(layer.clamp is not None for layer in precisions.values())
-    terminal.note(
-        f"{len(clamps)} layers have heavier tails than a Gaussian; a clamp of 3 sigma pays in {lowered} of them"
-    )
-    if proxies is not None:
-        agreement = rank_agreement(precisions, proxies)
-        cost["spearman"] = {str(width): round(value, 4) for width, value in agreement.items()}
-        shown = ", ".join(f"{value:.2f} at {width} bits" for width, value in agreement.items())
-        terminal.note(f"the fast way ranks the layers with a Spearman correlation of {shown}")
-    return PrecisionManifest(method=EXACT, perplexity=exact.perplexity, layers=precisions, cost=cost, **told)
-
-
-def proxies_of(
-    args: argparse.Namespace,
-    model: Any,
-    texts: "Sequence[Sequence[int]]",
-    bits: "Sequence[int]",
-    given: "dict[str, float] | None",
-) -> "dict[str, dict[int, float]]":
-    """Path to bits to a proxy for the KL, from mlx-lm's sensitivities: estimated here, or as given.
-
-    Raises:
-        GearbxError: a layer that a given file does not have.
+    Args:
+        file: the journal, which an interrupted run is continued from.
     """
-    from ..bit_selection.mlx_sensitivities import LOW, as_kl
-    from ..bit_selection.sensitivity_fast import first_order
-    from ..errors import GearbxError
-    from ..formats import get_format
-    from ..gears.discovery import discover
+    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
+    layout = settings.layout.filled(None, "")
+    estimates = None
+    if settings.measurement.compare:
+        managed, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
+        estimates = estimate_kls(managed, model, windows, bits, layout["group_size"])
+    show_compiling()
+    run_with = {**layout, "dtype": settings.model.dtype, "kernels": settings.text.kernels}
+    with progress_bar() as progress:
+        perplexity, layers, cost = measure(model, windows, bits, run_with, inputs, file, progress)
+    report_cost(cost, len(layers), len(bits))
+    report_clamps(layers)
+    if estimates is not None:
+        cost["spearman"] = report_agreement(layers, estimates)
+    return PrecisionManifest(method=EXACT, perplexity=perplexity, layers=layers, cost=cost, **inputs)
 
-    layers, _ = discover(model, args.manage, args.q_group_size, get_format(args.format))
-    low = LOW
-    if given is None:
-        low = LOW if LOW in bits else bits[0]
-        high = next((width for width in bits if width > low), 8)
-        given = first_order(model, texts, low, high, args.q_group_size)
-    missing = [layer.path for layer in layers if layer.path not in given]
-    if missing:
-        raise GearbxError(f"{args.sensitivities}: has no {missing[0]}; make it with mlx_lm.dynamic_quant of this model")
-    return {layer.path: as_kl(given[layer.path], layer.module.weight.size, bits, low) for layer in layers}
+
+def measure(
+    model: nn.Module,
+    windows: Windows,
+    bits: Sequence[int],
+    run_with: dict[str, Any],
+    inputs: Mapping[str, Any],
+    file: Path,
+    progress: Progress,
+) -> tuple[float, dict[str, LayerPrecision], dict[str, Any]]:
+    """The perplexity at full precision, every layer's precision, and what measuring cost over all runs.
+
+    Args:
+        run_with: further keywords of `single_layer_gearbox`.
+        inputs: what the journal's parts depend on.
+        file: the journal.
+    """
+    gearbox = single_layer_gearbox(model, bits, clamps={}, **run_with)
+    clamps = flagged(gearbox.layers)
+    journal = Journal(file, {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"]}, MeasuredLayer)
+    exact = exact_of(gearbox, windows, progress)
+    task = progress.add_task("layers", total=len(gearbox.layers))
+    measure_layers(exact, bits, journal, lambda: progress.advance(task))
+    if clamps:
+        clamped = exact_of(single_layer_gearbox(model, bits, clamps=clamps, **run_with), windows, progress)
+        clamped_task = progress.add_task("clamped layers", total=len(clamps))
+        measure_clamped(clamped, journal, lambda: progress.advance(clamped_task))
+    precisions = layer_precisions(gearbox.layers, journal.parts, clamps)
+    return exact.perplexity, precisions, measuring_cost(journal.parts).shares()
+
+
+def report_cost(cost: Mapping[str, float], layers: int, widths: int) -> None:
+    note(
+        f"computed {cost['blocks']:.3f} of the blocks, {cost['layer_calls']:.3f} of the layers' calls and "
+        f"{cost['multiplications']:.3f} of the multiplications of {layers} x {widths} full passes"
+    )
+
+
+def report_clamps(layers: Mapping[str, LayerPrecision]) -> None:
+    tried = sum(bool(layer.kl_clamped) for layer in layers.values())
+    lowered = sum(layer.clamp is not None for layer in layers.values())
+    note(f"{tried} layers have heavier tails than a Gaussian; a clamp of 3 sigma pays in {lowered} of them")
+
+
+def report_agreement(layers: Mapping[str, LayerPrecision], estimates: Kls) -> dict[str, float]:
+    """Print and return how well the estimates rank the layers: bits to Spearman's correlation."""
+    agreement = rank_agreement(layers, estimates)
+    shown = ", ".join(f"{value:.2f} at {width} bits" for width, value in agreement.items())
+    note(f"the fast way ranks the layers with a Spearman correlation of {shown}")
+    return {str(width): round(value, 4) for width, value in agreement.items()}
 
 
 def estimated(
-    args: argparse.Namespace,
-    model: Any,
-    texts: "Sequence[Sequence[int]]",
-    bits: "Sequence[int]",
-    given: "dict[str, float] | None",
-) -> "PrecisionManifest":
-    """To first order, or from a file."""
-    from ..bit_selection.layer_precision import estimated_precisions
-    from ..bit_selection.precision import FIRST_ORDER, PrecisionManifest
-    from ..formats import get_format
-    from ..gears.attachment import model_fingerprint
-    from ..gears.discovery import discover
-
-    told = described(args, model_fingerprint(model), texts, bits)
-    if given is not None:
-        told |= {"calibration": "", "tokens": 0}
-    proxies = proxies_of(args, model, texts, bits, given)
-    layers, _ = discover(model, args.manage, args.q_group_size, get_format(args.format))
-    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, proxies), **told)
+    settings: SensitivitySettings, model: nn.Module, windows: Windows, known: dict[str, float] | None
+) -> PrecisionManifest:
+    """The manifest to first order: estimated here, or from a file of mlx_lm.dynamic_quant (path to sensitivity)."""
+    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
+    layout = settings.layout.filled(None, "")
+    layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
+    if known is None:
+        kls = estimate_kls(layers, model, windows, bits, layout["group_size"])
+    else:
+        inputs |= {"calibration": "", "tokens": 0}
+        kls = known_kls(layers, known, bits, settings.measurement.sensitivities)
+    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, kls), **inputs)
 
 
-def classes_table(manifest: "PrecisionManifest") -> Any:
-    """A line for each class of layers: how far down they may go, and what all of them cost at each width."""
-    from rich import box
-    from rich.table import Table
+def estimate_kls(
+    layers: Sequence[Layer], model: nn.Module, windows: Windows, bits: Sequence[int], group_size: int
+) -> Kls:
+    """A proxy for the KL of every layer at every width, from one backward pass."""
+    low = LOW if LOW in bits else bits[0]
+    high = next((width for width in bits if width > low), 8)
+    found = first_order(model, windows, low, high, group_size)
+    missing = [layer.path for layer in layers if layer.path not in found]
+    if missing:
+        raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast and --compare")
+    return {layer.path: as_kl(found[layer.path], layer.module.weight.size, bits, low) for layer in layers}
 
+
+def known_kls(layers: Sequence[Layer], known: Mapping[str, float], bits: Sequence[int], file: str | None) -> Kls:
+    """A proxy for the KL of every layer at every width, from sensitivities of mlx_lm.dynamic_quant.
+
+    Raises:
+        GearbxError: a layer that the file does not have.
+    """
+    missing = [layer.path for layer in layers if layer.path not in known]
+    if missing:
+        raise GearbxError(f"{file}: has no {missing[0]}; make it with mlx_lm.dynamic_quant of this model")
+    return {layer.path: as_kl(known[layer.path], layer.module.weight.size, bits) for layer in layers}
+
+
+def classes_table(manifest: PrecisionManifest) -> Table:
+    """A line for each class of layers: the fewest bits that they may have, and what all of them cost at each width."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("class")
     for name in ("layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)):
         table.add_column(name, justify="right", no_wrap=True)
     for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
-        held = [layer for layer in manifest.layers.values() if layer.kind == kind]
-        least = sorted({layer.min_bits for layer in held})
-        kls = (sum(layer.kl.get(bits, 0.0) for layer in held) for bits in manifest.bits)
-        table.add_row(kind, str(len(held)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls))
+        layers = [layer for layer in manifest.layers.values() if layer.kind == kind]
+        least = sorted({layer.min_bits for layer in layers})
+        kls = (sum(layer.kl.get(bits, 0.0) for layer in layers) for bits in manifest.bits)
+        table.add_row(kind, str(len(layers)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls))
     return table
-
-
-def main() -> None:
-    terminal.run(lambda: run(setup_arg_parser().parse_args()))

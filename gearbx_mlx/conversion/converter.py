@@ -25,8 +25,9 @@ from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
 from ..gears.offload import EMPTY, put
-from ..gears.tensor_file import Entry, TensorFile, hash_of
+from ..gears.tensor_entries import Entry, hash_of
 from ..gears.values import DtypeName, GroupSize, Width
+from .tensor_file import TensorFile
 
 BASE_FILE = "model.safetensors"
 JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done

@@ -1,7 +1,7 @@
 """A budget instead of thresholds: the policy that meets a wish at the least cost, from one recorded pass per gear.
 
 Candidates are each static gear; kickdown between any two gears, at every share; lossless under the top gear with any
-gear as the draft. Routing by past tokens is no candidate: at the same share it is hardly better than chance.
+gear as the draft. Routing by past tokens is no candidate: at the same share it is about as good as chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A text, one token at a time on a real KV cache: what a low gear writes into it stays there."""
+"""A text read one token at a time on a real KV cache, which keeps the entries that a low gear writes."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +23,11 @@ AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 @dataclass(frozen=True)
 class Step:
-    """One prediction: in which window, of which token, with which log-probabilities (V,), float32, computed in which
-    gear, and how many passes over the weights it took in each gear of the ladder."""
+    """One prediction.
+
+    window: number of its window. target: the token of the text. logprobs: (V,), float32. gear: computed them. passes:
+    over the weights, in each gear of the ladder.
+    """
 
     window: int
     target: int
@@ -35,10 +38,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Recording:
-    """What n predictions came to under a policy; arrays of shape (n,), but `passes` (n, gears).
+    """The results of n predictions under a policy; arrays of shape (n,), but `passes` (n, gears).
 
     nll: nats, of the text's own token. kl: of the reference from the policy, kl_reverse: back, nats. agree: both
-    like the same token best. entropy: bits. gear: index in the ladder. passes: over the weights, in each gear.
+    give the same token the highest probability. entropy: bits. gear: index in the ladder. passes: over the weights, in
+    each gear.
     """
 
     window: np.ndarray
@@ -55,7 +59,7 @@ class Recording:
 
     @classmethod
     def load(cls, file: Path, tokens: int, gears: int) -> "Recording":
-        """A recording of so many predictions on a ladder of so many gears. Raises GearbxError for a damaged file."""
+        """The recording in a file, with these numbers of predictions and gears. Raises GearbxError if it is damaged."""
         loaded = load_arrays(file)
         shapes = {field.name: (tokens, gears) if field.name == "passes" else (tokens,) for field in fields(cls)}
         for name, shape in shapes.items():
@@ -91,7 +95,7 @@ def driven(gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy) -
     """Read the windows under a policy, each with an empty cache, and yield every prediction.
 
     Raises:
-        GearbxError: the policy may compute tokens again, and from the model's cache nothing can be taken back.
+        GearbxError: the policy may compute tokens again, and the model's KV cache cannot be trimmed.
     """
     place = itertools.count()
     for number, window in enumerate(windows):
@@ -106,7 +110,7 @@ def driven(gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy) -
 def computed(
     gearbox: Gearbox, policy: Policy, place: int, token: int, cache: Any
 ) -> tuple[np.ndarray, Gear, Sequence[int]]:
-    """What follows a token: log-probabilities (V,), the gear that they come from, and the passes in each gear."""
+    """The prediction after a token: log-probabilities (V,), the gear that computed them, the passes in each gear."""
     passes = [0] * len(gearbox.ladder)
     gear: Gear | None = policy.first(place)
     while gear is not None:
@@ -121,7 +125,7 @@ def computed(
 
 
 def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear) -> Iterator[Step]:
-    """One gear alone, several tokens in a pass: nothing shifts, so that only last bits differ from one at a time."""
+    """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time."""
     gearbox.shift(gear)
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
@@ -132,7 +136,7 @@ def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear)
 
 
 class Reference:
-    """The top gear's log-probabilities for every prediction, computed once and kept in a file."""
+    """The top gear's log-probabilities for every prediction, computed once and stored in a file."""
 
     def __init__(self, path: Path, targets: np.ndarray):
         self.stored = load_arrays(path)
@@ -143,12 +147,17 @@ class Reference:
         self.top_probability = np.array([np.exp(self.logprobs(place).max()) for place in range(len(targets))])
 
     def logprobs(self, place: int) -> np.ndarray:
-        """(V,), float64, of a sum of one whatever the type that they were stored in."""
+        """(V,), float64. Their probabilities add up to one, also where they are stored as float16."""
         return log_softmax(self.stored[place])
 
     @staticmethod
     def write(path: Path, steps: Iterable[Step], tokens: int, dtype: str) -> None:
-        """`dtype`: float32, or float16 for half the room: each log-probability is then off by up to 1 in 2048."""
+        """Store the log-probabilities.
+
+        Args:
+            tokens: number of steps.
+            dtype: float32, or float16 for half the room: each log-probability is then off by up to 1 in 2048.
+        """
         stored = None
         for place, step in enumerate(steps):
             if stored is None:
@@ -159,17 +168,17 @@ class Reference:
 
 
 def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """The tokens that are predicted."""
+    """The tokens of the text that are predicted."""
     return np.array([token for window in windows for token in window[1:]])
 
 
 def positions_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """How many predictions of its window come before each."""
+    """For each prediction, how many predictions of its window come before it."""
     return np.concatenate([np.arange(len(window) - 1) for window in windows])
 
 
 def record(steps: Iterable[Step], reference: Reference) -> Recording:
-    """Compare what a policy yields with the reference."""
+    """The predictions of a policy, compared with the reference."""
     rows = []
     for place, step in enumerate(steps):
         p, q = reference.logprobs(place), log_softmax(step.logprobs)

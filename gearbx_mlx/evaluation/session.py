@@ -8,9 +8,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ..errors import GearbxError
 from ..files.reading import read_json
-from ..files.writing import replacing, write_text
+from ..files.writing import check_directory, make_directory, replacing, write_text
 from .journal import check_inputs
 from .replay import REMAKE, Recording
 
@@ -47,12 +46,8 @@ class Session:
 
     def __init__(self, directory: Path, inputs: Mapping[str, Any]):
         self.directory = directory
-        try:
-            if directory.exists() and not directory.is_dir():
-                raise GearbxError(f"{directory}: is a file; --out names a directory")
-            (directory / PARTS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise GearbxError(f"{directory}: cannot be made ({error.strerror}); choose another directory") from error
+        check_directory(directory)
+        make_directory(directory / PARTS)
         file = directory / INPUTS
         if file.exists():
             before = read_json(
@@ -74,7 +69,7 @@ class Session:
         return path
 
     def recording(self, name: str, make: Callable[[], Recording], tokens: int, gears: int) -> Recording:
-        """A recording of so many predictions on a ladder of so many gears, made unless it exists.
+        """A recording with this number of predictions and of gears, made unless it exists.
 
         Raises:
             GearbxError: the file is damaged.
@@ -88,7 +83,7 @@ class Session:
         return Recording.load(self.file(f"{name}.npz", write), tokens, gears)
 
     def rows(self, name: str, make: Callable[[], Sequence[T]], kind: type[T], count: int) -> list[T]:
-        """So many values of a type, made unless they exist.
+        """`count` values of a type, made unless they exist.
 
         Args:
             kind: a dataclass.

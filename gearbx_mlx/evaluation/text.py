@@ -1,4 +1,4 @@
-"""From texts to windows of tokens, each read with a cache of its own."""
+"""From texts to windows of tokens; the model reads each with a cache of its own."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,7 +29,7 @@ def read_documents(path: Path) -> list[str]:
     """A text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
 
     Raises:
-        GearbxError: a file that cannot be read, is empty, or has a line that is no such object.
+        GearbxError: a file that cannot be read, is empty, or has a line that is not such an object.
     """
     if path.suffix in (".jsonl", ".json"):
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
@@ -43,7 +43,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     """The objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
 
     Raises:
-        GearbxError: as read_documents; `fields` says which are asked for.
+        GearbxError: as read_documents; `fields` are those that each line must have.
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
@@ -59,13 +59,13 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
 
 
 def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, name: str) -> list[list[int]]:
-    """Token windows that are read each on its own, with `tokens` predictions in all, or as many as the text has.
+    """Windows of tokens, with `tokens` predictions in all, or as many as the text has.
 
-    Of a single document, windows follow each other; of several, each is one, cut to the context. Where the tokenizer
-    puts a token before a text, every window begins with it.
+    A single document is cut into windows that follow each other; several documents are one window each, cut to the
+    context. Where the tokenizer puts a token before a text, every window begins with it.
 
     Args:
-        context: the most tokens that a window has: its last prediction sees all before it.
+        context: the most tokens in a window.
         name: of the text, for the error.
 
     Raises:
@@ -90,7 +90,7 @@ def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, 
         if left <= 0:
             break
     if not windows:
-        raise GearbxError(f"{name}: no document has two tokens, so that nothing is predicted; give more text")
+        raise GearbxError(f"{name}: no document has two tokens, and one token predicts nothing; give more text")
     return windows
 
 
@@ -115,18 +115,18 @@ def answer_windows(
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Tokens of a text, which may well be longer than the model's context: it will be cut."""
+    """Tokens of a text. It may be longer than the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text."""
+    """The tokens that the tokenizer puts before a text."""
     token = getattr(tokenizer, "bos_token_id", None)
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
 
 def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
-    """A text cut into windows of at most `context` tokens, every one with the beginning of a text before it."""
+    """A text cut into windows of at most `context` tokens, each with the tokens of `begin` before it."""
     body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     size = context - len(begin)
     return [begin + body[start : start + size] for start in range(0, len(body), size)]

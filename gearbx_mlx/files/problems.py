@@ -120,7 +120,7 @@ def type_at(info: Any, steps: list[Step], key: bool = False) -> Any:
     """msgspec's description of the type in a place, or of the keys there."""
     for step in steps:
         info = without_null(info)
-        if isinstance(info, inspect.StructType | inspect.DataclassType):
+        if isinstance(info, inspect.StructType | inspect.DataclassType | inspect.TypedDictType):
             info = next(field.type for field in info.fields if field.encode_name == step)
         elif isinstance(info, inspect.DictType):
             info = info.value_type

@@ -3,6 +3,7 @@
 msgspec checks the types; `problems` puts what it says into words.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -57,6 +58,22 @@ def parse_json(text: str | bytes) -> Any:
         raise GearbxError(f"nested more than {DEEPEST} levels deep") from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise GearbxError(malformed(error, text)) from error
+    check_depth(content)
+    return content
+
+
+def parse_python_json(text: str) -> Any:
+    """What a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models' config.json.
+
+    Raises:
+        GearbxError: as parse_json, but for NaN, Infinity and surrogates.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise GearbxError(f"nested more than {DEEPEST} levels deep") from error
+    except ValueError as error:
+        raise GearbxError(f"not JSON: {error}") from error
     check_depth(content)
     return content
 

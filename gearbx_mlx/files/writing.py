@@ -1,4 +1,4 @@
-"""Output files that are whole or not there: written beside their place, then renamed into it."""
+"""Output files that are complete or absent: written beside their place, then renamed into it."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from ..errors import GearbxError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` when the block ends, or vanishes if it does not end well.
+    """A path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
-    A symbolic link stays and its target is replaced; a device or a pipe is written to as it is.
+    A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly.
 
     Raises:
         GearbxError: the file cannot be written.
@@ -49,7 +49,7 @@ def umask() -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Raises GearbxError for a path that a file cannot be written to; before the work, not after it."""
+    """Raises GearbxError for a path that no file can be written to; before the work, not after it."""
     try:
         if path.is_dir():
             raise GearbxError(f"{path}: is a directory; give a file name")
@@ -64,7 +64,25 @@ def check_writable(path: Path) -> None:
         raise unwritable(path, error) from error
 
 
+def check_directory(path: Path) -> None:
+    """Raises GearbxError for a path that cannot be a directory; before the work, not after it."""
+    try:
+        if path.exists() and not path.is_dir():
+            raise GearbxError(f"{path}: is a file; give the name of a directory")
+    except OSError as error:
+        raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, where they do not exist. Raises GearbxError if that fails."""
+    check_directory(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
+
+
 def write_text(path: Path, text: str) -> None:
-    """Raises GearbxError if the file cannot be written; what was there before is then still there."""
+    """Write a text file. Raises GearbxError if that fails; the file that was there before then stays."""
     with replacing(path) as place:
         place.write_text(text, encoding="utf-8")

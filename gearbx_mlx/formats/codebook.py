@@ -167,6 +167,10 @@ class CodebookFormat(abc.ABC):
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers."""
 
+    def check_places(self, arrays: Arrays, width: int) -> None:
+        """Raises GearbxError for arrays with which a kernel would read outside of others."""
+        Outliers.of(arrays).check(width)
+
     @abc.abstractmethod
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
@@ -189,6 +193,7 @@ class CodebookFormat(abc.ABC):
         return {bits: self.module(dense, bits, self.encode(dense.weight, bits), ladder, group_size)}
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
+        self.check_places(arrays, dense.weight.shape[-1])
         linear = self.native_linear if isinstance(dense, Native) else self.linear
         kind = linear if dense.weight.ndim == 2 else self.experts
         return kind(dense, bits, arrays, self.cache)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from ..errors import GearbxError
 from .base import StoredArray
 from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
@@ -220,6 +221,11 @@ class CodebookLibrary(CodebookFormat):
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.rounds)
+
+    def check_places(self, arrays: Arrays, width: int) -> None:
+        super().check_places(arrays, width)
+        if np.array(arrays["entries"]).max() >= LIBRARY:
+            raise GearbxError(f"its groups name codebooks beyond the {LIBRARY} of the library")
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
         groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)

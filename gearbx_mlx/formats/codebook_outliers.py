@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from ..errors import GearbxError
 from .base import StoredArray
 
 SIGMAS = 3.0
@@ -58,6 +59,16 @@ class Outliers:
     def of(cls, arrays) -> "Outliers":
         """The outliers among a module's arrays; the inverse of `arrays`."""
         return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
+
+    def check(self, width: int) -> None:
+        """Raises GearbxError unless the lists are in order and every column is one of `width`: kernels index with both.
+
+        The arrays may come from a file, whose content nobody has checked. They are read.
+        """
+        offsets, columns = np.array(self.offsets).astype(np.int64), np.array(self.columns)
+        ascend = not offsets[..., 0].any() and (np.diff(offsets) >= 0).all()
+        if not ascend or offsets.max() > columns.shape[-1] or columns.max() >= width:
+            raise GearbxError("its outliers lie outside of the weight")
 
     def count(self) -> int:
         return int(np.array(self.offsets[..., -1]).sum())

@@ -1,4 +1,4 @@
-"""The gears of a checkpoint that `convert` wrote: read from its files when they are engaged, and not before."""
+"""The gears of a checkpoint that `convert` wrote: they are read from its files when they are engaged."""
 
 import copy
 import weakref
@@ -20,19 +20,19 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .saved_check import KINDS, check_arrays, check_model
-from .tensor_file import Entry, hash_of, read_entries
+from .tensor_entries import Entry, hash_of, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 HEAD = "projection."  # of a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
-    """What the checkpoint of a model holds beside it, if it is a geared one."""
+    """The gears in the checkpoint of a model, if it is a geared one."""
     return getattr(model, ATTACHED, None)
 
 
 def without_gears(model: nn.Module) -> bool:
-    """Whether a model is quantized and its checkpoint holds no gears: nothing can be made of it."""
+    """Whether a model is quantized and its checkpoint has no gears, so that a `Gearbox` cannot make any."""
     return is_quantized(model) and saved_gears(model) is None
 
 
@@ -71,11 +71,10 @@ def entries_of(file: Path, missing: str) -> dict[str, Entry]:
 
 
 class SavedGears:
-    """Modules of any gear over arrays that are still in the files.
+    """Makes the modules of any gear, over arrays that are still in the files.
 
     Args:
-        directory: of the checkpoint.
-        manifest: of it.
+        directory, manifest: of the checkpoint.
     """
 
     def __init__(self, directory: Path, manifest: Manifest):
@@ -105,40 +104,43 @@ class SavedGears:
             model.update_modules(tree_unflatten(list(lowest.items())))
 
     def storage(self, path: str = "") -> mx.Dtype:
-        """The type that the original of a layer is in, or ("") most of the original."""
+        """The type of a layer in the original, or ("") of most of the original."""
         return DTYPES[self.manifest.layers[path].dtype if path else self.manifest.dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """The managed layers of a model as dense ones: shape, type and bias of the original, and no weight."""
+        """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""
         modules = dict(model.named_modules())
         return [
             Layer(path, self._blank(path, saved, modules[path]), saved.lowest_bits)
             for path, saved in self.manifest.layers.items()
         ]
 
-    def module(self, layer: Layer, bits: int, held_in: mx.Dtype) -> nn.Module:
-        """The module of a layer in a gear, unread; of a tied embedding that of its head, or itself at 16 bits.
+    def module(self, layer: Layer, bits: int, dtype: mx.Dtype) -> nn.Module:
+        """The module of a layer in a gear, unread; of a tied embedding the head, or at 16 bits the embedding itself.
 
         Args:
             layer: with the dense module, native or not, that `layers` gave.
-            held_in: the type of scales, and of the weight at 16 bits.
+            dtype: the type of scales, and of the weight at 16 bits.
         """
         names = self.manifest.layers[layer.path].gears[bits]
         if bits == DENSE:
             if isinstance(layer.module, nn.Embedding):
                 return layer.module
             dense = copy.copy(layer.module)
-            dense.weight = self._array(names["weight"], held_in)
+            dense.weight = self._array(names["weight"], dtype)
             return dense
-        arrays = {name: self.parameter(layer.path, bits, name, held_in) for name in names}
+        arrays = {name: self.parameter(layer.path, bits, name, dtype) for name in names}
         dense, group_size = linear_of(layer.module), self.manifest.group_size
-        return self.format.module(dense, bits, arrays, self.stored(layer), group_size)
+        try:
+            return self.format.module(dense, bits, arrays, self.stored(layer), group_size)
+        except GearbxError as error:
+            raise GearbxError(f"{self.directory / GEARS_FILE}: {layer.path}: {error}; {RESTORE}") from error
 
-    def parameter(self, path: str, bits: int, name: str, held_in: mx.Dtype) -> mx.array:
+    def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """A parameter of such a module by its flat name, unread unless another module has it."""
         name = name.removeprefix(HEAD)
         widened = bits == DENSE or name.split(".")[0] in self.format.scales
-        return self._array(self.manifest.layers[path].gears[bits][name], held_in if widened else None)
+        return self._array(self.manifest.layers[path].gears[bits][name], dtype if widened else None)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         """Bits of a layer's gears, ascending."""
@@ -149,7 +151,7 @@ class SavedGears:
         return self.manifest.layers[layer.path].stored
 
     def read(self, arrays: Any) -> None:
-        """Have arrays in memory. Raises GearbxError where the files cannot be read."""
+        """Read arrays into memory. Raises GearbxError where the files cannot be read."""
         try:
             mx.eval(arrays)
         except RuntimeError as error:
@@ -189,12 +191,16 @@ class SavedGears:
 
 
 class SavedDisk:
-    """Residency `disk` of a geared checkpoint: idle gears are dropped, and read again from its files when entered."""
+    """Residency `disk` of a geared checkpoint: idle gears are dropped, and read again from its files when entered.
+
+    Args:
+        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    """
 
     name = "disk"
 
-    def __init__(self, saved: SavedGears, held_in: Mapping[str, mx.Dtype]):
-        self._saved, self._held_in = saved, held_in
+    def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
+        self._saved, self._dtypes = saved, dtypes
         self._dropped: dict[Key, list[str]] = {}
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
@@ -207,7 +213,7 @@ class SavedDisk:
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         back = {
-            key: {name: self._saved.parameter(*key, name, self._held_in[key[0]]) for name in self._dropped[key]}
+            key: {name: self._saved.parameter(*key, name, self._dtypes[key[0]]) for name in self._dropped[key]}
             for key in needed
             if key in self._dropped
         }

@@ -12,7 +12,7 @@ from ..formats.base import StoredArray
 from .activations import DTYPES
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
-from .tensor_file import NAMES, Entry
+from .tensor_entries import NAMES, Entry
 
 KINDS: dict[str, tuple[type[nn.Module], ...]] = {  # dense first
     "linear": (nn.Linear, nn.QuantizedLinear),

@@ -1,8 +1,8 @@
 """Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
 
-The kernels are one text, `metal/matvec.metal`. This file chooses a variant, fills in what the text is specialized on,
-and launches it; `metal_formats.py` says how each format is packed. Nothing is built at import, and nothing but
-`Launch.run` needs a Mac: a launch can be examined anywhere.
+All kernels come from one text, `metal/matvec.metal`. This module chooses a variant, defines the macros that specialize
+the text, and launches the kernel; `metal_formats.py` describes how each format is packed. Nothing is built at import.
+Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
@@ -16,21 +16,21 @@ import mlx.core as mx
 
 from ..errors import GearbxError
 
-LANES, CODES = 32, 16  # of a SIMD group; that a lane takes at a time, of a stream of codes
+LANES, CODES = 32, 16  # lanes of a SIMD group; codes that a lane reads at a time
 MAX_VECTORS = 8
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
-# GEARBX 8.1: activations are staged in threadgroup memory up to this many columns, in 24 KB at most.
+# GEARBX 8.1: the largest activations that are staged in threadgroup memory.
 STAGED_COLUMNS = 6144
 STAGED_BYTES = 24 * 1024
 
-# MLX passes smaller arrays in another address space ("constant"), which the kernels do not read.
+# MLX passes smaller arrays in another address space ("constant"), from which the kernels do not read.
 LEAST_ELEMENTS = 8
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether Metal kernels can run here; if not, `reason` is one line that says why."""
+    """Whether Metal kernels can run here; if not, `reason` says why in one line."""
 
     ok: bool
     reason: str = ""
@@ -50,9 +50,9 @@ def available() -> Availability:
 
 @dataclass(frozen=True)
 class Variant:
-    """How activations reach the lanes, and how rows are dealt out.
+    """How activations reach the lanes, and which rows a SIMD group computes.
 
-    name: where activations are read from: `registers`, `threadgroup` or `device`.
+    name: the memory that lanes read activations from: `registers`, `threadgroup` or `device`.
     simd_groups: per threadgroup. rows: per SIMD group.
     """
 
@@ -65,11 +65,11 @@ VARIANTS = ("registers", "threadgroup", "device")
 
 
 def variant_named(name: str, bits: int, vectors: int) -> Variant:
-    """The geometry of a variant.
+    """The variant with this name. Raises GearbxError if there is none.
 
-    `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, activations held in registers over the
-    rows; fewer rows with many vectors, which fill the registers. The other two follow GEARBX 8.1 and 8.2: 8 SIMD
-    groups of 2 rows, of 1 where unpacking dominates (2 bits).
+    `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, whose activations stay in registers; of 2
+    rows where three vectors or more fill the registers. The other two follow GEARBX 8.1 and 8.2: 8 SIMD groups of 2
+    rows, or of 1 row for 2 bits, where unpacking takes most of the time.
     """
     if name == "registers":
         return Variant(name, 2, 4 if vectors <= 2 else 2)
@@ -79,18 +79,18 @@ def variant_named(name: str, bits: int, vectors: int) -> Variant:
 
 
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
-    """Whether the `threadgroup` variant can stage so many activations."""
+    """Whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
     return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
 
 
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
-    """The variant that is used, or the named one. The only place where this is decided.
+    """The variant with this name, or the best one. This is the only place that decides.
 
-    The choice is a prediction: `registers` is the shape of the two fastest published kernels, and
-    `scripts/bench_metal.py` times all three.
+    The best one is a prediction: the two fastest published kernels are like `registers`. `scripts/bench_metal.py` times
+    all three.
 
     Raises:
-        GearbxError: no such variant, or `threadgroup` with more activations than it stages.
+        GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
     """
     chosen = variant_named(name or "registers", bits, vectors)
     if chosen.name == "threadgroup" and not fits_threadgroup(columns, vectors, dtype):
@@ -102,7 +102,7 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
 
 
 def source_text(name: str) -> str:
-    """The text of metal/<name>.metal: beside the package when installed, at the top of a checkout."""
+    """The text of metal/<name>.metal, which is in the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "metal", package.parent / "metal"):
         file = folder / f"{name}.metal"
@@ -113,10 +113,10 @@ def source_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix is packed, in the words of metal/matvec.metal.
+    """How a matrix is packed, as buffers and macros of metal/matvec.metal.
 
-    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: name and value.
-    codes: that a lane takes at a time. tables: how many of them a threadgroup looks codes up in, if any.
+    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: names and values.
+    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a kernel's text depends on; `ragged`: the columns of a row's last step are not all there."""
+    """Everything that a kernel's text depends on. `ragged`: the last step of a row has fewer columns."""
 
     layout: Layout
     vectors: int
@@ -139,7 +139,7 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Unique: MLX keeps compiled kernels by name and types."""
+        """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
         variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
         flags = f"b{int(self.has_bias)}r{int(self.ragged)}"
         return f"gearbx_{self.layout.name}_v{self.vectors}_{variant}_{flags}"
@@ -151,7 +151,7 @@ class Spec:
 
     @property
     def header(self) -> str:
-        """The macros that metal/matvec.metal names, and the functions that it calls."""
+        """The macros that specialize metal/matvec.metal, and the functions that it calls."""
         macros = {
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
@@ -167,7 +167,7 @@ class Spec:
 
 @functools.cache
 def build(spec: Spec) -> Any:
-    """The kernel as MLX's callable. MLX compiles it at its first launch."""
+    """Make MLX's callable for a kernel. MLX compiles it at its first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
         input_names=spec.input_names,
@@ -179,7 +179,7 @@ def build(spec: Spec) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what to build, the arguments of the call, and the shape of the result."""
+    """One launch: the kernel to build, the arguments of the call, and the shape of the result."""
 
     spec: Spec
     inputs: list[Any]
@@ -187,7 +187,7 @@ class Launch:
     shape: tuple[int, ...]
 
     def run(self) -> mx.array:
-        """The product, of the type of its activations. Raises GearbxError where Metal is not available."""
+        """Compute the product, of the activations' type. Raises GearbxError where Metal is not available."""
         can = available()
         if not can:
             raise GearbxError(can.reason)
@@ -196,15 +196,15 @@ class Launch:
         return build(self.spec)(inputs=self.inputs, **self.options)[0].reshape(self.shape)
 
 
-def _readable(array: mx.array) -> mx.array:
-    """Arrays of fewer than 8 elements, padded: what a kernel does not read may be anything."""
+def _pad_small(array: mx.array) -> mx.array:
+    """The array, padded to 8 elements if it has fewer; kernels do not read the padding."""
     if array.size >= LEAST_ELEMENTS:
         return array
     return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
 def takes(x: mx.array, columns: int) -> bool:
-    """Whether activations (..., columns) are few enough for a kernel, and of a type that it has."""
+    """Whether a kernel takes activations (..., columns): their number and their type."""
     return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
 
 
@@ -218,17 +218,17 @@ def prepare(
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """The launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
+    """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, which share one reading of the weights.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, for which the weights are read once.
         layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
-        rows, columns: of W. row_words: 16-bit words from one row to the next; of planes, for each bit.
+        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
         bias: (rows,), or None.
         variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
 
     Raises:
-        GearbxError: activations or a bias that do not fit.
+        GearbxError: the activations or the bias do not fit the weights.
     """
     if x.dtype not in DTYPES:
         raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
@@ -250,4 +250,4 @@ def prepare(
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    return Launch(spec, [*map(_readable, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
+    return Launch(spec, [*map(_pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))

@@ -1,6 +1,6 @@
-"""How learned codebooks are packed, for the Metal kernels (XFP 3.3, 3.4): as `metal_formats.py`, with tables.
+"""Metal launches for learned codebooks (XFP 3.3, 3.4).
 
-The entries that a threadgroup needs lie in its memory as float32: those of its rows, or the whole library.
+A threadgroup copies the codebooks that it needs into its memory as float32: those of its rows, or the whole library.
 """
 
 import functools
@@ -12,19 +12,20 @@ from ..errors import GearbxError
 from .metal import Launch, Layout, prepare
 from .metal_formats import named
 
-ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # of one codebook a row, in two words of 16 bits
+ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
 LIBRARY, GROUP = 32, 128
 LIBRARY_BITS = (2, 3, 4)
-BESIDE = ("outliers", "outlier_columns", "outlier_offsets")
+OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 
 
 @functools.cache
 def codebook_layout(bits: int) -> Layout:
+    """The layout of codes with one codebook per row."""
     return Layout(
         name=f"codebook_{bits}",
         bits=bits,
-        arrays=("w0", "codebook", *BESIDE),
+        arrays=("w0", "codebook", *OUTLIERS),
         codes=ROW_CODES[bits],
         tables="(SIMD_GROUPS * ROWS)",
         macros=named(
@@ -49,10 +50,11 @@ def codebook_layout(bits: int) -> Layout:
 
 @functools.cache
 def library_layout(bits: int) -> Layout:
+    """The layout of codes with a library of 32 codebooks."""
     return Layout(
         name=f"library_{bits}",
         bits=bits,
-        arrays=("w0", "codebook", *BESIDE, *OF_GROUPS),
+        arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
         tables=LIBRARY,
         macros=named(
             PLANES=f"DO(w0, {bits}, 0)",
@@ -77,15 +79,12 @@ def library_layout(bits: int) -> Layout:
 def codebook_launch(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
 ) -> Launch:
-    """x @ W^T + bias over one codebook for each row, as `formats.codebook.encode` has it.
+    """The launch for x @ W^T + bias over one codebook per row; the product is (..., O).
 
     Args:
-        x: (..., I), as `prepare`; bias and variant too.
-        arrays: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
+        x, bias, variant: as for `prepare`.
+        arrays: from `formats.codebook.encode`: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
         bits: 2 to 6.
-
-    Returns:
-        the launch of a product (..., O).
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -99,19 +98,23 @@ def codebook_launch(
     _check(arrays, "weight", mx.uint16 if bits == 5 else mx.uint32, (rows, words if bits == 5 else words // 2))
     _check(arrays, "codebook", mx.float16, (rows, 2**bits))
     _check_outliers(arrays, rows)
-    read = [weight, arrays["codebook"], *(arrays[name] for name in BESIDE)]
+    read = [weight, arrays["codebook"], *(arrays[name] for name in OUTLIERS)]
     return prepare(x, codebook_layout(bits), read, rows, width, words, bias, variant)
 
 
 def library_launch(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
 ) -> Launch:
-    """The same over a library of 32 codebooks, as `formats.codebook_library.encode` has it.
+    """The launch for x @ W^T + bias over a library of 32 codebooks; the product is (..., O).
 
     Args:
-        arrays: `weight` (O, words), `library` (32, 2^bits) float16; `entries`, `scales` and `midpoints` (O, I / 128
-            rounded up); and the outliers.
+        x, bias, variant: as for `prepare`.
+        arrays: from `formats.codebook_library.encode`: `weight` (O, words), `library` (32, 2^bits) float16; `entries`,
+            `scales` and `midpoints` (O, I / 128 rounded up); and the outliers.
         bits: 2, 3 or 4.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
 
     Source: XFP 3.4, 5.
     """
@@ -124,7 +127,7 @@ def library_launch(
     for name, dtype in OF_GROUPS.items():
         _check(arrays, name, dtype, (rows, groups))
     _check_outliers(arrays, rows)
-    read = [weight, arrays["library"], *(arrays[name] for name in (*BESIDE, *OF_GROUPS))]
+    read = [weight, arrays["library"], *(arrays[name] for name in (*OUTLIERS, *OF_GROUPS))]
     return prepare(x, library_layout(bits), read, rows, width, groups * GROUP // 16 * bits, bias, variant)
 
 

@@ -1,6 +1,6 @@
-"""How each format is packed, for the Metal kernels: a launch for each, after its arrays have been checked.
+"""Metal launches for planes, per-channel and groupwise codes.
 
-What a check lets through would make a kernel read past an array, or give a wrong number.
+Each one checks its arrays first: with wrong ones a kernel would read beyond an array, or give wrong numbers.
 """
 
 import functools
@@ -13,13 +13,13 @@ from .metal import Launch, Layout, prepare
 from .reference import plane_shifts
 
 GROUP_SIZES = (32, 64, 128)  # of planes
-ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # 8 bits are stored signed, and read as unsigned with an offset
+ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus an offset
 GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
 ALIGNMENT = 16  # bytes; of a row
 
 
 def named(**macros: object) -> tuple[tuple[str, object], ...]:
-    """Names of metal/matvec.metal; what takes a parameter there has it in its name here."""
+    """Macros of metal/matvec.metal, as names and values; a name includes the parameter, if the macro has one."""
     parameters = {
         "PLANES": "(DO)",
         "ROW_WORDS": "(WIDTH)",
@@ -32,6 +32,7 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
 
 @functools.cache
 def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
+    """The layout of bit planes."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     return Layout(
@@ -52,6 +53,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
 
 @functools.cache
 def rowwise_layout(bits: int) -> Layout:
+    """The layout of per-channel codes."""
     return Layout(
         name=f"rowwise_{bits}",
         bits=bits,
@@ -70,6 +72,7 @@ def rowwise_layout(bits: int) -> Layout:
 
 @functools.cache
 def groupwise_layout() -> Layout:
+    """The layout of groupwise codes."""
     return Layout(
         name="groupwise",
         bits=GROUPWISE_BITS,
@@ -96,18 +99,17 @@ def planes_launch(
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """x @ W^T + bias for a prefix of bit planes, all planes in one pass. MLX's affine weights are one plane.
+    """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
+
+    A single plane is an affine weight of MLX.
 
     Args:
-        x: (..., I), as `prepare`; bias and variant too.
+        x, bias, variant: as for `prepare`.
         weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
         scales: (O, I / group_size), of the first plane; the others are powers of two below it.
         biases: per plane, (O, I / group_size).
         widths: bits of each plane, 8 at most together.
         group_size: 32, 64 or 128.
-
-    Returns:
-        the launch of a product (..., O).
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -141,17 +143,14 @@ def rowwise_launch(
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """x @ W^T + bias for codes with one scale per row, as `formats.rowwise.pack_symmetric_codes` lays them.
+    """The launch for x @ W^T + bias over per-channel codes; the product is (..., O).
 
     Args:
-        x: (..., width), as `prepare`; bias and variant too.
-        weight: (O, bytes) int8 for 8 bits, else uint8; rows of whole 16 bytes.
+        x, bias, variant: as for `prepare`.
+        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8.
         scales: (O,).
         bits: 8, 6, 4 or 2.
-        width: how many codes of a row count.
-
-    Returns:
-        the launch of a product (..., O).
+        width: codes of a row without padding.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -159,7 +158,7 @@ def rowwise_launch(
     Source: GEARBX 5.2, 8.1, 8.2.
     """
     if bits not in ROWWISE_OFFSET:
-        raise GearbxError(f"rowwise codes of {bits} bits are none of 8, 6, 4, 2")
+        raise GearbxError(f"per-channel codes of {bits} bits are none of 8, 6, 4, 2")
     _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width)
     rows = weight.shape[0]
     if scales.shape != (rows,):
@@ -175,16 +174,13 @@ def groupwise_launch(
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
-    """x @ W^T + bias for 4-bit codes with one scale per 32 columns, as `formats.groupwise` packs them.
+    """The launch for x @ W^T + bias over groupwise codes; the product is (..., O).
 
     Args:
-        x: (..., width), as `prepare`; bias and variant too.
-        weight: (O, G * 16) uint8, G = width / 32 rounded up.
+        x, bias, variant: as for `prepare`.
+        weight: (O, G * 16) uint8 as `formats.groupwise` packs it, G = width / 32 rounded up.
         scales: (O, G).
-        width: how many codes of a row count.
-
-    Returns:
-        the launch of a product (..., O).
+        width: codes of a row without padding.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -199,7 +195,7 @@ def groupwise_launch(
 
 
 def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int) -> None:
-    """Rows of bytes, aligned, with room for `width` codes and no more padding than alignment may need."""
+    """Raise GearbxError unless rows are aligned, and have room for `width` codes and little padding."""
     fits = weight.ndim == 2 and weight.dtype == dtype and weight.shape[1] % ALIGNMENT == 0
     if not (fits and width > 0 and 0 <= weight.shape[1] * 8 - width * bits < 8 * 2 * ALIGNMENT):
         raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")

@@ -1,7 +1,7 @@
-"""Matrix products over bit planes with MLX's stock kernels.
+"""Matrix products over bit planes with MLX's own kernels.
 
-A plane is an ordinary MLX affine weight, so that a stack of r planes costs r stock calls. One kernel that reads all
-of them in one pass is the job of a native kernel; this is the reference it has to agree with.
+A plane is an ordinary affine weight of MLX, and a stack of r planes takes r calls. A native kernel reads all planes in
+one pass; its results must agree with these.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 
 def plane_shifts(widths: Sequence[int]) -> list[int]:
-    """How far below the first plane each plane stands: plane i counts 2^-shift of the first plane's scale."""
+    """The shift of each plane: the scale of plane i is 2^-shift times the first plane's."""
     shifts, below = [], 0
     for width in widths[1:]:
         below += width
@@ -19,7 +19,7 @@ def plane_shifts(widths: Sequence[int]) -> list[int]:
 
 
 def sum_planes(product: Callable[[int, int], mx.array], widths: Sequence[int]) -> mx.array:
-    """Add up product(plane index, width), each shifted to its place. Powers of two: nothing is rounded."""
+    """The sum of product(i, width) over the planes i, each times its power of two, which rounds nothing."""
     total = product(0, widths[0])
     for i, shift in enumerate(plane_shifts(widths)):
         if shift:
@@ -64,7 +64,7 @@ def planes_gather_matmul(
     indices: mx.array,
     sorted_indices: bool = False,
 ) -> mx.array:
-    """As planes_matmul, for stacked experts (E, O, ...), of which `indices` names the ones to use."""
+    """As `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
 
     def product(i: int, width: int) -> mx.array:
         return mx.gather_qmm(

@@ -1,7 +1,7 @@
 """Thresholds from recorded entropies: the three methods of GEARBX section 4, and shares.
 
-Every function takes entropies in bits and returns one ascending threshold fewer than there are gears. The paper
-knows three gears; for other ladders its two thresholds are the ends between which the others are spread.
+Every function takes entropies in bits and returns ascending thresholds, one fewer than there are gears. The paper has
+three gears; for other ladders its two thresholds are the ends, and the others are spread between them.
 """
 
 import math
@@ -25,10 +25,10 @@ FEWEST_SAMPLES = 5
 
 
 def positive(entropies: Sequence[float]) -> list[float]:
-    """Sorted samples above 0 bits.
+    """The samples above 0 bits, sorted.
 
     Raises:
-        GearbxError: fewer than five of them (GEARBX 4.1).
+        GearbxError: fewer than five such samples (GEARBX 4.1).
     """
     samples = sorted(e for e in entropies if e > 0)
     if len(samples) < FEWEST_SAMPLES:
@@ -40,7 +40,7 @@ def positive(entropies: Sequence[float]) -> list[float]:
 
 
 def widen(low: float, high: float, band: float) -> tuple[float, float]:
-    """Expand a band that is too narrow around its centre, and keep it above the floor."""
+    """A band of at least this width (bits): a narrower one is expanded around its centre, and stays above the floor."""
     if high - low < band:
         centre = (low + high) / 2
         low, high = centre - band / 2, centre + band / 2
@@ -68,7 +68,7 @@ def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ..
 def manual_thresholds(trivial: Sequence[float], hard: Sequence[float], gears: int) -> tuple[float, ...]:
     """The 80th percentile of trivial prompts and the 20th of hard ones (GEARBX 4.2).
 
-    Where the two overlap, the lower of them is where low gear ends: the band between is genuinely in doubt.
+    Where the two overlap, low gear ends at the lower one.
     """
     ends = (np.quantile(positive(trivial), TRIVIAL_PERCENTILE), np.quantile(positive(hard), HARD_PERCENTILE))
     return between(*widen(float(min(ends)), float(max(ends)), MEDIAN_BAND), gears)
@@ -105,10 +105,10 @@ def share_thresholds(
     hysteresis: float = DEFAULT_HYSTERESIS,
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
 ) -> tuple[tuple[float, ...], list[float]]:
-    """Thresholds that send the wanted share of tokens to each gear, lowest gear first.
+    """Thresholds that send a given share of tokens to each gear, lowest gear first.
 
-    The recorded sequences are replayed through the gate itself, since hysteresis and duration shift the shares that
-    quantiles alone would give.
+    The gate itself is replayed over the recorded sequences: with hysteresis and duration, quantiles alone would give
+    other shares.
 
     Returns:
         thresholds in bits, and the shares that the replay reached with them.
@@ -123,16 +123,16 @@ def share_thresholds(
         return reached_shares(sequences, thresholds, vocab_size, window, hysteresis, min_gear_duration)
 
     ceiling = math.log2(vocab_size)
-    gap = ceiling * 1e-4  # keeps thresholds apart where a gear is wanted for no token at all
+    gap = ceiling * 1e-4  # keeps thresholds apart where the share of a gear is 0
     thresholds = list(between(gap, ceiling, len(shares)))
     for _ in range(3):  # each threshold moves the others' shares a little
         for k in range(len(thresholds)):
             below = thresholds[k - 1] + gap if k else gap
             above = thresholds[k + 1] - gap if k + 1 < len(thresholds) else ceiling + (len(thresholds) + 1) * gap
-            wanted = sum(shares[: k + 1])
+            share = sum(shares[: k + 1])
             for _ in range(16):  # the share of the gears up to k grows with threshold k
                 thresholds[k] = (below + above) / 2
-                if sum(reached(thresholds)[: k + 1]) < wanted:
+                if sum(reached(thresholds)[: k + 1]) < share:
                     below = thresholds[k]
                 else:
                     above = thresholds[k]
@@ -142,7 +142,7 @@ def share_thresholds(
 def kickdown_thresholds(
     entropies: Sequence[Sequence[float]], shares: Sequence[float]
 ) -> tuple[tuple[float, ...], list[float]]:
-    """Thresholds that leave the wanted share of tokens to each gear of a kickdown, lowest gear first.
+    """Thresholds of mode kickdown that leave a given share of tokens to each gear, lowest gear first.
 
     Args:
         entropies: for each token, bits in every gear below the top one.

@@ -20,7 +20,7 @@ class DraftFile(Struct, frozen=True):
     fingerprint: of the model's weights. edges (bits), agreement: of the AcceptanceCurve. bound: on its product.
     tokens: that it was found on, and the share of them on which both gears agree. weight_bytes_per_token: predicted
     from them, and of the top gear alone.
-    best_fixed_length, fixed_weight_bytes_per_token: what a fixed length comes to at its best, for comparison.
+    best_fixed_length, fixed_weight_bytes_per_token: the best fixed length of drafts, and what it reads, to compare.
     """
 
     gears: list[Count]

@@ -22,7 +22,7 @@ SCHEMA, VERSION = "gearbx-mlx thresholds", 1
 
 
 def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
-    """Raises GearbxError unless there is one finite threshold between any two gears, in ascending order."""
+    """Raises GearbxError unless there is one finite threshold between every two neighbouring gears, ascending."""
     shown = ", ".join(f"{t:g}" for t in thresholds)
     if len(thresholds) != gears - 1:
         raise GearbxError(f"{gears} gears need {gears - 1} thresholds, got {len(thresholds)} ({shown})")
@@ -33,7 +33,7 @@ def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
 
 
 def between(low: float, high: float, gears: int) -> tuple[float, ...]:
-    """One threshold between any two gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
+    """One threshold between any two neighbouring gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
     return tuple(float(t) for t in np.linspace(low, high, max(gears - 1, 0)))
 
 
@@ -44,11 +44,11 @@ def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
 
 
 class ThresholdFile(Struct, frozen=True):
-    """What `calibrate` writes and `generate --thresholds` reads.
+    """The file that `calibrate` writes and `generate --thresholds` reads.
 
     `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
-    one that they are for. In other modes than route they belong to the `gears` and, by its `fingerprint`, to the model
-    that they were found with.
+    decoding mode of the thresholds. In modes other than route they apply only to the `gears`, and to the model with
+    the `fingerprint`, that they were found with.
     """
 
     thresholds: list[float]

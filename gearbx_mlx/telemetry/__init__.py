@@ -1,1 +1,1 @@
-"""What was seen and done, as files, numbers and pictures. Knows records, no models."""
+"""Records of a run as files, numbers and pictures. Knows no model."""

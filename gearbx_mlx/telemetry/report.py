@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import GearbxError
 from ..files.writing import replacing
-from .colors import gear_color
+from .colors import gear_color, gear_marker
 
 LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
 MOST_BARS = 40
@@ -15,7 +15,7 @@ OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "f
 
 
 def get_pyplot() -> Any:
-    """Raises GearbxError where matplotlib is not installed."""
+    """matplotlib's pyplot, which draws to files. Raises GearbxError where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -55,29 +55,41 @@ def draw_report(
 
 
 def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
-    """A dot per token in the colour of its gear, the rolling mean as a line; a gap where a new prompt begins."""
+    """Draw a marker per token, in colour and shape of its gear, and the rolling mean; a line begins a new prompt."""
     shown = records[:LONGEST_TRACE]
-    line: list[tuple[float, float]] = []
-    for place, entry in enumerate(shown):
-        if place and entry["prompt"] != shown[place - 1]["prompt"]:
-            line.append((place - 0.5, float("nan")))
+    axes.plot(*zip(*mean_line(shown)), color="0.35", linewidth=1, label="rolling mean", zorder=1)
+    for place, (entry, before) in enumerate(zip(shown[1:], shown), 1):
+        if entry["prompt"] != before["prompt"]:
             axes.axvline(place - 0.5, color="0.85", linewidth=0.8, zorder=0)
-        line.append((place, entry["mean_entropy"]))
-    axes.plot(*zip(*line), color="0.35", linewidth=1, label="rolling mean", zorder=1)
-    for name, color in colors.items():
-        places = [i for i, entry in enumerate(shown) if entry["gear"] == name]
-        heights = [shown[i]["entropy"] for i in places]
-        axes.scatter(places, heights, s=14, color=color, label=name, zorder=2, edgecolors="none")
+    for i, (name, color) in enumerate(colors.items()):
+        places = [place for place, entry in enumerate(shown) if entry["gear"] == name]
+        heights = [shown[place]["entropy"] for place in places]
+        # A white rim keeps markers apart that lie on each other.
+        axes.scatter(
+            places, heights, s=30, marker=gear_marker(i), color=color, label=name, edgecolors="white", linewidths=0.5
+        )
     mark_thresholds(axes.axhline, thresholds)
     more = f" (first {len(shown)} of {len(records)} tokens)" if len(records) > len(shown) else ""
     axes.set(xlabel="token; a grey line begins a new prompt", ylabel="entropy, bits", title=f"Entropy and gear{more}")
     axes.legend(**OUTSIDE)
 
 
+def mean_line(records: Sequence[dict]) -> list[tuple[float, float]]:
+    """The rolling mean over the tokens, with a gap where a new prompt begins."""
+    line: list[tuple[float, float]] = []
+    for place, entry in enumerate(records):
+        if place and entry["prompt"] != records[place - 1]["prompt"]:
+            line.append((place - 0.5, float("nan")))
+        line.append((place, entry["mean_entropy"]))
+    return line
+
+
 def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
-    """What the gate compares with its thresholds: the rolling mean, stacked by the gear of the token."""
+    """Draw how often each rolling mean occurs, which the gate compares with its thresholds, stacked by gear."""
     values = [[entry["mean_entropy"] for entry in records if entry["gear"] == name] for name in colors]
-    axes.hist(values, bins=50, stacked=True, color=list(colors.values()), label=list(colors))
+    axes.hist(
+        values, bins=50, stacked=True, color=list(colors.values()), label=list(colors), edgecolor="white", linewidth=0.5
+    )
     mark_thresholds(axes.axvline, thresholds)
     axes.set(
         xlabel="rolling mean of the entropy, bits",
@@ -88,15 +100,21 @@ def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], t
 
 
 def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
-    """A bar per prompt, divided by gear."""
+    """Draw a bar per prompt, divided by gear."""
     prompts = sorted({entry["prompt"] for entry in records})[:MOST_BARS]
+    gears = {prompt: [entry["gear"] for entry in records if entry["prompt"] == prompt] for prompt in prompts}
     bottom = [0.0] * len(prompts)
     for name, color in colors.items():
-        shares = []
-        for prompt in prompts:
-            gears = [entry["gear"] for entry in records if entry["prompt"] == prompt]
-            shares.append(100 * gears.count(name) / len(gears))
-        axes.bar([str(p + 1) for p in prompts], shares, bottom=bottom, color=color, label=name)
+        shares = [100 * found.count(name) / len(found) for found in gears.values()]
+        axes.bar(
+            [str(p + 1) for p in prompts],
+            shares,
+            bottom=bottom,
+            color=color,
+            label=name,
+            edgecolor="white",
+            linewidth=1,
+        )
         bottom = [b + s for b, s in zip(bottom, shares)]
     axes.set(xlabel="prompt", ylabel="share of tokens, %", title="Gears by prompt", ylim=(0, 100))
     axes.legend(**OUTSIDE)

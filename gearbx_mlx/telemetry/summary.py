@@ -1,4 +1,4 @@
-"""A run in numbers: counted token by token, told once at the end."""
+"""A run in numbers, counted token by token and summed up at the end."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class Tally:
 
 
 def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
-    """What drafts came to: tokens drafted and accepted, and the passes that verified them."""
+    """Fields of a summary: tokens drafted and accepted, and the passes that verified them."""
     return {
         "drafted": tally.drafted,
         "accepted": tally.accepted,

@@ -14,7 +14,7 @@ from ..output import OutputSettings, add_output_flags
 from ..pair import add_pair_flags
 from ..prompt import PromptSettings, add_prompt_flags
 from ..sampling import CacheSettings, SamplingSettings, add_cache_flags, add_sampling_flags
-from ..settings import Settings, flag_of, name, new_parser, settings_of
+from ..settings import Settings, command_settings, flag_of, name, new_parser
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -98,19 +98,4 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def parse() -> GenerateSettings:
     """Raises GearbxError for flags that no model can be run with."""
-    flags = setup_arg_parser().parse_args()
-    return GenerateSettings(
-        model=settings_of(ModelSettings, flags),
-        prompt=settings_of(PromptSettings, flags),
-        input=settings_of(InputSettings, flags),
-        sampling=settings_of(SamplingSettings, flags),
-        cache=settings_of(CacheSettings, flags),
-        layout=settings_of(LayoutSettings, flags),
-        gears=settings_of(GearFlags, flags),
-        floors=settings_of(FloorSettings, flags),
-        routing=settings_of(RoutingSettings, flags),
-        gate=settings_of(GateSettings, flags),
-        mode=settings_of(ModeSettings, flags),
-        controller=settings_of(ControllerSettings, flags),
-        output=settings_of(OutputSettings, flags),
-    )
+    return command_settings(GenerateSettings, vars(setup_arg_parser().parse_args()))

@@ -1,5 +1,5 @@
-"""Time kernels, gears and routing on this machine."""
+"""The body of `benchmark`: times kernels, gears and routing on this machine."""
 
-from .command import main, run
+from .command import run
 
-__all__ = ["main", "run"]
+__all__ = ["run"]

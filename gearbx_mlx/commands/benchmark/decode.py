@@ -1,7 +1,8 @@
 """Tokens per second of every gear, on native kernels and on MLX's own."""
 
-import argparse
 import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -9,20 +10,133 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from rich.progress import Progress
 
-from ...cli import terminal
-from ...cli.gears import settle_gears
+from ...cli.gearbox import settle_gears
+from ...cli.gears import LayoutSettings
+from ...cli.parsers.benchmark import HEAD, DecodeBenchmark, parse_shape
+from ...cli.terminal import progress_bar
 from ...errors import GearbxError
 from ...gears.cost import break_even_tokens
 from ...gears.gearbox import Gearbox
-from ...gears.ladder import Ladder
+from ...gears.ladder import Gear, Ladder
 from ...loading import load
-from .kernels import GIGABYTE, INT8, INT16, MLX, NATIVE, bandwidth_reader, native_module, timed
+from .kernels import GIBIBYTE, GIGABYTE, INT8, INT16, MLX, NATIVE, bandwidth_reader, native_module, timed
+from .memory import check_memory
 
-SLOW_TOKENS = 2  # of MLX's own kernels
+SLOW_TOKENS = 2  # in a trial of MLX's own kernels
 PATHS = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"), (MLX, "mlx", "float"))
 PROMPT = [1, 2, 3]
+VOCABULARY = 32000
+
+
+@dataclass
+class Case:
+    """A gear on a path, and what the trials measured: seconds per token, seconds of a shift into it, peak memory."""
+
+    path: str
+    gear: Gear
+    gearbox: Gearbox
+    seconds: list[float] = field(default_factory=list)
+    shifts: list[float] = field(default_factory=list)
+    peak_memory: int = 0
+
+    @property
+    def seconds_per_token(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def shift_seconds(self) -> float:
+        return statistics.median(self.shifts)
+
+
+def benchmark_decode(settings: DecodeBenchmark) -> list[dict[str, Any]]:
+    """A row for each gear on each path; trials go through all of them in turn.
+
+    Raises:
+        GearbxError: no native kernels, a model that cannot be loaded, or more than memory allows.
+    """
+    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
+    if settings.model is None:
+        check_memory(llama_bytes(settings.shape, ladder, len(PATHS)), f"--shape {settings.shape}")
+    module = native_module()
+    read_bandwidth = bandwidth_reader(module)
+    cases = cases_of(settings.model, settings.shape, ladder)
+    bandwidths = time_cases(cases, settings.trials, settings.tokens, settings.context, read_bandwidth)
+    bandwidth = statistics.median(bandwidths)
+    shared = {
+        "context": settings.context,
+        "read_bandwidth_gigabytes_per_second": bandwidth,
+        "threads": module.threads(),
+        "trials": settings.trials,
+    }
+    return [row_of(case, cases, ladder.top, bandwidth) | shared for case in cases]
+
+
+def cases_of(model: str | None, shape: str, ladder: Ladder) -> list[Case]:
+    """Every gear on every path; each path has a model of its own."""
+    cases = []
+    for path, kernels, activations in PATHS:
+        gearbox = Gearbox(load_or_make(model, shape), ladder, kernels=kernels, activations=activations)
+        # Weights that are not packed meet activations as they are.
+        cases += [Case(path, gear, gearbox) for gear in ladder if path not in (INT16, INT8) or not gear.dense]
+    return cases
+
+
+def time_cases(
+    cases: Sequence[Case], trials: int, tokens: int, context: int, read_bandwidth: Callable[[], float]
+) -> list[float]:
+    """Fill in what the trials measure. Returns the read bandwidths that were measured between them, in GB/s."""
+    bandwidths = []
+    with progress_bar() as progress:
+        for trial in progress.track(range(trials + 1), description="trials"):
+            for case in cases:
+                bandwidths.append(read_bandwidth())
+                shift = case.gearbox.shift(case.gear)
+                mx.reset_peak_memory()
+                spent = decode_seconds(case.gearbox.model, SLOW_TOKENS if case.path == MLX else tokens, context)
+                case.peak_memory = mx.get_peak_memory()
+                if trial:  # the first one is a warm-up
+                    case.seconds.append(spent)
+                    case.shifts.append(shift)
+    return bandwidths
+
+
+def row_of(case: Case, cases: Sequence[Case], top: Gear, bandwidth: float) -> dict[str, Any]:
+    """The row of a case, apart from what all rows share.
+
+    Ratios are to MLX's own top gear, speedups to the top gear of the same path. bandwidth: in GB/s.
+    """
+    tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
+    base, seconds = tops[MLX], case.seconds_per_token
+    in_top = tops.get(case.path, tops[NATIVE])
+    read = case.gearbox.weight_bytes_per_token(case.gear)
+    return {
+        "gear": case.gear.name,
+        "bits": case.gear.bits,
+        "path": case.path,
+        "tokens_per_second": 1 / seconds,
+        "ratio": base / seconds,
+        "spread": [base / max(case.seconds), base / min(case.seconds)],
+        "weight_bytes_per_token": read,
+        "speedup": in_top / seconds,
+        "predicted_speedup": case.gearbox.predicted_speedup(case.gear),
+        "shift_seconds": case.shift_seconds,
+        "roofline_share": read / (bandwidth * GIGABYTE) / seconds,
+        "break_even_tokens": break_even_tokens(case.shift_seconds, in_top, seconds),
+        "peak_memory_bytes": case.peak_memory,
+    }
+
+
+def load_or_make(model: str | None, shape: str) -> nn.Module:
+    """The model that is named, or a random Llama."""
+    return random_llama(shape) if model is None else load(model)[0]
+
+
+def llama_bytes(shape: str, ladder: Ladder, copies: int) -> float:
+    """Bytes that copies of the random Llama take at least: half-precision weights, and those of the largest gear."""
+    width, layers = parse_shape(shape)
+    weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width
+    return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + GIBIBYTE
 
 
 def random_llama(shape: str) -> nn.Module:
@@ -31,32 +145,23 @@ def random_llama(shape: str) -> nn.Module:
     Raises:
         GearbxError: a shape that is not of that form.
     """
-    try:
-        width, layers = (int(part) for part in shape.split("x"))
-    except ValueError as error:
-        raise GearbxError(f"--shape '{shape}' is not WIDTHxLAYERS, such as 1024x24") from error
-    if width % 256 or width < 256 or layers < 1:
-        raise GearbxError(f"--shape '{shape}': the width is a multiple of 256, and there is a layer")
+    width, layers = parse_shape(shape)
     mx.random.seed(0)
     sizes = {
         "model_type": "llama",
         "hidden_size": width,
         "num_hidden_layers": layers,
         "intermediate_size": width * 11 // 4,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": width // 128,
+        "num_attention_heads": width // HEAD,
+        "num_key_value_heads": width // (2 * HEAD),
         "rms_norm_eps": 1e-5,
-        "vocab_size": 32000,
+        "vocab_size": VOCABULARY,
         "tie_word_embeddings": False,
     }
     model = llama.Model(llama.ModelArgs.from_dict(sizes))
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
     return model
-
-
-def model_of(args: argparse.Namespace) -> nn.Module:
-    return load(args.model)[0] if args.model else random_llama(args.shape)
 
 
 def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
@@ -66,87 +171,26 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
         context: further tokens before the prompt, whose keys and values are random.
 
     Raises:
-        GearbxError: a context for a model whose cache is another.
+        GearbxError: a context that the model's cache does not take, or that does not fit into memory.
     """
     cache = make_prompt_cache(model)
     if context:
-        model(mx.array([PROMPT]), cache=cache)  # to learn the shapes
-        for layer in cache:
-            if not isinstance(layer, KVCache):
-                raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
-            shapes = ((*held.shape[:2], context, held.shape[3]) for held in (layer.keys, layer.values))
-            layer.update_and_fetch(
-                *(mx.random.normal(shape, layer.keys.dtype, key=mx.random.key(0)) for shape in shapes)
-            )
-        mx.eval([layer.state for layer in cache])
+        fill_cache(model, cache, context)
     steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1, prompt_cache=cache)
     next(steps)
     return timed(lambda: [token for token, _ in steps]) / tokens
 
 
-def benchmark_decode(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each gear on each path; trials go through all of them in turn.
-
-    Raises:
-        GearbxError: no native kernels, a shape or ladder that does not exist, a context below 0.
-    """
-    if args.context < 0:
-        raise GearbxError(f"--context is {args.context}; give 0 or more")
-    settle_gears(args)
-    module, ladder = native_module(), Ladder.parse(args.gears)
-    read_bandwidth = bandwidth_reader(module)
-    boxes = {
-        path: Gearbox(model_of(args), ladder, kernels=kernels, activations=activations)
-        for path, kernels, activations in PATHS
-    }
-    # Weights that are not packed meet activations as they are.
-    cases = [(path, gear) for path in boxes for gear in ladder if path not in (INT16, INT8) or not gear.dense]
-    seconds: dict[tuple, list[float]] = {case: [] for case in cases}
-    shifts: dict[tuple, list[float]] = {case: [] for case in cases}
-    peaks: dict[tuple, int] = {}
-    bandwidths: list[float] = []
-    with Progress(console=terminal.messages, transient=True) as progress:
-        for number in progress.track(range(args.trials + 1), description="trials"):
-            for case in cases:
-                path, gear = case
-                bandwidths.append(read_bandwidth())
-                shift = boxes[path].shift(gear)
-                mx.reset_peak_memory()
-                tokens = args.tokens if path != MLX else SLOW_TOKENS
-                spent = decode_seconds(boxes[path].model, tokens, args.context)
-                peaks[case] = mx.get_peak_memory()
-                if number:  # the first round is a warm-up
-                    seconds[case].append(spent)
-                    shifts[case].append(shift)
-
-    def top_of(path: str) -> tuple:
-        return (path, ladder.top) if (path, ladder.top) in seconds else (NATIVE, ladder.top)
-
-    median = {case: statistics.median(spent) for case, spent in seconds.items()}
-    base = median[MLX, ladder.top]
-    return [
-        {
-            "gear": gear.name,
-            "bits": gear.bits,
-            "path": path,
-            "context": args.context,
-            "tokens_per_second": 1 / median[path, gear],
-            "ratio": base / median[path, gear],
-            "spread": [base / max(spent), base / min(spent)],
-            "weight_bytes_per_token": boxes[path].weight_bytes_per_token(gear),
-            "speedup": median[top_of(path)] / median[path, gear],
-            "predicted_speedup": boxes[path].predicted_speedup(gear),
-            "shift_seconds": statistics.median(shifts[path, gear]),
-            "roofline_share": boxes[path].weight_bytes_per_token(gear)
-            / (statistics.median(bandwidths) * GIGABYTE)
-            / median[path, gear],
-            "break_even_tokens": break_even_tokens(
-                statistics.median(shifts[path, gear]), median[top_of(path)], median[path, gear]
-            ),
-            "peak_memory_bytes": peaks[path, gear],
-            "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
-            "threads": module.threads(),
-            "trials": args.trials,
-        }
-        for (path, gear), spent in seconds.items()
-    ]
+def fill_cache(model: nn.Module, cache: Sequence[Any], context: int) -> None:
+    """Put random keys and values of further tokens into a KV cache."""
+    model(mx.array([PROMPT]), cache=cache)  # gives keys and values their shapes
+    needed = 0
+    for layer in cache:
+        if not isinstance(layer, KVCache):
+            raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
+        needed += sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values)) * context
+    check_memory(needed, f"--context {context}")
+    for layer in cache:
+        shapes = ((*array.shape[:2], context, array.shape[3]) for array in (layer.keys, layer.values))
+        layer.update_and_fetch(*(mx.random.normal(shape, layer.keys.dtype, key=mx.random.key(0)) for shape in shapes))
+    mx.eval([layer.state for layer in cache])

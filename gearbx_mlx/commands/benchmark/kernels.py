@@ -1,6 +1,5 @@
 """Matrix times vector in every format, against the read bandwidth of the machine."""
 
-import argparse
 import functools
 import statistics
 import time
@@ -10,19 +9,19 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
-from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from ...cli import terminal
+from ...cli.parsers.benchmark import GROUP, KernelBenchmark
+from ...cli.terminal import progress_bar, show_compiling
 from ...errors import GearbxError
 from ...formats import groupwise, rowwise
 from ...formats.planes import split
 from ...kernels import cpu, reference
 from ...kernels.dispatch import dense_product, groupwise_product, rowwise_product, stack_product
+from .memory import check_memory
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
-GROUP = 64
 SLOW_TRIALS = 2  # of MLX's own kernels
-NATIVE, INT16, INT8, MLX = "native", "native int16", "native int8", "mlx"  # paths; with activations of so many bits
+NATIVE, INT16, INT8, MLX = "native", "native int16", "native int8", "mlx"  # paths; int16, int8: rounded activations
 
 Product = Callable[..., mx.array | None]
 Many = list[mx.array]
@@ -54,8 +53,8 @@ def cases_of(
         total: bytes of all copies together.
         products: path to a function of x and the arrays.
     """
-    held = {id(a): a.nbytes for part in arrays for a in (part if isinstance(part, list) else [part])}
-    size = sum(held.values())
+    sizes = {id(a): a.nbytes for part in arrays for a in (part if isinstance(part, list) else [part])}
+    size = sum(sizes.values())
     copies = [[copied(part) for part in arrays] for _ in range(max(1, total // size))]
     mx.eval(copies)
     for path in paths:
@@ -141,36 +140,36 @@ def time_case(case: Case, x: mx.array, trials: int, read_bandwidth: Callable[[],
     }
 
 
-def benchmark_kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
+def benchmark_kernels(settings: KernelBenchmark) -> list[dict[str, Any]]:
     """A row for each format and path.
 
     Raises:
-        GearbxError: no native kernels, with which the read bandwidth is measured.
+        GearbxError: no native kernels, with which the read bandwidth is measured, or more than memory allows.
     """
+    rows, cols, vectors, total = settings.rows, settings.cols, settings.vectors, settings.megabytes * 2**20
+    matrix = 4 * rows * cols
+    check_memory(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
     module = native_module()
-    paths = [NATIVE, INT16, INT8] if args.native_only else [NATIVE, INT16, INT8, MLX]
-    weight = mx.random.normal((args.rows, args.cols), key=mx.random.key(0)) * 0.02
-    x = mx.random.normal((args.vectors, args.cols), key=mx.random.key(1))
+    paths = [NATIVE, INT16, INT8] if settings.native_only else [NATIVE, INT16, INT8, MLX]
+    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
+    x = mx.random.normal((vectors, cols), key=mx.random.key(1))
     read_bandwidth = bandwidth_reader(module)
     mx.eval(weight, x)
-    shape = {"rows": args.rows, "cols": args.cols, "vectors": args.vectors, "threads": module.threads()}
-    total, rows = args.megabytes * 2**20, []
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), console=terminal.messages, transient=True
-    ) as progress:
-        task = progress.add_task("")
-        for case in chain.from_iterable(
-            make(weight, total, paths) for make in (dense_cases, stack_cases, symmetric_cases)
-        ):
-            progress.update(task, description=" ".join(map(str, case.row.values())))
-            trials = args.trials if case.row["path"] != MLX else min(args.trials, SLOW_TRIALS)
-            rows.append(time_case(case, x, trials, read_bandwidth) | shape)
-    return rows
+    shape = {"rows": rows, "cols": cols, "vectors": vectors, "threads": module.threads()}
+    makers = dense_cases, stack_cases, symmetric_cases
+    found = []
+    with progress_bar() as progress:
+        task = progress.add_task("kernels timed", total=None)
+        for case in chain.from_iterable(make(weight, total, paths) for make in makers):
+            trials = settings.trials if case.row["path"] != MLX else min(settings.trials, SLOW_TRIALS)
+            found.append(time_case(case, x, trials, read_bandwidth) | shape)
+            progress.advance(task)
+    return found
 
 
 def native_module() -> Any:
     """Raises GearbxError where there are no native kernels."""
-    terminal.show_compiling()
+    show_compiling()
     module = cpu.native()
     if module is None:
         raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")

@@ -1,22 +1,24 @@
 """What entropy, monitor, gate and record add to a token."""
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mlx.nn as nn
 import mlx_lm
-from rich.progress import Progress
 
-from ...cli import terminal
-from ...cli.gears import settle_gears
+from ...cli.gearbox import settle_gears
+from ...cli.gears import LayoutSettings
+from ...cli.parsers.benchmark import RoutingBenchmark
+from ...cli.terminal import progress_bar
+from ...decoding.route import Route
 from ...decoding.stream import stream_generate
 from ...gears.gearbox import Gearbox
-from ...gears.ladder import Ladder
 from ...loading import load
 from ...routing.gates import ThresholdGate
-from .decode import PROMPT, model_of
+from .decode import PROMPT, llama_bytes, load_or_make
 from .kernels import bandwidth_reader, native_module, timed
+from .memory import check_memory
 
 
 class Stay(ThresholdGate):
@@ -29,55 +31,68 @@ class Stay(ThresholdGate):
         return gear
 
 
-def benchmark_routing(args: argparse.Namespace) -> list[dict[str, Any]]:
+def benchmark_routing(settings: RoutingBenchmark) -> list[dict[str, Any]]:
     """A row for each gear: seconds of a token that is routed, beside one of mlx-lm's own loop.
 
     Raises:
-        GearbxError: no native kernels, a shape or ladder that does not exist.
+        GearbxError: no native kernels, a model that cannot be loaded, or more than memory allows.
     """
-    settle_gears(args)
-    module, ladder = native_module(), Ladder.parse(args.gears)
+    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
+    if settings.model is None:
+        check_memory(llama_bytes(settings.shape, ladder, 1), f"--shape {settings.shape}")
+    module = native_module()
     read_bandwidth = bandwidth_reader(module)
-    model, tokenizer = model_of(args), load()[1]
+    model, tokenizer = load_or_make(settings.model, settings.shape), load()[1]
     gearbox = Gearbox(model, ladder, kernels="native")
-
-    def plain() -> Iterator:
-        return mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=args.tokens + 1)
-
-    def routed() -> Iterator:
-        gate = Stay(tuple(map(float, range(1, len(ladder)))))
-        gear = gearbox.gear.name
-        return stream_generate(model, tokenizer, PROMPT, args.tokens + 1, gearbox=gearbox, gate=gate, initial_gear=gear)
-
-    def seconds_of(way: Callable[[], Iterator]) -> float:
-        steps = way()
-        next(steps)
-        return timed(lambda: list(steps)) / args.tokens
-
     rows = []
-    with Progress(console=terminal.messages, transient=True) as progress:
-        task = progress.add_task("trials", total=len(ladder) * (args.trials + 1))
+    with progress_bar() as progress:
+        task = progress.add_task("trials", total=len(ladder) * (settings.trials + 1))
         for gear in ladder:
             gearbox.shift(gear)
-            seconds: dict[Any, list[float]] = {plain: [], routed: []}
-            for number in range(args.trials + 1):
-                for way in (plain, routed) if number % 2 else (routed, plain):
-                    spent = seconds_of(way)
-                    if number:  # the first round is a warm-up
-                        seconds[way].append(spent)
-                progress.advance(task)
-            ratios = [mine / other for mine, other in zip(seconds[routed], seconds[plain])]
+            plain, routed = time_loops(
+                model, tokenizer, gearbox, settings.tokens, settings.trials, lambda: progress.advance(task)
+            )
+            ratios = [mine / other for mine, other in zip(routed, plain)]
             rows.append(
                 {
                     "gear": gear.name,
                     "bits": gear.bits,
-                    "seconds": statistics.median(seconds[routed]),
-                    "seconds_of_mlx_lm": statistics.median(seconds[plain]),
+                    "seconds": statistics.median(routed),
+                    "seconds_of_mlx_lm": statistics.median(plain),
                     "ratio": statistics.median(ratios),
                     "spread": [min(ratios), max(ratios)],
                     "read_bandwidth_gigabytes_per_second": read_bandwidth(),
                     "threads": module.threads(),
-                    "trials": args.trials,
+                    "trials": settings.trials,
                 }
             )
     return rows
+
+
+def time_loops(
+    model: nn.Module, tokenizer: Any, gearbox: Gearbox, tokens: int, trials: int, progress: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """Seconds per token of mlx-lm's own loop and of a routed one, trial by trial, in the gear that is engaged."""
+
+    def plain() -> Iterator:
+        return mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens + 1)
+
+    def routed() -> Iterator:
+        gate = Stay(tuple(map(float, range(1, len(gearbox.ladder)))))
+        mode = Route(gate=gate, initial_gear=gearbox.gear.name)
+        return stream_generate(model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox)
+
+    seconds: dict[Callable[[], Iterator], list[float]] = {plain: [], routed: []}
+    for trial in range(trials + 1):
+        for loop in (plain, routed) if trial % 2 else (routed, plain):
+            spent = seconds_per_token(loop(), tokens)
+            if trial:  # the first one is a warm-up
+                seconds[loop].append(spent)
+        progress()
+    return seconds[plain], seconds[routed]
+
+
+def seconds_per_token(steps: Iterator, tokens: int) -> float:
+    """Of a loop, after its first token."""
+    next(steps)
+    return timed(lambda: list(steps)) / tokens

@@ -12,8 +12,8 @@
 namespace gearbx {
 namespace {
 
-constexpr int64_t TAKEN = 16, MOST_PIECES = 1 << 15;  // queries that a thread takes at a time, unless there are very many
-constexpr int64_t WORTH_SHARING = 1 << 17;            // multiplications; waking another thread costs as much as fewer
+constexpr int64_t TAKEN = 16, MOST_PIECES = 1 << 15;  // queries per piece of work, more if there are too many pieces
+constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications: to wake another thread takes as long as fewer
 
 float dot(const float* a, const float* b, int64_t count) {
   F8 even = zero8(), odd = zero8();
@@ -28,7 +28,7 @@ float dot(const float* a, const float* b, int64_t count) {
   return sum;
 }
 
-// Scores to weights that are not yet divided by their sum, which is returned. NaN stays NaN.
+// Replaces scores by exp(score - highest), and returns the sum of these. NaN stays NaN.
 float exponentials(float* scores, int64_t count) {
   float highest = -INFINITY;
   for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
@@ -47,7 +47,7 @@ float exponentials(float* scores, int64_t count) {
   return sum;
 }
 
-// y (8 N) = the sum of values (count, 8 N), `stride` apart, times their weights, times factor.
+// y (8 N) = factor times the weighted sum of values (count, 8 N), which are `stride` apart.
 template <int N>
 void weighted_sum(const float* weights, int64_t count, const float* values, int64_t stride, float factor, float* y) {
   F8 sums[N];
@@ -64,8 +64,8 @@ struct Job {
   int64_t taken;
 };
 
-// How many of the first `seen` keys there are up to the last that the mask lets a query see; scores of others before it
-// become -inf. Where it lets it see none, all have one score.
+// Sets the scores of masked keys to -inf, and returns the number of keys up to the last one that is not masked. If all
+// keys are masked, sets all scores to 0.
 int64_t hide(const uint8_t* mask, int64_t stride, std::vector<float>& scores) {
   int64_t seen = static_cast<int64_t>(scores.size());
   while (seen > 0 && !mask[(seen - 1) * stride]) seen--;
@@ -78,7 +78,7 @@ int64_t hide(const uint8_t* mask, int64_t stride, std::vector<float>& scores) {
   return seen;
 }
 
-// A query of a head sees the first `seen` keys at most.
+// One query of one head, which sees at most the first `seen` keys.
 void attend(const Job& job, int64_t batch, int64_t head, int64_t position, int64_t seen, std::vector<float>& weights) {
   const gearbx_attention& f = job.form;
   const auto start = [&](const int64_t* strides, int64_t h) { return batch * strides[0] + h * strides[1]; };
@@ -119,8 +119,8 @@ void do_piece(const void* context, int piece) {
 }  // namespace
 }  // namespace gearbx
 
-extern "C" void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys, const float* values,
-                              float* y) {
+extern "C" void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys,
+                              const float* values, float* y) {
   using namespace gearbx;
   const int64_t all = form->batch * form->heads * form->length;
   const int64_t some = form->length < TAKEN ? form->length : TAKEN, least = (all + MOST_PIECES - 1) / MOST_PIECES;

@@ -12,7 +12,7 @@
 namespace gearbx {
 namespace {
 
-// Vectors (batch, heads, positions, width) where they lie, or, if the numbers of one do not lie in a row, a copy.
+// Vectors (batch, heads, positions, width) in place; or a copy, if the numbers of a vector are not contiguous.
 class Vectors {
  public:
   Vectors(const mx::array& a, int64_t* strides) : data_(a.data<float>()), rows_(a) {
@@ -23,7 +23,7 @@ class Vectors {
     strides[2] = copied_ ? vector : a.strides(2);
   }
 
-  const float* read(std::vector<float>& held) const { return copied_ ? rows_.read(held) : data_; }
+  const float* read(std::vector<float>& copy) const { return copied_ ? rows_.read(copy) : data_; }
 
  private:
   const float* data_;
@@ -31,7 +31,7 @@ class Vectors {
   bool copied_;
 };
 
-// Inputs: queries, keys, values, and a mask of the shape of the scores if there is one.
+// Inputs: queries, keys, values; and the mask, if there is one, in the shape of the scores.
 class Attention : public Operation {
  public:
   Attention(mx::Stream s, float scale, bool causal) : Operation(s), scale_(scale), causal_(causal) {}
@@ -53,8 +53,8 @@ class Attention : public Operation {
     }
     const Vectors queries(q, form.query_strides), keys(k, form.key_strides), values(inputs[2], form.value_strides);
     enqueue(inputs, outputs[0], [=](float* y) {
-      std::vector<float> held[3];
-      gearbx_attend(&form, queries.read(held[0]), keys.read(held[1]), values.read(held[2]), y);
+      std::vector<float> copies[3];
+      gearbx_attend(&form, queries.read(copies[0]), keys.read(copies[1]), values.read(copies[2]), y);
     });
   }
 
@@ -73,14 +73,15 @@ mx::array attention(const mx::array& queries, const mx::array& keys, const mx::a
                     const std::optional<mx::array>& mask) {
   const auto s = mx::default_stream(mx::Device::cpu);
   for (const auto* a : {&queries, &keys, &values})
-    require(a->ndim() == 4 && a->size() > 0 && a->dtype() == mx::float32, "float32 (batch, heads, positions, width)");
+    require(a->ndim() == 4 && a->size() > 0 && a->dtype() == mx::float32,
+            "queries, keys and values must be float32 (batch, heads, positions, width)");
   require(keys.shape() == values.shape() && keys.shape(0) == queries.shape(0) && keys.shape(3) == queries.shape(3),
-          "queries, keys and values that go together");
-  require(queries.shape(1) % keys.shape(1) == 0, "a whole number of query heads for each head of keys");
-  require(!causal || keys.shape(2) >= queries.shape(2), "as many keys as queries, or more");
+          "queries, keys and values have shapes that do not fit");
+  require(queries.shape(1) % keys.shape(1) == 0, "the heads of queries must be a multiple of the heads of keys");
+  require(!causal || keys.shape(2) >= queries.shape(2), "causal attention needs at least as many keys as queries");
   std::vector<mx::array> inputs = {queries, keys, values};
   if (mask) {
-    require(mask->dtype() == mx::bool_, "a mask of true and false");
+    require(mask->dtype() == mx::bool_, "the mask must be bool");
     inputs.push_back(mx::broadcast_to(*mask, {queries.shape(0), queries.shape(1), queries.shape(2), keys.shape(2)}, s));
   }
   return output(queries.shape(), queries.shape(3), std::make_shared<Attention>(s, scale, causal), std::move(inputs));

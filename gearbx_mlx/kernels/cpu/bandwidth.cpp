@@ -1,4 +1,4 @@
-// The measure that kernels are held against: how fast this machine reads memory, as a plain sum on all threads.
+// The memory bandwidth of this machine, to compare kernels with: a plain sum on all threads.
 
 #include <atomic>
 

@@ -1,4 +1,4 @@
-// More vectors than a kernel takes at once.
+// Splits many vectors into chunks that a kernel takes at once.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace gearbx {
 
-// Call run(first, count) for chunks of at most GEARBX_MAX_VECTORS that differ by one at most: seventeen vectors as nine
-// and eight, since one more vector costs much less than one more reading of the weights. No chunk for no vectors.
+// Calls run(first, count) for chunks of at most GEARBX_MAX_VECTORS whose sizes differ by at most one: nine and eight
+// for seventeen vectors. To read the weights for sixteen vectors and again for one would take longer.
 template <class Run>
 void in_chunks(int64_t vectors, Run run) {
   const int64_t chunks = (vectors + GEARBX_MAX_VECTORS - 1) / GEARBX_MAX_VECTORS;

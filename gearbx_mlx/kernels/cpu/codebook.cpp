@@ -1,6 +1,6 @@
-// Matrix times vectors over codebooks. Of a group of a library, sum (midpoint + scale entry) x = scale sum entry x +
-// midpoint sum x. Outliers come last: what their codes stand for is taken back, and they are added. All rows and vectors
-// go through the same operations in the same order.
+// Matrix times vectors over codebooks. For a group with a library, sum (midpoint + scale entry) x is computed as scale
+// sum entry x + midpoint sum x. Outliers come last: the product of the code in their place is subtracted, and their own
+// is added. All rows and vectors go through the same operations in the same order.
 
 #include "codebook.h"
 
@@ -16,20 +16,20 @@
 namespace gearbx {
 namespace {
 
-constexpr int SUMS = 4;  // as many as hide the latency of an addition
+constexpr int SUMS = 4;  // independent sums: enough to hide the latency of an addition
 
 struct Job {
   const gearbx_codebook* matrix;
-  const float* x;              // as given
-  std::vector<float> ordered;  // per vector `stride`, in the order of the codes
-  std::vector<float> sums;     // per vector, of each group
+  const float* x;
+  std::vector<float> ordered;  // activations in the order of the codes, `stride` per vector
+  std::vector<float> sums;     // of the activations of each group, `groups` per vector
   int64_t stride, groups;
   int vectors;
   float* y;
   Pieces pieces;
 };
 
-// One vector's outliers of a row, added to its sum.
+// The result of one row and vector: its sum, with the outliers added.
 template <class Row>
 float finish(const Job& job, const Row& row, int64_t number, const float* x, F8 total) {
   const gearbx_codebook& m = *job.matrix;
@@ -43,12 +43,12 @@ float finish(const Job& job, const Row& row, int64_t number, const float* x, F8 
   float rest = 0.0f;
   for (; i < end; i++) {
     const int64_t column = m.outlier_columns[i];
-    rest = multiply_add(half_to_float(m.outliers[i]) - row.stands_for(column), x[column], rest);
+    rest = multiply_add(half_to_float(m.outliers[i]) - row.weight_at(column), x[column], rest);
   }
   return sum8(total) + rest;
 }
 
-// Adds the products of mid-points and sums of activations.
+// total plus the products of mid-points and sums of activations.
 template <class Row>
 F8 add_midpoints(const Job& job, const Row& row, int vector, F8 total) {
   const float* sums = job.sums.data() + vector * job.groups;
@@ -61,7 +61,7 @@ F8 add_midpoints(const Job& job, const Row& row, int vector, F8 total) {
 
 inline F8 sum_of(const F8 sums[SUMS]) { return add8(add8(sums[0], sums[1]), add8(sums[2], sums[3])); }
 
-// R rows at a time. For several vectors, codes become floats once for all of them, SPAN blocks at a time.
+// R rows at a time. For several vectors, the codes of SPAN blocks at a time become floats once for all of them.
 template <class Row, int R, bool ONE>
 void some_rows(const Job& job, int64_t first) {
   constexpr int N = Row::N, SPAN = Row::SPAN, MOST = ONE ? 1 : GEARBX_MAX_VECTORS;
@@ -137,7 +137,7 @@ void do_piece(const void* context, int piece) {
   }
 }
 
-// Activations in the order of the codes, zeros where there is none, and their sums over groups.
+// Puts the activations in the order of the codes, with zeros where there is no column, and sums them over groups.
 template <class Row>
 void prepare(Job& job) {
   constexpr int N = Row::N;

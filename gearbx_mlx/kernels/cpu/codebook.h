@@ -1,4 +1,5 @@
-// Matrix times vectors over learned codebooks, with a few weights beside them as they are. Plain C.
+// Matrix times vectors over learned codebooks, with outliers stored separately. Plain C, so that a test can call it
+// without Python.
 
 #pragma once
 
@@ -10,15 +11,16 @@ extern "C" {
 
 // A weight is an entry of a codebook, or an outlier. Floating values are fp16, as raw bits.
 //
-// One codebook a row (XFP's V2): `entries` is NULL, a weight is codebook[row][code], and all outliers of a row have one
-// code below them. Words hold 16, 10, 8, 6 (3 in each half) or 5 codes, the first in the lowest bits.
+// One codebook per row (V2 of XFP): `entries` is NULL, and a weight is codebook[row][code]. In the places of outliers,
+// a row has one and the same code. A word contains 16, 10, 8, 6 (3 in each half) or 5 codes, the first in the lowest
+// bits.
 //
-// A library (V2a): columns count in groups of 128 with an entry, a scale and a mid-point each, a weight is
+// A library of codebooks (V2a): each group of 128 columns has an entry, a scale and a mid-point, and a weight is
 // midpoint + scale * library[entry][code]. Codes are packed as MLX packs them.
 typedef struct {
   int64_t rows, columns;
-  int bits;                  // 2 to 6, of a library 2 to 4
-  int64_t row_words;         // of a packed row
+  int bits;                  // 2 to 6; with a library 2 to 4
+  int64_t row_words;         // words of a packed row
   const uint32_t* weights;   // (rows, row_words)
   const uint16_t* codebook;  // (rows, 2^bits), or the library (32, 2^bits)
   const uint8_t* entries;    // (rows, groups) or NULL
@@ -30,7 +32,7 @@ typedef struct {
 } gearbx_codebook;
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32. The weights are read
-// once for every 16 vectors; a vector's result has the same bits whatever else is in the call.
+// once for every 16 vectors. The bits of a vector's result do not depend on other vectors.
 void gearbx_codebook_product(const gearbx_codebook* matrix, const float* x, int64_t vectors, float* y);
 
 #ifdef __cplusplus

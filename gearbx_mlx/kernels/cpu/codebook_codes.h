@@ -1,7 +1,7 @@
-// The codes of one row, block by block, as what they stand for: N registers of eight floats, in an order of their own.
+// The weights of one row, block by block, without its outliers: N registers of eight floats, in an order of their own.
 //
-// COLUMNS and column(n, l) say which column of its block is in lane l of register n; the activations are put in that
-// order once per call. What lies past the last column is any entry, and meets activations of zero.
+// A block has COLUMNS columns, and column(n, l) is the one in lane l of register n. The activations are put in that
+// order once per call. After the last column, any weight may follow; it meets activations of zero.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace gearbx {
 
 constexpr int GROUP = 128, LIBRARY = 32;
 
-// One codebook a row. W vectors of eight words are a block, with as many codes as fill whole registers of bytes.
+// One codebook per row. A block is W registers of eight words; its codes fill whole registers of bytes.
 template <int B>
 struct ByRow {
   static constexpr bool GROUPED = false;
@@ -38,7 +38,7 @@ struct ByRow {
   const gearbx_codebook& m;
   const uint32_t* words;
   const uint16_t* halves;
-  float below = 0.0f;  // what the code of every outlier of the row stands for
+  float below = 0.0f;  // the weight of the code in the places of outliers, which is the same in all of the row
 
   ByRow(const gearbx_codebook& matrix, int64_t row)
       : m(matrix), words(m.weights + row * m.row_words), halves(m.codebook + (row << B)), table(halves) {
@@ -49,7 +49,7 @@ struct ByRow {
   unsigned code(int64_t column) const {
     return words[column / K] >> place(static_cast<int>(column % K)) & ((1u << B) - 1);
   }
-  float stands_for(int64_t) const { return below; }
+  float weight_at(int64_t) const { return below; }
   void enter(int64_t) {}
 
 #ifdef GEARBX_AVX2
@@ -101,7 +101,7 @@ struct ByRow {
 #endif
 };
 
-// Groups that name an entry of a library. A block is 32 codes, four of them a group.
+// A library of codebooks. A block is 32 codes; a group is four blocks.
 template <int B>
 struct ByGroup {
   static constexpr bool GROUPED = true;
@@ -132,7 +132,7 @@ struct ByGroup {
     return around >> bit % 8 & ((1u << B) - 1);
   }
 
-  float stands_for(int64_t column) const {
+  float weight_at(int64_t column) const {
     const int64_t group = column / GROUP;
     const float value = half_to_float(entry(group)[code(column)]);
     return multiply_add(half_to_float(scales[group]), value, half_to_float(midpoints[group]));

@@ -6,7 +6,7 @@
 namespace gearbx {
 namespace {
 
-enum { X, WEIGHT, CODEBOOK, OUTLIERS, COLUMNS, OFFSETS, ENTRIES, SCALES, MIDPOINTS };  // inputs, the last of a library
+enum { X, WEIGHT, CODEBOOK, OUTLIERS, COLUMNS, OFFSETS, ENTRIES, SCALES, MIDPOINTS };  // inputs; three are a library's
 
 class CodebookMatvec : public Operation {
  public:
@@ -47,43 +47,44 @@ void require_array(const mx::array& a, mx::Dtype dtype, const mx::Shape& shape, 
   require(a.dtype() == dtype && a.shape() == shape, what);
 }
 
-mx::array product(const mx::array& x, std::vector<mx::array> held, int rows, int bits) {
+mx::array product(const std::vector<mx::array>& arrays, int rows, int bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(held[OUTLIERS - 1].dtype() == mx::float16 && held[COLUMNS - 1].dtype() == mx::uint16 &&
-              held[OUTLIERS - 1].ndim() == 1 && held[OUTLIERS - 1].shape() == held[COLUMNS - 1].shape(),
-          "outliers that do not go with their columns");
-  require_array(held[OFFSETS - 1], mx::uint32, {rows + 1}, "an outlier offset for each row, and one more");
+  const mx::array &x = arrays[X], &outliers = arrays[OUTLIERS], &columns = arrays[COLUMNS];
+  require(outliers.dtype() == mx::float16 && columns.dtype() == mx::uint16 && outliers.ndim() == 1 &&
+              outliers.shape() == columns.shape(),
+          "outliers must be float16 values with as many uint16 columns");
+  require_array(arrays[OFFSETS], mx::uint32, {rows + 1}, "there must be an outlier offset for each row, and one more");
   check_x(x, x.shape(-1));
   std::vector<mx::array> inputs = {in_float32(x, s)};
-  for (const auto& array : held) inputs.push_back(in_rows(array, s));
+  for (size_t i = WEIGHT; i < arrays.size(); i++) inputs.push_back(in_rows(arrays[i], s));
   return output(x.shape(), rows, std::make_shared<CodebookMatvec>(s, bits), std::move(inputs));
 }
 
 mx::array codebook_matvec(const mx::array& x, const mx::array& weight, const mx::array& codebook,
                           const mx::array& outliers, const mx::array& columns, const mx::array& offsets, int bits) {
-  require(bits >= 2 && bits <= 6, "codes of 2 to 6 bits");
-  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes are a matrix");
-  const int held = bits == 5 ? 6 : 32 / bits;
+  require(bits >= 2 && bits <= 6, "codebooks have codes of 2 to 6 bits");
+  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes must be a matrix");
+  const int codes = bits == 5 ? 6 : 32 / bits;
   const auto row_bytes = static_cast<int64_t>(weight.shape(1)) * static_cast<int64_t>(weight.itemsize());
-  require(weight.dtype() == (bits == 5 ? mx::uint16 : mx::uint32) && row_bytes == (x.shape(-1) + held - 1) / held * 4,
-          "packed codes that do not go with x");
+  require(weight.dtype() == (bits == 5 ? mx::uint16 : mx::uint32) && row_bytes == (x.shape(-1) + codes - 1) / codes * 4,
+          "packed codes do not fit the width of x");
   const int rows = weight.shape(0);
-  require_array(codebook, mx::float16, {rows, 1 << bits}, "a codebook of fp16 for each row");
-  return product(x, {weight, codebook, outliers, columns, offsets}, rows, bits);
+  require_array(codebook, mx::float16, {rows, 1 << bits}, "there must be a float16 codebook for each row");
+  return product({x, weight, codebook, outliers, columns, offsets}, rows, bits);
 }
 
 mx::array library_matvec(const mx::array& x, const mx::array& weight, const mx::array& library,
                          const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
                          const mx::array& entries, const mx::array& scales, const mx::array& midpoints, int bits) {
-  require(bits >= 2 && bits <= 4, "codes of 2 to 4 bits");
-  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes are a matrix");
+  require(bits >= 2 && bits <= 4, "libraries have codes of 2 to 4 bits");
+  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes must be a matrix");
   const int rows = weight.shape(0), groups = (x.shape(-1) + 127) / 128;
-  require_array(weight, mx::uint32, {rows, groups * 4 * bits}, "packed codes that do not go with x");
-  require_array(library, mx::float16, {32, 1 << bits}, "a library of 32 codebooks of fp16");
-  require_array(entries, mx::uint8, {rows, groups}, "an entry for each group");
-  require_array(scales, mx::float16, {rows, groups}, "a scale of fp16 for each group");
-  require_array(midpoints, mx::float16, {rows, groups}, "a mid-point of fp16 for each group");
-  return product(x, {weight, library, outliers, columns, offsets, entries, scales, midpoints}, rows, bits);
+  require_array(weight, mx::uint32, {rows, groups * 4 * bits}, "packed codes do not fit the width of x");
+  require_array(library, mx::float16, {32, 1 << bits}, "a library must have 32 float16 codebooks");
+  require_array(entries, mx::uint8, {rows, groups}, "there must be a uint8 entry for each group");
+  require_array(scales, mx::float16, {rows, groups}, "there must be a float16 scale for each group");
+  require_array(midpoints, mx::float16, {rows, groups}, "there must be a float16 mid-point for each group");
+  return product({x, weight, library, outliers, columns, offsets, entries, scales, midpoints}, rows, bits);
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
-// 32 packed codes to 32 floats, for any width that MLX packs: a little-endian stream of bits, 4 * width bytes a block.
+// Unpacks a block of 32 codes to 32 floats, for every width that MLX packs: a little-endian stream of bits, 4 * width
+// bytes per block.
 //
-// A block becomes one byte per code first. There planes are put together (a code of 8 bits at most), and only then it
-// becomes floats, so that a stack of planes costs little more than one plane. Byte k of the dword l is masked where it
-// stands: register k holds code 4 l + k, times PLACE[k]. The activations are put in that order, and divided by the same
-// powers of two, once for all rows (prepare.h). Nothing is read beyond the block.
+// A block first becomes one byte per code. Planes are combined as bytes (codes have at most 8 bits) and only then
+// become floats, so that a stack of planes costs little more than one plane. Byte k of dword l is masked in place and
+// not shifted down: lane l of register k is code 4 l + k times PLACE[k]. The activations are put in that order, and
+// divided by the same powers of two, once for all rows (prepare.h). Nothing is read beyond the block.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 namespace gearbx {
 
 constexpr int BLOCK = 32;
-// The last byte is shifted down instead: where it stands, it would be a sign.
+// The last byte of a dword is shifted down: in place, its highest bit would be a sign.
 constexpr float PLACE[4] = {1.0f, 256.0f, 65536.0f, 1.0f};
 
 #ifdef GEARBX_AVX2
@@ -22,9 +23,9 @@ typedef __m256i Bytes32;
 inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline __m128i load8_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 
-// Widths that divide no byte: the two bytes around each code go to 16 bits of their own, a multiplication puts the code
-// at their top, one shift brings it down. Half of a block is 2 * W bytes, which lie in 16, or in 8, that are loaded at
-// once; for the second half the load ends where the block does. A byte after the last code is whatever it is.
+// Unpacks widths that do not divide a byte. The two bytes around each code become a value of 16 bits, a multiplication
+// moves the code to its top, and a shift moves it down. Half of a block is 2 * W bytes, which one load of 16 or 8 bytes
+// contains; the load for the second half ends at the end of the block. The byte after the last code does not matter.
 template <int W>
 struct Windows {
   static constexpr int LOADED = 2 * W < 8 ? 8 : 16, SECOND = 4 * W - LOADED;
@@ -87,8 +88,8 @@ inline Bytes32 unpack<1>(const uint8_t* p) {
   return _mm256_min_epu8(bits, _mm256_set1_epi8(1));
 }
 
-// The codes stay below 2^8, so that no bit crosses from one byte into the next.
-inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
+// Appends the bits of a lower plane. Codes stay below 2^8, so that no bit moves from one byte into the next.
+inline Bytes32 append_plane(Bytes32 above, Bytes32 below, int width) {
   return _mm256_or_si256(_mm256_sll_epi32(above, _mm_cvtsi32_si128(width)), below);
 }
 
@@ -119,7 +120,7 @@ inline Bytes32 unpack(const uint8_t* p) {
   return codes;
 }
 
-inline Bytes32 put_below(Bytes32 above, Bytes32 below, int width) {
+inline Bytes32 append_plane(Bytes32 above, Bytes32 below, int width) {
   for (int i = 0; i < BLOCK; i++) above.byte[i] = static_cast<uint8_t>(above.byte[i] << width | below.byte[i]);
   return above;
 }

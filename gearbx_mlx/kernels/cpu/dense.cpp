@@ -1,4 +1,4 @@
-// Matrix times vectors over dense weights in the type they are stored in, accumulated in float32.
+// Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
 
 #include "matvec.h"
 #include "pool.h"
@@ -8,7 +8,7 @@
 namespace gearbx {
 namespace {
 
-constexpr int AHEAD = 1024;  // weights that are asked for before they are needed
+constexpr int AHEAD = 1024;  // distance of the prefetch, in weights
 
 struct Job {
   const gearbx_dense* matrix;
@@ -18,12 +18,12 @@ struct Job {
   Pieces pieces;
 };
 
-// Two sums for each row and vector, since one addition has to wait for the one before.
+// Two sums for each row and vector, so that an addition need not wait for the one before.
 struct Sums {
   F8 even, odd;
 };
 
-// Columns beyond the last multiple of 16: eight at a time into the first sum, and then one by one.
+// Adds the columns after the last multiple of 16: eight at a time to the first sum, and then one by one.
 template <class T>
 float add_tail(const T* w, const float* x, int64_t from, int64_t columns, Sums sums) {
   int64_t i = from;
@@ -33,8 +33,8 @@ float add_tail(const T* w, const float* x, int64_t from, int64_t columns, Sums s
   return sum8(add8(sums.even, sums.odd)) + rest;
 }
 
-// R rows times V vectors: as many as registers hold the sums of. A value that is loaded is used V or R times, and each
-// row and vector go through the same operations in any tile.
+// R rows times V vectors, whose sums fit the registers. Every loaded weight is used V times, every activation R times.
+// A row and a vector go through the same operations in every tile.
 template <class T, int R, int V>
 void tile(const Job& job, int64_t row, int vector) {
   const int64_t columns = job.matrix->columns, whole = columns / 16 * 16;
@@ -63,7 +63,7 @@ void tile(const Job& job, int64_t row, int vector) {
           add_tail(w + r * columns, x + v * columns, whole, columns, {even[r][v], odd[r][v]});
 }
 
-// The weights come from memory for the first vectors, and from the cache for the others.
+// The weights are read from memory for the first vectors, and from the cache for the others.
 template <class T, int R>
 void rows_times_vectors(const Job& job, int64_t row) {
   int v = 0;

@@ -1,11 +1,11 @@
-// Integer products of codes and activations of eight bits: each processor's own instruction, or plain C++.
+// Integer products of codes with activations of eight bits, by the processor's own instruction or in plain C++.
 //
-// The codes of 32 bytes at a time. Widths that divide a byte are masked where they stand: register k holds the codes
-// at bit k * W of each byte, which are every (8 / W)-th, and the activations are put in that order once for all rows.
-// The other widths are unpacked (codes.h) and stay in their order.
+// A register is 32 codes as bytes. Codes of widths that divide a byte are masked in place: register k is the codes at
+// bit k * W of each byte, which are every (8 / W)-th, and the activations are put in that order once for all rows.
+// Codes of other widths are unpacked (codes.h) and keep their order.
 //
-// An activation is a byte between -127 and 127, or two of them, of which the first counts BASE. Lane j of the sums belongs
-// to the bytes 4 j to 4 j + 3 of a register.
+// An activation is a byte from -127 to 127, or two of them, of which the first is multiplied by BASE. Lane j of the
+// sums is the sum of bytes 4 j to 4 j + 3 of a register.
 
 #pragma once
 
@@ -63,10 +63,11 @@ GEARBX_INLINE I8 dot(const Bytes32* codes, const int8_t* x) {
 
 #else
 
-constexpr bool SIGNED_BYTES = true;  // codes of eight bits have a sign
+constexpr bool SIGNED_BYTES = true;  // codes of eight bits are signed
 
-// Pairs of products, onto 16 bits: unsigned times signed, 63 * 127 * 2 at most, or 128 * 127 * 2 with the sign of a code
-// put on its activation. The registers of a unit are added up before they are widened: 15 * 127 * 2 * 2 at most.
+// Sums of two products must fit 16 bits. Unsigned codes times signed activations: at most 63 * 127 * 2. Codes of 8 bits
+// give their sign to the activation: at most 128 * 127 * 2. Sums over the registers of a unit: at most 15 * 127 * 2 *
+// 2.
 template <int W, int PLACE>
 GEARBX_INLINE I8 dot(const Bytes32* codes, const int8_t* x) {
   __m256i sums;
@@ -84,7 +85,7 @@ GEARBX_INLINE I8 dot(const Bytes32* codes, const int8_t* x) {
 
 GEARBX_INLINE I8 add_sums(I8 a, I8 b) { return _mm256_add_epi32(a, b); }
 
-// R lanes for each of 8 / R values.
+// Repeats each of 8 / R values in R lanes.
 template <int R>
 GEARBX_INLINE F8 spread(const float* values) {
   if constexpr (R == 8) return all8(values[0]);
@@ -148,14 +149,15 @@ GEARBX_INLINE F8 spread(const float* values) {
 
 #endif
 
-// Of a unit of codes and its activations, all first bytes before all second ones.
+// The sums of a unit of codes times its activations; of activations of two bytes, all first bytes precede all second
+// ones.
 template <int W, int BYTES>
 GEARBX_INLINE I8 products(const Bytes32* codes, const int8_t* x) {
   if constexpr (BYTES == 1) return dot<W, 1>(codes, x);
   return add_sums(dot<W, BASE>(codes, x), dot<W, 1>(codes, x + Unit<W>::CODES));
 }
 
-// The activation, of a unit, that meets byte i of register k.
+// The index, within a unit, of the activation for byte i of register k.
 template <int W>
 constexpr int input_at(int k, int i) {
   return divides_a_byte(W) ? 8 / W * i + k : i;

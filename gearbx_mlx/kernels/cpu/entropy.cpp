@@ -1,5 +1,5 @@
-// Shannon entropy of a row of log-probabilities, as routing/entropy.py has it. With MLX's exponential, over a vocabulary, it
-// is a noticeable part of a token.
+// Shannon entropy of a row of log-probabilities, as in routing/entropy.py. With MLX's exponential, the entropy over a
+// whole vocabulary takes a noticeable part of a token's time.
 
 #include <cmath>
 
@@ -18,7 +18,7 @@ inline Floats sane(Floats z) {
   return z < -LARGEST ? Floats{} - 1e4f : z;
 }
 
-// Numbers i to i + LANES of a row; -inf beyond its end.
+// Numbers i to i + LANES of a row; -inf after its end.
 inline Floats load(const float* row, int64_t i, int64_t count) {
   Floats z;
   if (i + LANES <= count) {
@@ -45,7 +45,7 @@ float entropy_of_row(const float* row, int64_t count) {
   float highest = highest_lanes[0];
   for (int i = 1; i < LANES; i++) highest = highest_lanes[i] > highest ? highest_lanes[i] : highest;
 
-  // The sums of exp(z) and of exp(z) z, where z is 0 at the highest.
+  // The sums of exp(z) and of exp(z) z, where z is the distance to the highest number.
   Floats total = {}, weighted = {};
   for (int64_t i = 0; i < count; i += LANES) {
     const Floats below = load(row, i, count) - highest;

@@ -1,11 +1,11 @@
-// Mixtures of experts as operations of MLX's graph: what mx::gather_mm and mx::gather_qmm do for single vectors.
+// Products of mixtures of experts as operations of MLX's graph: mx::gather_mm and mx::gather_qmm for single vectors.
 
 #include "graph.h"
 
 namespace gearbx {
 namespace {
 
-// Which vector each pair takes, as x (..., 1, I) and the indices are broadcast against each other.
+// The number of the vector in each pair, after x (..., 1, I) and the indices are broadcast against each other.
 std::vector<int32_t> vectors_of_pairs(const mx::Shape& x, const mx::Shape& pairs) {
   int count = 1;
   for (int length : pairs) count *= length;
@@ -23,7 +23,7 @@ std::vector<int32_t> vectors_of_pairs(const mx::Shape& x, const mx::Shape& pairs
   return vectors;
 }
 
-// Inputs: x, those of `Form`, indices.
+// Inputs: x, the weights with what belongs to them, indices.
 class Experts : public Operation {
  public:
   Experts(mx::Stream s, std::vector<int32_t> vectors) : Operation(s), vectors_(std::move(vectors)) {}
@@ -75,13 +75,13 @@ class DenseExperts : public Experts {
   }
 };
 
-// The shape of the pairs; indices are given that shape.
+// Returns the shape of the pairs, and broadcasts the indices to it.
 mx::Shape broadcast(const mx::array& x, mx::array& indices, mx::Stream s) {
-  require(x.ndim() >= 2 && x.shape(-2) == 1, "one vector for each index: x of shape (..., 1, I)");
-  require(mx::issubdtype(indices.dtype(), mx::integer), "indices are whole numbers");
+  require(x.ndim() >= 2 && x.shape(-2) == 1, "x must be (..., 1, I), with one vector for each index");
+  require(mx::issubdtype(indices.dtype(), mx::integer), "indices must be integers");
   const mx::Shape own(x.shape().begin(), x.shape().end() - 2);
   const auto pairs = mx::broadcast_shapes(own, indices.shape());
-  require(indices.size() > 0, "one index or more");
+  require(indices.size() > 0, "there must be at least one index");
   indices = in_rows(mx::astype(mx::broadcast_to(indices, pairs, s), mx::int32, s), s);
   return pairs;
 }
@@ -111,7 +111,7 @@ mx::array stack_experts(const mx::array& x, const std::vector<mx::array>& weight
 
 mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array indices) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(weight.ndim() == 3, "weights are a matrix per expert");
+  require(weight.ndim() == 3, "weights must be a matrix for each expert");
   type_of(weight);
   check_x(x, weight.shape(2));
   const auto pairs = broadcast(x, indices, s);

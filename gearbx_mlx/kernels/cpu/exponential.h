@@ -1,6 +1,6 @@
-// exp of eight numbers at once: that of the C library takes 20 ns a number where MLX calls it on x86.
+// exp of eight numbers at once. MLX calls that of the C library, which takes 20 ns per number on x86.
 //
-// Vectors are those of GCC and Clang, which any processor has.
+// The vector types are those of GCC and Clang, which work on every processor.
 
 #pragma once
 
@@ -13,11 +13,11 @@ constexpr int LANES = 8;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-constexpr float LEAST = -80.0f;  // exp of less is next to nothing beside 1
+constexpr float LEAST = -80.0f;  // exp of less is negligible next to 1
 
 // exp(z) for LEAST <= z <= 0: 2^n exp(r), n whole, |r| <= log(2) / 2, by its Taylor polynomial; exp(0) is exactly 1.
 inline Floats exponential(Floats z) {
-  const float rounding = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers
+  const float rounding = 12582912.0f;  // 1.5 * 2^23: adding it to a number rounds that to an integer
   const Floats n = (z * 1.44269504f + rounding) - rounding;
   const Floats r = (z - n * 0.693359375f) - n * -2.12194440e-4f;
   Floats p = Floats{} + 1.0f / 5040;

@@ -54,7 +54,8 @@ extern "C" void gearbx_rms_norm(const float* x, int64_t rows, int64_t columns, c
 extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y) {
   const auto& [shape, strides, frequencies, dims, traditional, scale, offset] = *rotation;
   const int64_t length = shape[2], width = shape[3], half = dims / 2;
-  const int64_t first = traditional ? 2 : 1, second = traditional ? 1 : half;  // pair i is at first * i and that + second
+  // Pair i is the numbers at first * i and first * i + second.
+  const int64_t first = traditional ? 2 : 1, second = traditional ? 1 : half;
   std::vector<float> cosines(static_cast<size_t>(half)), sines(static_cast<size_t>(half));
   for (int64_t t = 0; t < length; t++) {
     const float position = (static_cast<float>(t) + static_cast<float>(offset)) * scale;

@@ -1,4 +1,4 @@
-// Fused operations as operations of MLX's graph.
+// RMS norms, rotary positions and SwiGLU as operations of MLX's graph.
 
 #include "fused.h"
 
@@ -32,7 +32,7 @@ class RmsNorm : public Operation {
   float eps_;
 };
 
-// Inputs: x, in any strides, frequencies.
+// Inputs: x, with any strides; frequencies.
 class Rope : public Operation {
  public:
   Rope(mx::Stream s, bool traditional, float scale, int64_t offset)
@@ -71,8 +71,8 @@ class SwiGlu : public Operation {
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const int64_t count = static_cast<int64_t>(inputs[0].size());
     dispatch(inputs, outputs[0], [count, second = Rows(inputs[1])](const float* gate, float* y) {
-      std::vector<float> held;
-      gearbx_swiglu(gate, second.read(held), count, y);
+      std::vector<float> copy;
+      gearbx_swiglu(gate, second.read(copy), count, y);
     });
   }
 
@@ -82,7 +82,7 @@ class SwiGlu : public Operation {
 
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(weight.ndim() == 1, "the weight of a norm is a vector");
+  require(weight.ndim() == 1, "the weight of a norm must be a vector");
   type_of(weight);
   check_x(x, weight.shape(0));
   return output(x.shape(), weight.shape(0), std::make_shared<RmsNorm>(s, eps),
@@ -91,16 +91,17 @@ mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
 
 mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditional, float scale, int64_t offset) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(frequencies.ndim() == 1 && frequencies.dtype() == mx::float32, "frequencies are a vector of float32");
-  require(x.ndim() == 4 && x.size() > 0, "x is (batch, heads, length, width), and not empty");
-  require(2 * frequencies.shape(0) <= x.shape(3), "two numbers of x or more for each frequency");
+  require(frequencies.ndim() == 1 && frequencies.dtype() == mx::float32, "frequencies must be a float32 vector");
+  require(x.ndim() == 4 && x.size() > 0, "x must be (batch, heads, length, width), and not empty");
+  require(2 * frequencies.shape(0) <= x.shape(3), "x has fewer than two numbers for each frequency");
   return output(x.shape(), x.shape(3), std::make_shared<Rope>(s, traditional, scale, offset),
                 {in_float32(x, s), in_rows(frequencies, s)});
 }
 
 mx::array swiglu(const mx::array& gate, const mx::array& up) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(gate.shape() == up.shape() && gate.ndim() > 0 && gate.size() > 0, "gate and up of one shape, and not empty");
+  require(gate.shape() == up.shape() && gate.ndim() > 0 && gate.size() > 0,
+          "gate and up must have the same shape, and not be empty");
   return output(gate.shape(), gate.shape(-1), std::make_shared<SwiGlu>(s), {in_float32(gate, s), in_float32(up, s)});
 }
 

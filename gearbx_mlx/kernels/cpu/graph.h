@@ -1,5 +1,5 @@
-// What the kernels have in common as operations of MLX's own graph: lazy, and run by MLX's CPU stream when their inputs
-// are there.
+// Shared parts of the kernels' operations in MLX's graph, which are lazy: MLX's CPU stream runs them once their inputs
+// are computed.
 
 #pragma once
 
@@ -29,20 +29,20 @@ inline int type_of(const mx::array& a) {
   if (a.dtype() == mx::float32) return GEARBX_FLOAT32;
   if (a.dtype() == mx::bfloat16) return GEARBX_BFLOAT16;
   if (a.dtype() == mx::float16) return GEARBX_FLOAT16;
-  throw std::invalid_argument("weights, scales and biases are float32, bfloat16 or float16");
+  throw std::invalid_argument("weights, scales and biases must be float32, bfloat16 or float16");
 }
 
-inline void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
+inline void require(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
 }
 
-// Row-contiguous when it is evaluated; nothing is copied that already is.
+// The array, row-contiguous; copied only if it is not.
 inline mx::array in_rows(const mx::array& a, mx::Stream s) {
   return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
 }
 
-// The numbers of an input, row after row. Where they lie so already, which is the rule, nothing is copied: that is known
-// when the operation runs, and an operation of MLX's own to see to it would cost each product one more.
+// The numbers of an input, row after row. Inputs usually are row-contiguous and are not copied. That is known only when
+// the operation runs, and mx::contiguous would cost every product one more operation.
 class Rows {
  public:
   explicit Rows(const mx::array& a) : data_(a.data<float>()), size_(a.size()) {
@@ -51,24 +51,24 @@ class Rows {
     strides_ = a.strides();
   }
 
-  // `held` has them where they lie otherwise. Called on the stream, when the numbers are there.
-  const float* read(std::vector<float>& held) const {
+  // Uses `copy` if the input is not row-contiguous. To be called on the stream, when the input is computed.
+  const float* read(std::vector<float>& copy) const {
     if (shape_.empty()) return data_;
-    std::vector<int> at(shape_.size() - 1);  // the row that is next
-    held.reserve(size_);
-    while (held.size() < size_) {
+    std::vector<int> at(shape_.size() - 1);  // indices of the next row
+    copy.reserve(size_);
+    while (copy.size() < size_) {
       const float* row = data_;
       for (size_t d = 0; d < at.size(); d++) row += at[d] * strides_[d];
-      for (int i = 0; i < shape_.back(); i++) held.push_back(row[i * strides_.back()]);
+      for (int i = 0; i < shape_.back(); i++) copy.push_back(row[i * strides_.back()]);
       for (size_t d = at.size(); d-- > 0 && ++at[d] == shape_[d];) at[d] = 0;
     }
-    return held.data();
+    return copy.data();
   }
 
  private:
   const float* data_;
   size_t size_;
-  mx::Shape shape_;  // empty where the rows lie one after the other
+  mx::Shape shape_;  // empty if the input is row-contiguous
   mx::Strides strides_;
 };
 
@@ -80,20 +80,20 @@ inline int64_t vectors_of(const mx::array& x) {
 
 inline void check_x(const mx::array& x, int64_t columns) {
   require(x.ndim() >= 1 && x.shape(-1) == columns, "x and the weights differ in width");
-  require(columns > 0 && x.size() > 0, "one vector or more");
+  require(columns > 0 && x.size() > 0, "x must have at least one vector");
 }
 
-// An operation with one output, computed by a function of plain C.
+// An operation with one output, which a function of plain C computes.
 class Operation : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
-    throw std::runtime_error("a CPU kernel has no GPU form");
+    throw std::runtime_error("this kernel is for the CPU, and cannot run on a GPU");
   }
 
  protected:
-  // Allocates the output, tells the encoder what is read and written, and hands run(y) to the stream.
+  // Allocates the output, registers inputs and output with the encoder, and dispatches run(y) to the stream.
   template <class Run>
   void enqueue(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
@@ -103,12 +103,12 @@ class Operation : public mx::Primitive {
     encoder.dispatch([run, y = out.data<float>()]() { run(y); });
   }
 
-  // As enqueue, with run(x, y); x is the first of the inputs.
+  // As `enqueue`, with run(x, y); x is the first input.
   template <class Run>
   void dispatch(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
     enqueue(inputs, out, [run, rows = Rows(inputs[0])](float* y) {
-      std::vector<float> held;
-      run(rows.read(held), y);
+      std::vector<float> copy;
+      run(rows.read(copy), y);
     });
   }
 };
@@ -121,7 +121,7 @@ inline mx::array output(mx::Shape shape, int rows, std::shared_ptr<mx::Primitive
 
 inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w)}; }
 
-// How a stack lies among the inputs of an operation: after x the weights of each plane, scales, the biases of each.
+// A stack of planes as inputs of an operation: x, the weights of each plane, scales, the biases of each plane.
 struct StackForm {
   std::vector<int> widths;
   int group;
@@ -149,15 +149,16 @@ struct StackForm {
     return m;
   }
 
-  // The inputs of an operation, checked; all arrays of the stack have `dimensions`.
+  // The inputs of an operation, after checking them; `dimensions` of all arrays of the stack.
   std::vector<mx::array> inputs(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                                 const std::vector<mx::array>& biases, size_t dimensions, mx::Stream s) const {
     const size_t planes = widths.size();
     require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
-            "1 to 8 planes, each with weights and biases");
-    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "activations of 8 or 16 bits, or as they are (0)");
-    require(group == 32 || group == 64 || group == 128, "groups of 32, 64 or 128");
-    require(scales.ndim() == dimensions, dimensions == 2 ? "scales are a matrix" : "scales are a matrix per expert");
+            "there must be 1 to 8 planes, each with weights and biases");
+    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+    require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
+    require(scales.ndim() == dimensions,
+            dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
     const int64_t columns = static_cast<int64_t>(scales.shape(-1)) * group;
     check_x(x, columns);
     type_of(scales);
@@ -165,18 +166,19 @@ struct StackForm {
     std::vector<mx::array> all = {in_float32(x, s)};
     int bits = 0;
     for (size_t p = 0; p < planes; p++) {
-      require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes of 1 to 6 or 8 bits");
+      require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes must have 1 to 6 or 8 bits");
       auto shape = scales.shape();
       shape.back() = static_cast<int>(columns / 32 * widths[p]);
       require(weights[p].dtype() == mx::uint32 && weights[p].shape() == shape,
-              "packed weights that do not go with the scales");
+              "packed weights and scales have shapes that do not fit");
       bits += widths[p];
       all.push_back(in_rows(weights[p], s));
     }
-    require(bits <= 8, "planes of 8 bits together at most");
+    require(bits <= 8, "planes must have at most 8 bits together");
     all.push_back(in_rows(scales, s));
     for (const auto& b : biases) {
-      require(b.dtype() == scales.dtype() && b.shape() == scales.shape(), "biases that do not go with the scales");
+      require(b.dtype() == scales.dtype() && b.shape() == scales.shape(),
+              "biases must have the type and shape of the scales");
       all.push_back(in_rows(b, s));
     }
     return all;

@@ -1,12 +1,12 @@
-// The products of stack.cpp with activations of 8 or 16 bits, so that codes need not become floats: of a group,
+// The products of stack.cpp with activations of 8 or 16 bits, so that codes need not become floats. For a group,
 //
 //   sum_i (scale code_i + bias) x_i  ~  step (scale sum_i code_i q_i + bias sum_i q_i),   x_i ~ step q_i
 //
-// Activations have a step per vector and group of inputs: 127 steps are the largest of them, or of two bytes 32384, which
-// is finer than bfloat16 by far. Both sums are exact, and both of the rounded activations: codes are not centered, so
-// that the error of a sum of exact ones would not cancel.
+// Activations have a step for each vector and group of inputs. The largest activation of a group is 127 steps, or 32384
+// with two bytes, which is far finer than bfloat16. Both sums are exact, and both are over the rounded activations:
+// codes are not centered, so that rounding errors would not cancel if the second sum were over the original ones.
 //
-// A stack's planes are added up one after the other, each with its own place value: no code is put together.
+// The planes of a stack are added one after the other, each with its own place value; their codes are never combined.
 
 #include <bit>
 #include <cmath>
@@ -20,26 +20,27 @@
 namespace gearbx {
 namespace {
 
-constexpr int ORDERS = 4;  // of the activations: for planes of 1, 2 and 4 bits, and for the others
+constexpr int ORDERS = 4;  // of the activations: for planes of 1, 2 and 4 bits, and for other planes
 constexpr int MOST_LANES = 8;
-constexpr int AHEAD = 2048;  // bytes that are asked for before they are needed, as far as a row and a half of 4 bits
+constexpr int AHEAD = 2048;  // distance of the prefetch, in bytes: about a row and a half of 4 bits
 
 constexpr int order_of(int width) { return width == 1 ? 0 : width == 2 ? 1 : width == 4 ? 2 : 3; }
 
-// The activations as bytes, in each order that is needed: per unit, per vector, as its registers of codes meet them, and
-// zeros up to a whole unit. Per vector and group their step, and the sum of what the bytes stand for.
+// The activations as bytes, in each order that a plane needs: per unit, per vector, in the order of its registers of
+// codes, with zeros up to a whole unit. Per vector and group: the step, and the sum of the rounded activations.
 struct Activations {
-  std::vector<int32_t> whole;  // numbers of steps
+  std::vector<int32_t> whole;  // activations in steps
   std::vector<int8_t> ordered[ORDERS];
   std::vector<float> steps, sums, padded;
-  int64_t stride;  // of steps and sums, whole registers of groups
+  int64_t stride;  // from one vector's steps and sums to the next: whole registers of groups
 };
 
-// Numbers of steps of a group, `most` for the largest. Where the activations are not finite the step is NaN: the vector's
-// results are then NaN, all of them. Loops without branches, which the compiler makes wide.
+// Writes the activations of a group in steps, `most` for the largest, and returns the step. If an activation is not
+// finite, the step is NaN, and with it all results of the vector. The loops have no branches, so that the compiler
+// vectorizes them.
 float quantize_group(const float* x, int group, int32_t most, int32_t* out) {
   constexpr uint32_t INFINITE = 0x7f800000;
-  uint32_t largest = 0;  // magnitudes as bits: in order, with NaN beyond infinity
+  uint32_t largest = 0;  // magnitudes as bits, which have the order of the numbers, with NaN above infinity
   for (int i = 0; i < group; i++) {
     const uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
     largest = size > largest ? size : largest;
@@ -47,13 +48,13 @@ float quantize_group(const float* x, int group, int32_t most, int32_t* out) {
   const float step = std::bit_cast<float>(largest) / static_cast<float>(most);
   const bool finite = largest < INFINITE, some = finite && step >= 0x1p-126f;
   const float inverse = some ? 1.0f / step : 0.0f;
-  constexpr float ROUND = 0x1.8p23f;  // what is added to it lies where floats are whole numbers
+  constexpr float ROUND = 0x1.8p23f;  // adding it to a number rounds that to an integer
   for (int i = 0; i < group; i++)
     out[i] = std::bit_cast<int32_t>((some ? x[i] : 0.0f) * inverse + ROUND) - std::bit_cast<int32_t>(ROUND);
   return finite ? (some ? step : 0.0f) : NAN;
 }
 
-// The first of two bytes: the nearest multiple of BASE. What is left fits the second.
+// The first of two bytes: the nearest multiple of BASE. The remainder fits the second byte.
 inline int first_byte(int32_t whole) { return (whole + BASE / 2 + BASE * 128) / BASE - 128; }
 
 template <int W, int BYTES>
@@ -117,7 +118,7 @@ void quantize(const gearbx_stack& m, const float* x, int vectors, Activations& o
   }
 }
 
-// Scale times step of some groups, per vector; zeros after the last, as far as a unit may reach.
+// Scale times step of some groups, per vector; zeros after the last group, up to the end of a unit.
 typedef float Factors[SEGMENT + MOST_LANES];
 
 // Some groups of a plane's row.
@@ -128,15 +129,15 @@ struct Part {
   const int8_t* x;        // in the plane's order
   const Factors* factors;  // of each vector
   int group, vectors;     // of all vectors in x
-  bool flip;  // codes of eight bits are stored with the other sign than products want
+  bool flip;  // codes of eight bits are stored signed and products take unsigned ones, or the reverse
 };
 
-// Onto the totals of N vectors. R lanes of a unit's sums belong to a group;
-// activations have X bytes.
+// Adds a plane's products to the totals of N vectors. R lanes of a unit's sums belong to one group. Activations have X
+// bytes.
 template <int W, int R, int N, int X>
 void add_plane(const Part& part, F8* totals) {
   constexpr int CODES = Unit<W>::CODES, BYTES = Unit<W>::BYTES;
-  // In registers, and two of each, since one addition has to wait for the one before.
+  // In registers, and two for each vector, so that an addition need not wait for the one before.
   F8 even[N], odd[N];
   for (int v = 0; v < N; v++) {
     even[v] = totals[v];
@@ -152,7 +153,8 @@ void add_plane(const Part& part, F8* totals) {
     const int64_t before = unit - part.first / CODES, group = R == 8 ? before >> shift : before * (8 / R);
     const int8_t* x = part.x + unit * CODES * X * part.vectors;
     for (int v = 0; v < N; v++)
-      total[v] = multiply_add8(spread<R>(part.factors[v] + group), to_floats(products<W, X>(codes, x + v * CODES * X)), total[v]);
+      total[v] = multiply_add8(spread<R>(part.factors[v] + group),
+                               to_floats(products<W, X>(codes, x + v * CODES * X)), total[v]);
   };
   int64_t unit = part.first / CODES;
   const int64_t whole = part.end / CODES < part.bytes / BYTES ? part.end / CODES : part.bytes / BYTES;
@@ -200,7 +202,7 @@ struct Job {
   Pieces pieces;
 };
 
-// A row, for all vectors, a few at a time: each goes through the same operations whatever the others are.
+// One row, for all vectors, a few at a time. The operations for a vector do not depend on other vectors.
 template <int MOST, int X>
 void one_row(const Job& job, int64_t row) {
   const gearbx_stack& m = *job.matrix;
@@ -208,7 +210,7 @@ void one_row(const Job& job, int64_t row) {
   const int vectors = job.vectors;
   const int64_t groups = m.columns / m.group;
   const bool one_byte = m.widths[0] == 8, symmetric = m.kind != GEARBX_AFFINE;
-  // What makes up for bytes that are taken with a sign and stand for codes without one, or the other way about.
+  // Corrects the offset where products take signed codes of eight bits: these are 128 below the unsigned ones.
   const float middle = one_byte && SIGNED_BYTES ? 128.0f : 0.0f;
   alignas(32) float scales[SEGMENT], offsets[SEGMENT];
   alignas(32) Factors factors[MOST];
@@ -227,7 +229,7 @@ void one_row(const Job& job, int64_t row) {
       }
       store8(factors[v] + (count + 7) / 8 * 8, zero8());
     }
-    // From the lowest plane up: the factors are of one unit of the lowest.
+    // From the lowest plane to the highest: the factors begin as those of the lowest plane.
     for (int p = m.planes - 1; p >= 0; p--) {
       const int width = m.widths[p];
       const int64_t bytes = symmetric ? m.row_bytes : m.columns / 8 * width;

@@ -1,4 +1,4 @@
-// Tables of fp16 entries in registers, from which codes pick floats: 32 at a time by their bytes, 8 at a time by dwords.
+// Lookup tables of fp16 entries in registers: 32 codes at a time as bytes, or 8 at a time as dwords, become floats.
 
 #pragma once
 
@@ -16,8 +16,8 @@ inline float half_to_float(uint16_t half) {
 
 #ifdef GEARBX_AVX2
 
-// Four or eight entries as floats: a permutation picks among eight by the lowest three bits of a dword, whatever is
-// above them. Of four there are two copies, so that the third bit does not matter either.
+// Four or eight entries as floats. A permutation looks up one of eight by the lowest three bits of a dword and ignores
+// the others. Four entries are there twice, so that the third bit is ignored too.
 template <int B>
 struct FloatTable {
   static_assert(B == 2 || B == 3);
@@ -32,8 +32,8 @@ struct FloatTable {
   F8 operator[](__m256i dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
 };
 
-// Sixteen entries or more as their low and their high bytes: a byte shuffle picks among sixteen, each further bit of the
-// code chooses between two halves, and the bytes side by side are fp16 again.
+// Sixteen entries or more as low bytes and high bytes. A byte shuffle looks up one of sixteen, each further bit of the
+// code chooses between two halves, and low and high byte together are the fp16 entry.
 template <int B>
 struct HalfTable {
   static constexpr int PARTS = 1 << (B - 4);
@@ -50,7 +50,7 @@ struct HalfTable {
     }
   }
 
-  // Floats in the order of the bytes, which are below 2^B.
+  // Looks up 32 codes below 2^B; the floats have the order of the bytes.
   void pick(Bytes32 codes, F8 out[4]) const {
     const __m256i lows = among<B>(low, codes), highs = among<B>(high, codes);
     const __m256i first = _mm256_unpacklo_epi8(lows, highs), second = _mm256_unpackhi_epi8(lows, highs);
@@ -65,21 +65,21 @@ struct HalfTable {
   static __m256i among(const __m256i* parts, Bytes32 codes) {
     if constexpr (C == 4)
       return _mm256_shuffle_epi8(parts[0], codes);
-    else  // the sign of each byte chooses
+    else  // the highest bit of each byte chooses
       return _mm256_blendv_epi8(among<C - 1>(parts, codes), among<C - 1>(parts + (1 << (C - 5)), codes),
                                 _mm256_slli_epi16(codes, 8 - C));
   }
 };
 
-// Eight words; zeros past the first `count`, which are not read.
+// Eight words; after the first `count`, zeros without reading memory.
 inline __m256i load_words(const uint32_t* p, int64_t count) {
   if (count >= 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
-  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), wanted);
+  const __m256i present = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+  return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), present);
 }
 
-// The bits of `mask` of each dword after a shift up, or down if it is negative.
+// Each dword shifted up, or down if `up` is negative, and masked.
 inline __m256i masked(__m256i words, int up, unsigned mask) {
   const __m256i moved = up >= 0 ? _mm256_slli_epi32(words, up) : _mm256_srli_epi32(words, -up);
   return _mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(mask)));

@@ -1,4 +1,4 @@
-// The rows of a stack of bit planes: their codes, a block at a time, and their scales, a segment of groups at a time.
+// Reads the rows of a stack of bit planes: codes one block at a time, scales one segment of groups at a time.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace gearbx {
 
-constexpr int SEGMENT = 64;               // groups whose scales are widened at a time
+constexpr int SEGMENT = 64;               // groups whose scales are converted at a time
 constexpr int MOST_BLOCKS = 128 / BLOCK;  // in a group
 
-// One row's packed bytes, by the widths of its planes, known to the compiler.
+// One row of planes whose widths the compiler knows.
 template <int... W>
 struct Planes {
   static constexpr int COUNT = sizeof...(W);
@@ -31,11 +31,11 @@ struct Planes {
     if constexpr (P == 0)
       return codes;
     else
-      return put_below(block<P - 1>(i), codes, WIDTHS[P]);
+      return append_plane(block<P - 1>(i), codes, WIDTHS[P]);
   }
 };
 
-// The same for other widths.
+// One row of planes of any widths.
 struct AnyPlanes {
   static constexpr int BITS = 8;  // at most
   const gearbx_stack& matrix;
@@ -48,13 +48,13 @@ struct AnyPlanes {
     Bytes32 codes = unpack(matrix.widths[0], planes[0] + i * 4 * matrix.widths[0]);
     for (int p = 1; p < matrix.planes; p++) {
       const int width = matrix.widths[p];
-      codes = put_below(codes, unpack(width, planes[p] + i * 4 * width), width);
+      codes = append_plane(codes, unpack(width, planes[p] + i * 4 * width), width);
     }
     return codes;
   }
 };
 
-// One row of symmetric codes, as unsigned ones. It may end within a block: what is missing meets activations of zero.
+// One row of symmetric codes, made unsigned. It may end within a block: missing codes meet activations of zero.
 template <int W>
 struct SymmetricRow {
   static constexpr int BITS = W;
@@ -72,7 +72,7 @@ struct SymmetricRow {
   static Bytes32 without_sign(Bytes32 codes) { return W == 8 ? flip_signs(codes) : codes; }
 };
 
-// count values to float32, and zeros up to a multiple of 8; each times `factor`, added to what is there if `onto`.
+// Converts `count` values to float32 times `factor`, with zeros up to a multiple of 8. Adds them to `out` if `onto`.
 template <class T>
 GEARBX_INLINE void widen(const T* p, int count, float factor, bool onto, float* out) {
   const F8 factors = all8(factor);
@@ -86,7 +86,7 @@ template <class T>
 GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count, float* scales,
                                       float* offsets) {
   const int64_t from = row * (m.columns / m.group) + group;
-  const T* held = static_cast<const T*>(m.scales);
+  const T* stored = static_cast<const T*>(m.scales);
   if (m.kind == GEARBX_AFFINE) {
     float factor = 1.0f;
     widen(static_cast<const T*>(m.biases[0]) + from, count, factor, false, offsets);
@@ -94,19 +94,19 @@ GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_
       factor /= static_cast<float>(1 << m.widths[p]);
       widen(static_cast<const T*>(m.biases[p]) + from, count, factor, true, offsets);
     }
-    widen(held + from, count, factor, false, scales);
+    widen(stored + from, count, factor, false, scales);
     return;
   }
   if (m.kind == GEARBX_SYMMETRIC_GROUPS)
-    widen(held + from, count, 1.0f, false, scales);
+    widen(stored + from, count, 1.0f, false, scales);
   else
-    for (int g = 0; g < (count + 7) / 8 * 8; g++) scales[g] = g < count ? to_float(held[row]) : 0.0f;
+    for (int g = 0; g < (count + 7) / 8 * 8; g++) scales[g] = g < count ? to_float(stored[row]) : 0.0f;
   const F8 middle = all8(-static_cast<float>(1 << (m.widths[0] - 1)));
   for (int g = 0; g < count; g += 8) store8(offsets + g, multiply8(load8(scales + g), middle));
 }
 
-// Scale of one unit of the lowest plane, and the offsets of all planes together, of `count` groups of a row. A function of
-// its own: in every form of every kernel it would take compilers minutes.
+// Writes, for `count` groups of a row, the scale of the lowest plane, and the sum of the biases of all planes. Not
+// inlined: in every form of every kernel it would take compilers minutes.
 __attribute__((noinline)) inline void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_t group, int count,
                                                          float* scales, float* offsets) {
   if (m.scale_type == GEARBX_BFLOAT16) return scales_and_offsets<Bf16>(m, row, group, count, scales, offsets);
@@ -126,8 +126,8 @@ constexpr Form form() {
   return {{W...}, Kernel<Planes<W...>>::piece};
 }
 
-// Kernel<Row>::piece for the planes that a matrix has: the weights of stock quantization, the stacks of the usual ladders,
-// and one that serves all others.
+// Finds Kernel<Row>::piece for the planes of a matrix. MLX's own weights and the stacks of the usual ladders have forms
+// of their own; one form serves all other stacks.
 template <template <class> class Kernel>
 Work find_work(const gearbx_stack& m) {
   static constexpr Form forms[] = {
@@ -149,14 +149,14 @@ Work find_work(const gearbx_stack& m) {
   return Kernel<AnyPlanes>::piece;
 }
 
-// The activations, with zeros for columns that are no inputs.
-inline const float* padded(const gearbx_stack& m, const float* x, int vectors, std::vector<float>& held) {
+// The activations, with zeros for the columns that are padding; uses `copy` if there are any.
+inline const float* padded(const gearbx_stack& m, const float* x, int vectors, std::vector<float>& copy) {
   const int64_t inputs = inputs_of(m);
   if (inputs == m.columns) return x;
-  held.assign(static_cast<size_t>(vectors * m.columns), 0.0f);
+  copy.assign(static_cast<size_t>(vectors * m.columns), 0.0f);
   for (int v = 0; v < vectors; v++)
-    std::memcpy(held.data() + v * m.columns, x + v * inputs, static_cast<size_t>(inputs) * 4);
-  return held.data();
+    std::memcpy(copy.data() + v * m.columns, x + v * inputs, static_cast<size_t>(inputs) * 4);
+  return copy.data();
 }
 
 inline int64_t row_bytes(const gearbx_stack& m) {

@@ -12,7 +12,7 @@
 namespace gearbx {
 namespace {
 
-// How long a thread looks for work before it sleeps: about the time between two layers of one token.
+// How long a thread polls for work before it sleeps: about the time between two layers of one token.
 constexpr std::chrono::microseconds PATIENCE(50);
 constexpr int MAX_THREADS = 256;
 
@@ -24,9 +24,9 @@ inline void breathe() {
 #endif
 }
 
-// True as soon as ready() is, false after PATIENCE.
+// Polls ready() and returns true once it does; false after PATIENCE.
 template <class Ready>
-bool look(Ready ready) {
+bool spin_until(Ready ready) {
   const auto end = std::chrono::steady_clock::now() + PATIENCE;
   do {
     for (int i = 0; i < 64; i++) {
@@ -56,14 +56,14 @@ class Pool {
     while (take_piece()) {
     }
     const auto finished = [this] { return unfinished_.load() == 0; };
-    if (look(finished)) return;
+    if (spin_until(finished)) return;
     std::unique_lock lock(mutex_);
     finished_.wait(lock, finished);
   }
 
  private:
-  // turn << 32 | pieces << 16 | next piece, in one word: what is taken is of the turn that was looked at, and what
-  // work_ and context_ say cannot change before it is finished.
+  // A ticket is turn << 32 | pieces << 16 | next piece, in one word. So a piece that a thread takes belongs to the turn
+  // that the thread has read, and work_ and context_ cannot change before that piece is finished.
   static bool is_open(uint64_t ticket) { return (ticket & 0xffff) < ((ticket >> 16) & 0xffff); }
 
   bool take_piece() {
@@ -85,7 +85,7 @@ class Pool {
     for (;;) {
       while (take_piece()) {
       }
-      if (look(open)) continue;
+      if (spin_until(open)) continue;
       std::unique_lock lock(mutex_);
       asleep_++;
       awake_.wait(lock, open);
@@ -103,7 +103,8 @@ class Pool {
   std::condition_variable awake_, finished_;
 };
 
-// Never destroyed: its threads may be at work while the process ends. A forked child has none of them, and makes anew.
+// Never destroyed, because its threads may run while the process ends. A forked child has no such threads and makes its
+// own.
 struct Shared {
   std::mutex busy;
   Pool pool{thread_count()};
@@ -127,8 +128,8 @@ Shared* get_shared() {
 
 int thread_count() {
   static const int count = [] {
-    const char* wanted = std::getenv("GEARBX_THREADS");
-    const long named = wanted ? std::strtol(wanted, nullptr, 10) : 0;
+    const char* variable = std::getenv("GEARBX_THREADS");
+    const long named = variable ? std::strtol(variable, nullptr, 10) : 0;
     const long cores = static_cast<long>(std::thread::hardware_concurrency());
     const long threads = named > 0 ? named : cores;
     return static_cast<int>(threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads);

@@ -1,4 +1,4 @@
-// Threads that wait for work, and share it out in small pieces.
+// A pool of threads that share work in small pieces.
 
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace gearbx {
 
-// Threads that work on one call of share_out, the caller's included.
+// The number of threads that work on one call of share_out, the caller's included.
 int thread_count();
 
-// Call work(context, i) once for each i below `pieces` (65535 at most), on several threads, and return when all are
-// done. Pieces are taken by whoever is free: a thread that the system is not running delays nothing but the piece that
-// it has in hand. Of two calls at one time, the second runs on its own thread alone.
+// Calls work(context, i) once for each i below `pieces` (at most 65535), on several threads, and returns when all calls
+// have. A thread takes the next piece when it has finished one, so that a thread which the system does not run delays
+// only its own piece. If two threads call at once, the second call runs on its own thread alone.
 void share_out(int pieces, void (*work)(const void* context, int piece), const void* context);
 
 }  // namespace gearbx

@@ -1,4 +1,4 @@
-// Activations in the order that the codes come out of their block (codes.h), once per call.
+// Puts the activations in the order of unpacked codes (codes.h), once per call.
 
 #pragma once
 
@@ -8,9 +8,10 @@
 
 namespace gearbx {
 
-// x: per group, per vector, per block, register k and lane l hold input 4 l + k over PLACE[k]; vectors that lie a power
-// of two apart would fall into the same lines of the cache. sums: per vector, of each group, since an offset that all
-// weights of a group share multiplies their sum; filled up with zeros to whole registers.
+// x: per group, per vector, per block, lane l of register k is input 4 l + k divided by PLACE[k]. The vectors of a
+// group are neighbours, since vectors a power of two apart would compete for the same lines of the cache. sums: of the
+// activations, per vector and group, with zeros up to whole registers; they are multiplied by the offset that a group's
+// weights share.
 struct Prepared {
   std::vector<float> x, sums, padded;
   int64_t sums_stride;

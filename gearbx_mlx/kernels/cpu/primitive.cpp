@@ -1,4 +1,4 @@
-// Products of matrices and vectors as operations of MLX's graph, by name for Python.
+// Products of matrices and vectors as operations of MLX's graph, and the Python module of all kernels.
 
 #include "graph.h"
 
@@ -24,7 +24,7 @@ class StackMatvec : public Operation {
   StackForm form_;
 };
 
-// Symmetric codes. Inputs: x, weight, scales.
+// A product with symmetric codes. Inputs: x, weight, scales.
 class SymmetricMatvec : public Operation {
  public:
   SymmetricMatvec(mx::Stream s, int bits, int x_bits) : Operation(s), bits_(bits), x_bits_(x_bits) {}
@@ -83,26 +83,27 @@ mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights
   return output(x.shape(), scales.shape(0), std::make_shared<StackMatvec>(s, form), std::move(inputs));
 }
 
-// Rows of bytes, and a scale for each row or for each group of 32 inputs.
+// weight: rows of bytes. scales: one for each row, or for each group of 32 inputs.
 mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx::array& scales, int bits, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "activations of 8 or 16 bits, or as they are (0)");
-  require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes of 2, 4, 6 or 8 bits");
+  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+  require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes must have 2, 4, 6 or 8 bits");
   require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
-          "rows of bytes, with a sign where a code is one");
-  require(x.ndim() >= 1, "x is one vector or more");
+          "the weight must be rows of bytes: int8 for codes of 8 bits, else uint8");
+  require(x.ndim() >= 1, "x must have at least one vector");
   check_x(x, x.shape(-1));
   require((static_cast<int64_t>(x.shape(-1)) * bits + 7) / 8 <= weight.shape(1), "x is wider than the weights");
   type_of(scales);
   const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (x.shape(-1) + 31) / 32;
-  require((by_row || by_group) && scales.shape(0) == weight.shape(0), "a scale for each row, or for each 32 of its inputs");
+  require((by_row || by_group) && scales.shape(0) == weight.shape(0),
+          "there must be a scale for each row, or for each 32 inputs of a row");
   return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, x_bits),
                 {in_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
 
 mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(weight.ndim() == 2, "weights are a matrix");
+  require(weight.ndim() == 2, "weights must be a matrix");
   type_of(weight);
   check_x(x, weight.shape(1));
   return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s),
@@ -125,16 +126,16 @@ class EntropyBits : public Operation {
 
 mx::array entropy_bits(const mx::array& logprobs) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(logprobs.ndim() >= 1 && logprobs.size() > 0, "log-probabilities of at least one token");
+  require(logprobs.ndim() >= 1 && logprobs.size() > 0, "there must be log-probabilities of at least one token");
   auto shape = logprobs.shape();
   shape.pop_back();
   return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_float32(logprobs, s)});
 }
 
-// Eager, unlike the products: it is for timing. `words` is evaluated, contiguous uint32.
+// For timing, and therefore computed at once. `words`: evaluated, contiguous uint32.
 uint32_t read_sum(const mx::array& words) {
   require(words.dtype() == mx::uint32 && words.is_available() && words.flags().row_contiguous,
-          "evaluated uint32 words in a row");
+          "words must be evaluated, contiguous uint32");
   return gearbx_read_sum(words.data<uint32_t>(), static_cast<int64_t>(words.size()));
 }
 

@@ -1,4 +1,4 @@
-// Products of any number of vectors, and of mixtures of experts, out of products of a few.
+// Builds products of any number of vectors, and of mixtures of experts, from products of a few vectors.
 
 #include "products.h"
 
@@ -14,25 +14,25 @@ namespace {
 void multiply(const gearbx_stack& m, const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); }
 void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
 
-// `values` past the first `count` of a type.
-const void* beyond(const void* values, int type, int64_t count) {
+// The address after the first `count` of `values`.
+const void* after(const void* values, int type, int64_t count) {
   return static_cast<const char*>(values) + count * (type == GEARBX_FLOAT32 ? 4 : 2);
 }
 
 gearbx_stack expert(const gearbx_stack& first, int64_t number) {
   gearbx_stack m = first;
   const int64_t groups = number * m.rows * (m.columns / m.group);
-  m.scales = beyond(m.scales, m.scale_type, groups);
+  m.scales = after(m.scales, m.scale_type, groups);
   for (int p = 0; p < m.planes; p++) {
     m.weights[p] = static_cast<const char*>(m.weights[p]) + number * m.rows * (m.columns / 8 * m.widths[p]);
-    m.biases[p] = beyond(m.biases[p], m.scale_type, groups);
+    m.biases[p] = after(m.biases[p], m.scale_type, groups);
   }
   return m;
 }
 
 gearbx_dense expert(const gearbx_dense& first, int64_t number) {
   gearbx_dense m = first;
-  m.weights = beyond(m.weights, m.type, number * m.rows * m.columns);
+  m.weights = after(m.weights, m.type, number * m.rows * m.columns);
   return m;
 }
 
@@ -41,8 +41,8 @@ void product(const Matrix& m, const float* x, int64_t vectors, float* y) {
   in_chunks(vectors, [&](int64_t first, int n) { multiply(m, x + first * inputs_of(m), n, y + first * m.rows); });
 }
 
-// Pairs are put in the order of their experts (a counting sort, so that each keeps its order), and each expert's
-// vectors are brought together, multiplied, and their results put where they belong.
+// A counting sort orders the pairs by expert. Each expert's vectors are gathered, multiplied, and their results
+// scattered.
 template <class Matrix>
 void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float* x, float* y) {
   const int64_t rows = first.rows, columns = first.columns;
@@ -54,7 +54,7 @@ void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float
   for (int64_t p = 0; p < pairs.count; p++) {
     if (chosen(p) >= 0)
       start[static_cast<size_t>(chosen(p)) + 1]++;
-    else  // no such expert: a result that nobody takes for one
+    else  // no such expert
       for (int64_t r = 0; r < rows; r++) y[p * rows + r] = NAN;
   }
   for (size_t e = 1; e < start.size(); e++) start[e] += start[e - 1];

@@ -1,6 +1,8 @@
-// Eight floats side by side: AVX2 where the compiler targets it, else GCC/Clang vectors, which any processor has.
+// Vectors of eight floats: AVX2 if the compiler targets it, else vectors of GCC and Clang, which work on every
+// processor.
 //
-// Everything that rounds is spelled out here, so that a result does not depend on how a loop around it was compiled.
+// Every operation that rounds is explicit here, so that results do not depend on how the compiler treats the loops
+// around.
 
 #pragma once
 
@@ -14,7 +16,8 @@
 #include <arm_neon.h>
 #endif
 
-// What is called for every few bytes: a call, or a value that goes through memory, would cost more than the work.
+// For functions that run for every few bytes: a call, or a value that goes through memory, would take longer than the
+// work.
 #define GEARBX_INLINE inline __attribute__((always_inline))
 
 namespace gearbx {
@@ -63,7 +66,7 @@ inline F8 load8_fp16(const uint16_t* p) {
 
 inline void store8(float* p, F8 a) { _mm256_storeu_ps(p, a); }
 
-// A value that is to be loaded once and stay in a register: compilers read it again for each use otherwise.
+// Keeps a loaded value in its register. Otherwise compilers load it again for each use.
 inline F8 hold(F8 a) {
   asm("" : "+x"(a));
   return a;
@@ -102,14 +105,14 @@ inline F8 hold(F8 a) { return a; }
 
 #endif
 
-// The sum of all eight, always in this order.
+// The sum of all eight numbers, always in this order.
 inline float sum8(F8 a) {
   float v[8];
   store8(v, a);
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// Overloads by the type that a value is stored in.
+// Stored types, with overloads that convert them.
 struct Bf16 {
   uint16_t bits;
 };

@@ -1,4 +1,4 @@
-// How the rows of a matrix are cut into pieces of work.
+// Divides the rows of a matrix into pieces of work.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace gearbx {
 
-// Pieces large enough that taking one costs nothing beside doing it, and small enough that a thread which is not
-// running holds up little.
+// Pieces are large enough that taking one takes no time compared with its work, and small enough that a thread which
+// the system does not run delays little.
 struct Pieces {
   int64_t rows, height;
   int count;

@@ -1,7 +1,7 @@
-// Matrix times vectors over a stack of bit planes, MLX's affine weight (one plane), or symmetric codes.
+// Matrix times vectors over a stack of bit planes, an affine weight of MLX (one plane), or symmetric codes.
 //
-// Of a group, sum_i (scale code_i + bias) x_i = scale * sum_i code_i x_i + bias * sum_i x_i: only the first sum is work
-// for every weight. All rows and vectors go through the same operations in the same order.
+// For a group, sum_i (scale code_i + bias) x_i = scale * sum_i code_i x_i + bias * sum_i x_i, and only the first sum
+// needs an operation for every weight. All rows and vectors go through the same operations in the same order.
 
 #include "planes.h"
 #include "pool.h"
@@ -48,8 +48,8 @@ void one_vector(const Job& job, int64_t row) {
   job.y[row] = sum8(total);
 }
 
-// R rows at a time, a group at a time: the codes become floats once for all vectors, and a vector's activations are
-// read once for all rows. For each row and vector the same sums as in one_vector, in the same order.
+// R rows at a time, one group at a time. The codes become floats once for all vectors, and a vector's activations are
+// read once for all rows. For each row and vector, the sums are those of one_vector, in the same order.
 template <class Row, int R>
 void several_vectors(const Job& job, int64_t first) {
   const gearbx_stack& m = *job.matrix;

@@ -1,16 +1,14 @@
-"""A safetensors file that is written array by array, and can be continued where it stopped."""
+"""The headers of safetensors files, and a hash that tells one file from another."""
 
 import hashlib
 import json
 import math
-import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
@@ -40,56 +38,6 @@ class Entry(Struct, frozen=True):
     dtype: str
     shape: tuple[Count, ...]
     data_offsets: tuple[Count, Count]
-
-
-class TensorFile:
-    """Arrays one after the other, after room for the header, which is known last.
-
-    Args:
-        path: created, or continued: what comes after `entries` is cut off.
-        room: bytes for the header, which spaces fill up.
-        entries: of the arrays that the file contains, by name.
-
-    Raises:
-        GearbxError: the file does not contain the arrays of `entries`.
-    """
-
-    def __init__(self, path: Path, room: int, entries: dict[str, Entry] | None = None):
-        self.room, self.entries = room, dict(entries or {})
-        self.end = end_of(self.entries)
-        if self.end and (not path.exists() or path.stat().st_size < LENGTH.size + room + self.end):
-            raise GearbxError(f"{path}: shorter than its journal says")
-        self.file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115
-        self.file.truncate(LENGTH.size + room + self.end)
-        self.file.seek(0, os.SEEK_END)
-
-    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, Entry]:
-        """Write evaluated arrays, and return their entries."""
-        added: dict[str, Entry] = {}
-        for name, array in arrays:
-            self.file.write(np.array(array.reshape(-1).view(mx.uint8), copy=False).data)
-            span = (self.end, self.end + array.nbytes)
-            added[name] = Entry(NAMES[array.dtype], array.shape, span)
-            self.end = span[1]
-        self.entries |= added
-        return added
-
-    def flush(self) -> None:
-        """Return when everything is on the disk."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def finish(self) -> None:
-        """Write the header, which completes the file."""
-        header = msgspec.json.encode({"__metadata__": {"format": "mlx"}} | self.entries)
-        assert len(header) <= self.room, "more names than there is room for"
-        self.file.seek(0)
-        self.file.write(LENGTH.pack(self.room) + header.ljust(self.room))
-        self.flush()
-        self.close()
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def end_of(entries: Mapping[str, Entry]) -> int:

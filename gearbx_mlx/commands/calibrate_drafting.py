@@ -1,0 +1,112 @@
+"""calibrate --mode lossless: the gear that drafts, and when it should stop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import stream_generate
+from rich.table import Table
+
+from ..cli import terminal
+from ..cli.gearbox import require_gearbox, settle_gears
+from ..cli.gears import GearSettings
+from ..cli.loaded import load_model
+from ..cli.model import ModelSettings
+from ..cli.parsers.calibrate import CalibrateSettings
+from ..decoding.agreement import draft_files, record_agreement
+from ..gears.ladder import DENSE, Ladder
+from ..gears.saved import saved_gears
+from ..loading import model_name
+from ..routing.draft_file import DraftFile
+from .calibration import Calibration, check_ladder, encoded, prompts_by_kind
+
+# The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
+# other modes as well.
+LADDERS = {
+    16: ("3,16", "4,16", "5,16", "6,16", "4,8,16", "3,4,8,16"),
+    8: ("3,8", "4,8", "5,8", "6,8", "3,4,8"),
+}
+DRAFT_BITS = range(3, 7)
+
+
+def calibrate_drafting(settings: CalibrateSettings) -> Calibration:
+    """The drafting that reads the fewest bytes of weights per token, on the text of the top gear."""
+    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
+    ladders = [gears.ladder] if gears.ladder else [Ladder.parse(text) for text in LADDERS[settings.calibration.top]]
+    check_ladder(ladders[0], "nothing to draft with")
+    texts = prompts_by_kind(settings.calibration)["mixed"]
+    model, tokenizer, config = load_model(settings.model)
+    prompts = encoded(texts, settings.prompt, tokenizer, config)
+    files: list[DraftFile] = []
+    with terminal.progress_bar() as progress:
+        task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
+        for ladder in ladders:
+            files += files_of(
+                ladder, gears, settings.model, (model, tokenizer), prompts, lambda: progress.advance(task)
+            )
+    best = min(files, key=lambda file: file.weight_bytes_per_token)
+    line = (
+        f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
+        f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear "
+        "(predicted)"
+    )
+    return Calibration(best, line, table=drafting_table(files, best))
+
+
+def files_of(
+    ladder: Ladder,
+    gears: GearSettings,
+    settings: ModelSettings,
+    loaded: tuple[nn.Module, Any],
+    prompts: Sequence[tuple[list[int], int]],
+    advance: Callable[[], object],
+) -> list[DraftFile]:
+    """A file for each gear of a ladder that may draft.
+
+    Args:
+        loaded: model and tokenizer.
+        prompts: tokens, and how many may follow.
+        advance: called after every prompt.
+    """
+    model, tokenizer = loaded
+    bits = [gear.bits for gear in ladder]
+    # The originals stay in the model, even where the top gear has fewer bits: the next ladder is made from them.
+    stored = bits if bits[-1] == DENSE or saved_gears(model) else [*bits, DENSE]
+    gearbox = require_gearbox(replace(gears, ladder=Ladder(stored)), model, settings.model, settings.dtype)
+    top = gearbox.ladder.find(bits[-1])
+    below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
+    drafting = [gear for gear in below if gear.bits in DRAFT_BITS] or below
+    recorded: dict[Any, list] = {gear: [] for gear in drafting}
+    for tokens, length in prompts:
+        gearbox.shift(top)
+        text = [response.token for response in stream_generate(model, tokenizer, tokens, length)]
+        for gear, agreement in zip(drafting, record_agreement(gearbox, top, drafting, tokens, text)):
+            recorded[gear].append(agreement)
+        advance()
+    files = list(draft_files(gearbox, top, recorded, model_name(settings.model), gears.group_size, gears.format))
+    gearbox.shift(gearbox.ladder.top)
+    return files
+
+
+def times_fewer(weight_bytes: float, file: DraftFile) -> float:
+    """How many times as many bytes per token the top gear alone reads."""
+    return file.weight_bytes_per_token_top / weight_bytes
+
+
+def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
+    """What was compared, one line for each ladder and draft gear."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes"):
+        table.add_column(title, justify="left" if title == "gears" else "right", overflow="fold")
+    for file in files:
+        table.add_row(
+            ",".join(map(str, file.gears)) + (" *" if file is best else ""),
+            f"{file.draft} bits",
+            f"{file.agreement_overall:.1%}",
+            str(file.best_fixed_length),
+            f"{times_fewer(file.fixed_weight_bytes_per_token, file):.2f}",
+            f"{file.bound:g}",
+            f"{times_fewer(file.weight_bytes_per_token, file):.2f}",
+        )
+    return table

@@ -1,0 +1,130 @@
+"""The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from msgspec import structs
+
+from ..bit_selection.budget import fit, point_rows, points_table
+from ..bit_selection.floors import Floors
+from ..bit_selection.selecting import select_bits, selection_lines
+from ..bit_selection.selection_report import as_dict
+from ..cli.budget import Budget
+from ..cli.loaded import trust
+from ..cli.parsers.convert import ConvertSettings
+from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
+from ..cli.sizes import human_bytes
+from ..cli.terminal import messages, note, progress_bar
+from ..conversion.companions import REPORT, copy_companions, write_config
+from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
+from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
+from ..errors import GearbxError, one_line
+from ..files.writing import write_text
+from ..formats import DEFAULT_FORMAT
+from ..gears.activations import DTYPES
+from ..gears.discovery import is_quantized
+from ..gears.manifest import GEARS_FILE, Manifest
+from ..gears.names import DEFAULT_GROUP_SIZE
+from ..gears.tensor_entries import hash_of
+from ..loading import load
+from ..telemetry.summary import as_json
+
+
+def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
+    """Fill the directory `work`, from the beginning or from where an earlier run stopped.
+
+    Raises:
+        GearbxError: a model that is quantized or cannot be read, or the beginning of another conversion in `work`.
+        OSError: the directory cannot be written.
+    """
+    conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
+    model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
+    if is_quantized(model):
+        raise GearbxError(f"{source}: is quantized already; convert the original")
+    plan = plan_of(settings, {file.name: hash_of(file) for file in sorted(source.glob("model*.safetensors"))})
+    if settings.quality is not None:
+        plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
+    converter = Converter(model, plan, work)
+    try:
+        with progress_bar(in_bytes=True) as progress:
+            task = progress.add_task("converting", total=converter.size)
+            for size in converter:
+                progress.advance(task, size)
+        manifest = converter.finish()
+    except RuntimeError as error:  # of MLX, reading what is not there any more
+        raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
+    finally:
+        converter.close()
+    write_config(source, work, converter.quantization())
+    copy_companions(source, work)
+    write_card(converter, manifest, work, origin)
+    (work / JOURNAL).unlink()
+
+
+def plan_of(settings: ConvertSettings, hashes: dict[str, str]) -> Plan:
+    """What to write, before the bits of every layer are found. hashes: of the original's files."""
+    layout, quality = settings.layout, settings.quality
+    return Plan(
+        format=layout.format or DEFAULT_FORMAT,
+        gears=tuple(gear.bits for gear in settings.ladder),
+        manage=layout.manage or "all",
+        group_size=layout.q_group_size or DEFAULT_GROUP_SIZE,
+        dtype=settings.conversion.dtype,
+        source=hashes,
+        wish=None if quality is None else vars(quality),
+    )
+
+
+def bits_for(
+    quality: Floors | Budget, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
+) -> dict[str, int]:
+    """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
+    earlier, _, _ = read_journal(work)
+    if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
+        return dict(earlier.bits)
+    lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
+    model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
+    report: dict[str, Any] = {}
+    with progress_bar() as progress:
+        if isinstance(quality, Budget):
+            prompts = MIXED + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
+            limits = quality.memory_budget, quality.target_bpw
+            found = fit(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress=progress)
+            selection, report["points"] = found.best.selection, point_rows(found)
+            messages.print(points_table(found))
+        else:
+            selection = select_bits(model, plan.format, plan.manage, quality, progress, give_up=True)
+    for line in selection_lines(selection):
+        note(line)
+    if earlier is None:
+        work.mkdir(parents=True, exist_ok=True)
+        write_text(work / REPORT, as_json(as_dict(selection) | report))
+    return dict(selection.bits)
+
+
+def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: bool) -> tuple[nn.Module, Any]:
+    """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
+    model, tokenizer = load(source, lazy=lazy, **keywords)
+    if dtype is not None:
+        wanted = getattr(model, "cast_predicate", lambda name: True)
+
+        def cast(name: str, array: mx.array) -> mx.array:
+            return array.astype(DTYPES[dtype]) if wanted(name) and mx.issubdtype(array.dtype, mx.floating) else array
+
+        model.update(tree_map_with_path(cast, model.parameters()))
+    return model, tokenizer
+
+
+def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance) -> None:
+    """Write the model card, and print the sizes of the files."""
+    entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
+    spans = {name: entry.data_offsets for name, entry in entries.items()}
+    gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
+    files = {name: (work / name).stat().st_size for name in (BASE_FILE, GEARS_FILE)}
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin), encoding="utf-8")
+    base, others = map(human_bytes, files.values())
+    runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
+    note(f"base {base}, {runs}; other gears {others}")

@@ -1,0 +1,36 @@
+"""The files beside the weights: tokenizer, code and configuration."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from ..gears.manifest import GEARS_FILE, MANIFEST
+from ..loading import read_config
+from .converter import BASE_FILE, JOURNAL
+from .model_card import CARD
+
+REPORT = "selection.json"  # which bits every layer got, and why
+OWN = {"config.json", BASE_FILE, GEARS_FILE, MANIFEST, JOURNAL, REPORT, CARD}  # what a conversion writes itself
+PART = ".part"  # behind the name of a file that is not whole yet
+
+
+def copy_companions(source: Path, work: Path) -> None:
+    """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied anew."""
+    for pattern in DEFAULT_ALLOW_PATTERNS:
+        for file in source.glob(pattern):
+            if file.name not in OWN and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+                beside = work / (file.name + PART)
+                shutil.copyfile(file, beside)
+                os.replace(beside, work / file.name)
+
+
+def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) -> None:
+    """config.json of the original, and how the base is quantized; None: not at all."""
+    config = read_config(source)
+    if quantization is not None:
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    (work / "config.json").write_text(json.dumps(config, indent=4), encoding="utf-8")

@@ -1,0 +1,189 @@
+"""README.md of a checkpoint: what it holds, in figures of its own conversion, and how to run it."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .. import __version__
+from ..gears.discovery import at_least
+from ..gears.ladder import Ladder
+from ..gears.manifest import Manifest
+
+CARD = "README.md"
+TAGS = ("mlx", "gearbx-mlx")
+KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
+
+
+@dataclass(frozen=True)
+class GearSize:
+    """One gear: its name and bits, the bytes of the layers that change gear, and their bits per weight."""
+
+    name: str
+    bits: int
+    bytes: int
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a checkpoint comes from, and what to call it.
+
+    name: how a user names the checkpoint: a directory or a Hub repository. base_model: the original's Hub repository;
+    None where it has none. shown: the original's name in a sentence. metadata: of the original's own model card.
+    """
+
+    name: str
+    base_model: str | None
+    shown: str
+    metadata: Mapping[str, Any]
+
+
+def provenance(name: str, model: str | None, directory: Path) -> Provenance:
+    """Of a checkpoint.
+
+    Args:
+        name: how a user names the checkpoint.
+        model: the original as the user gave it; None: the demo model.
+        directory: where its files are.
+    """
+    if model is None:
+        return Provenance(name, None, "The demo model of gearbx-mlx", {})
+    if Path(model).expanduser().is_dir():
+        card = directory / CARD
+        return Provenance(name, None, directory.resolve().name, read_metadata(card) if card.is_file() else {})
+    return Provenance(name, model, f"[{model}](https://huggingface.co/{model})", read_metadata(model))
+
+
+def read_metadata(card: str | Path) -> dict[str, Any]:
+    """License, language and tags of a model card in a file or on the Hub; nothing where it cannot be read."""
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # no network, no card, or metadata that the Hub itself would refuse: the card does without
+        return {}
+    found = {key: data[key] for key in (*KEPT, "tags") if data.get(key)}
+    if not isinstance(found.get("tags", []), list):
+        del found["tags"]
+    return found
+
+
+def gear_sizes(manifest: Manifest, sizes: Mapping[str, int]) -> list[GearSize]:
+    """The size of every gear of a geared checkpoint.
+
+    Args:
+        sizes: bytes of every array in its files, by name.
+    """
+    weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
+    found = []
+    for gear in Ladder(manifest.gears):
+        total = 0
+        for layer in manifest.layers.values():
+            bits = at_least(sorted(layer.gears), max(gear.bits, layer.lowest_bits))
+            total += sum(sizes[name] for name in set(layer.gears[bits].values()))
+        found.append(GearSize(gear.name, gear.bits, total, 8 * total / weights))
+    return found
+
+
+def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[str, int], origin: Provenance) -> str:
+    """The model card of a checkpoint with gears.
+
+    Args:
+        files: name to bytes of the files with weights; the base first.
+    """
+    base, others = files
+    bits = ", ".join(str(gear.bits) for gear in gears)
+    group = f", groups of {manifest.group_size}" if manifest.format in ("planes", "affine") else ""
+    weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
+    text = [
+        f"# {origin.name}",
+        f"{origin.shown} in gears of {bits} bits. gearbx-mlx changes from one to "
+        f"another while the model writes. Converted with gearbx-mlx {__version__}.",
+        "## Gears",
+        f"Format `{manifest.format}`{group}. {len(manifest.layers)} layers with {weights:,} weights change gear"
+        + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
+        gear_table(gears),
+        "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
+        "arrays where the format can. A gear of 16 bits has the original weights.",
+        table(("file", "size"), [(f"`{name}`", megabytes(size)) for name, size in files.items()]),
+        *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
+        "## Use with mlx-lm",
+        mlx_lm_text(manifest, gears),
+    ]
+    if manifest.stock:
+        text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
+    return card_text(text, origin)
+
+
+def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
+    """What stock mlx-lm makes of the checkpoint."""
+    if not manifest.stock:
+        return f"mlx-lm does not run this checkpoint: it does not know the format `{manifest.format}`."
+    if manifest.format in ("planes", "affine"):
+        return f"mlx-lm runs the base, which is the gear `{gears[0].name}`, as a {gears[0].bits}-bit model:"
+    return "mlx-lm runs the base, which is the original:"
+
+
+def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[str, int], origin: Provenance) -> str:
+    """The model card of one table of a precision manifest, written for mlx-lm.
+
+    Args:
+        bits: path to the bits of a layer.
+        size: bytes of these layers.
+        weights: how many they have.
+        files: name to bytes of the files with weights.
+    """
+    counts = [(f"{width}", str(sum(value == width for value in bits.values()))) for width in sorted({*bits.values()})]
+    text = [
+        f"# {origin.name}",
+        f"{origin.shown} with bits for every layer, chosen by what each layer's precision costs. "
+        f"Converted with gearbx-mlx {__version__}.",
+        "## Precision",
+        f"{len(bits)} layers with {weights:,} weights take {megabytes(size)}: {8 * size / weights:.2f} bits per weight "
+        "with their scales. A layer of 16 bits has its original weights.",
+        table(("bits", "layers"), counts),
+        table(("file", "size"), [(f"`{name}`", megabytes(count)) for name, count in files.items()]),
+        "## Use with mlx-lm",
+        "This is a model of mlx-lm's own:",
+        shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"),
+        *run_with_gearbx(origin.name, "gearbx-mlx watches the gears that this model would use; it has no others."),
+    ]
+    return card_text(text, origin)
+
+
+def run_with_gearbx(name: str, note: str) -> list[str]:
+    command = f"gearbx_mlx.generate --model {name} --prompt 'Once upon a time'"
+    return ["## Use with gearbx-mlx", shell(command), note]
+
+
+def gear_table(gears: Iterable[GearSize]) -> str:
+    rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
+    return table(("gear", "bits", "bits per weight", "size"), rows)
+
+
+def card_text(paragraphs: Iterable[str], origin: Provenance) -> str:
+    """A model card with its metadata for the Hub."""
+    tags = dict.fromkeys([*origin.metadata.get("tags", []), *TAGS])
+    kept = {key: value for key, value in origin.metadata.items() if key != "tags"}
+    relation = {"base_model": origin.base_model, "base_model_relation": "quantized"} if origin.base_model else {}
+    data = ModelCardData(
+        **{"pipeline_tag": "text-generation", **kept, **relation},
+        library_name="mlx",
+        tags=list(tags),
+        ignore_metadata_errors=True,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def shell(*commands: str) -> str:
+    return "```bash\n" + "\n".join(commands) + "\n```"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"

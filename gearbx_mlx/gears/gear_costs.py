@@ -1,0 +1,104 @@
+"""What the gears of a gearbox read, take and promise; and what every layer runs on."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..formats.base import Format
+from .cost import token_bytes, whole_model_speedup
+from .description import LayerPath, fixed_layers, kernels_of
+from .discovery import Layer
+from .gear_modules import GearModules
+from .ladder import DENSE, Gear, Ladder
+from .settings import Choice
+from .sources import Original, Source
+
+
+class GearCosts:
+    """The part of a Gearbox that answers questions and changes nothing."""
+
+    model: nn.Module
+    ladder: Ladder
+    format: Format
+    kernels: Choice
+    layers: list[Layer]
+    unmanaged: dict[str, str]
+    storage: dict[str, mx.Dtype]
+    source: Source
+    _modules: GearModules
+    _shapes: Mapping[str, tuple[int, ...]]
+    _biases: Mapping[str, int]
+    _token_bytes: dict[tuple[Gear, int], int]
+    _trees: dict[Gear, dict]
+
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear."""
+        raise NotImplementedError
+
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
+        read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
+        return read + self._biases[layer.path] * self.storage[layer.path].size
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        weights = sum(map(math.prod, self._shapes.values()))
+        if not weights:
+            return 8.0 * self.storage[""].size
+        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and bytes per weight of each gear."""
+        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key in self._token_bytes:
+            return self._token_bytes[key]
+        managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        read = token_bytes(self.model, managed, self.storage, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
+
+    def predicted_speedup(self, gear: Gear) -> float:
+        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+        if not self.layers:
+            return 1.0
+        unmanaged = token_bytes(self.model, dict.fromkeys(self._shapes, 0), self.storage)
+        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
+        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
+
+    def layer_paths(self) -> list[LayerPath]:
+        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        found = []
+        for layer in self.layers:
+            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            format = None if {*bits} == {DENSE} else self.format
+            found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
+        modules = dict(self.model.named_modules())
+        for path, reason in fixed_layers(modules, [layer.path for layer in self.layers], self.unmanaged).items():
+            kernels = kernels_of(modules[path], self.kernels, None)
+            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
+        return found
+
+    def describe(self) -> str:
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)"."""
+        return "\n".join(map(str, self.layer_paths()))
+
+    def costed_in(self, ladder: Ladder) -> "GearCosts":
+        """The same costs for another ladder; the result cannot shift.
+
+        A gear that stands alone has fewer planes to read than one of the same bits among others.
+        """
+        other = copy.copy(self)
+        other.ladder, other._token_bytes = ladder, {}
+        if isinstance(self.source, Original):  # else what it stores does not depend on the ladder
+            other.source = dataclasses.replace(self.source, ladder=ladder)
+        return other

@@ -1,0 +1,84 @@
+"""The modules of every managed layer, by their bits: made when first needed, given up where memory is short."""
+
+from collections.abc import Mapping, Sequence
+
+import mlx.nn as nn
+
+from ..formats.native import Native
+from ..formats.tied import linear_of
+from .discovery import Layer
+from .ladder import DENSE
+from .offload import EMPTY, Residency, Resident
+from .sources import Source
+
+Bits = Mapping[str, int]
+"""Path of a layer to its bits."""
+
+
+class GearModules:
+    """Makes, keeps and gives up modules.
+
+    Args:
+        layers: the managed layers.
+        source: makes modules, or reads them.
+        residency: of modules that are not engaged.
+        from_files: the layers have no weights of their own: they are those of a geared checkpoint.
+        x_bits: to which native kernels round activations.
+    """
+
+    def __init__(self, layers: Sequence[Layer], source: Source, residency: Residency, from_files: bool, x_bits: int):
+        self.layers, self.source, self.residency = layers, source, residency
+        self.from_files, self.x_bits = from_files, x_bits
+        self.keeps_all = isinstance(residency, Resident)
+        self.made: dict[str, dict[int, nn.Module]] = {
+            layer.path: {} if from_files else {DENSE: layer.module} for layer in layers
+        }
+        self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
+        # Layers whose original belongs to no gear, and the bits that are made of it.
+        widths = {} if from_files else {layer.path: {*source.widths(layer)} for layer in layers}
+        self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
+
+    def make(self, bits: Bits) -> dict[str, nn.Module]:
+        """Path to module at these bits; modules that are missing are made, unevaluated."""
+        missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
+        if not self.from_files:
+            self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
+        for layer in missing:
+            made = self.source.modules(layer, bits[layer.path])
+            self._unread.setdefault(layer.path, []).extend(made.values())
+            self.made[layer.path] = made | self.made[layer.path]
+        chosen = {path: made[bits[path]] for path, made in self.made.items()}
+        for module in map(linear_of, chosen.values()):
+            if isinstance(module, Native):
+                module.x_bits = self.x_bits
+        return chosen
+
+    def complete(self, bits: Bits) -> dict[str, nn.Module]:
+        """As `make`, evaluated."""
+        modules = self.make(bits)
+        unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
+        self.source.read(unread)
+        for path in unread:
+            del self._unread[path]
+        return modules
+
+    def enter(self, bits: Bits) -> None:
+        """Bring modules back into memory that were given up."""
+        self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self.made.items()})
+
+    def give_up_originals(self) -> None:
+        """Give up the originals of which everything has been made and that belong to no gear."""
+        for path, widths in list(self._passing.items()):
+            if widths <= self.made[path].keys():
+                self.made[path][DENSE].weight = EMPTY
+                del self._passing[path]
+
+    def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
+        """Give up what is not engaged, as the residency says."""
+        idle = {
+            (path, bits): module
+            for path, made in self.made.items()
+            for bits, module in made.items()
+            if bits != engaged[path]
+        }
+        self.residency.leave(idle, model)

@@ -1,0 +1,131 @@
+"""Before a gearbox is made: which gears of which layers it has, and what the model is computed in and with."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from ..errors import GearbxError
+from ..formats import DEFAULT_FORMAT, get_format
+from ..formats.base import Format
+from ..formats.native import Native, NativeEmbedding, with_kernels
+from .activations import compute_in, stored_dtype
+from .discovery import Layer, Predicate, discover, is_quantized
+from .ladder import DENSE, Ladder
+from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
+from .saved import SavedGears, saved_gears
+from .settings import check_settings
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How gears are stored. saved: the gears of a geared checkpoint; None: they are made of the model's weights."""
+
+    ladder: Ladder
+    format: Format
+    group_size: int
+    saved: SavedGears | None
+
+
+def layout_of(
+    model: nn.Module,
+    ladder: Ladder | str | None,
+    format: str | Format | None,
+    manage: str | Predicate | None,
+    group_size: int | None,
+) -> Layout:
+    """The layout as asked for, else by default; of a geared checkpoint its own, of which the ladder may be a part.
+
+    Raises:
+        GearbxError: settings that do not exist or differ from the checkpoint's; a model that is quantized already.
+    """
+    saved = saved_gears(model)
+    if saved is not None:
+        manifest = saved.manifest
+        check_settings(manifest, format=format, manage=manage, group_size=group_size)
+        return Layout(manifest.chosen(ladder), saved.format, manifest.group_size, saved)
+    if is_quantized(model):
+        raise GearbxError(
+            "the model is quantized already, by its checkpoint or by another gearbox: "
+            "run it with telemetry only, or load the original"
+        )
+    group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+    if group_size not in GROUP_SIZES:
+        raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
+    if ladder is None or isinstance(ladder, str):
+        ladder = Ladder.parse(ladder or DEFAULT_LADDER)
+    return Layout(ladder, get_format(DEFAULT_FORMAT if format is None else format), group_size, None)
+
+
+def managed_layers(
+    model: nn.Module, layout: Layout, manage: str | Predicate | None
+) -> tuple[list[Layer], dict[str, str]]:
+    """The layers that change gear, and path to reason of the other linear layers.
+
+    The layers of a geared checkpoint take their places in the model as dense ones without weights.
+    """
+    if layout.saved is None:
+        return discover(model, manage or "all", layout.group_size, layout.format)
+    layers = layout.saved.layers(model)
+    model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in layers]))
+    return layers, dict(layout.saved.manifest.unmanaged)
+
+
+def quantized_widths(
+    layout: Layout,
+    tables: Mapping[int, Mapping[str, int]],
+    widths: Sequence[int],
+    layers: Sequence[Layer],
+    unmanaged: Mapping[str, str],
+) -> list[int]:
+    """All bits below 16 at which layers are stored.
+
+    Raises:
+        GearbxError: bits that the format does not support, or no layer to store at them.
+    """
+    in_tables = {bits for table in tables.values() for bits in table.values()}
+    quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
+    for bits in quantized:
+        layout.format.check(bits)
+    if quantized and not layers:
+        reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
+        raise GearbxError(f"no layer can change gear: {reasons}")
+    return quantized
+
+
+def use_kernels(model: nn.Module, layers: Iterable[Layer], native: bool) -> list[Layer]:
+    """Have the whole model run on the chosen kernels, and return the layers with their modules of now."""
+    for path, module in list(model.named_modules()):
+        made = with_kernels(module, native)
+        if made is not module:  # one by one, since some are in others
+            model.update_modules(tree_unflatten([(path, made)]))
+    now = dict(model.named_modules())
+    return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
+
+
+def compute_model_in(
+    model: nn.Module, layers: Sequence[Layer], layout: Layout, dtype: str, quantized: bool
+) -> tuple[mx.Dtype, dict[str, mx.Dtype], dict[str, mx.Dtype]]:
+    """Put the model into the type that it is computed in.
+
+    Returns:
+        that type; by path, and for "" that of most of the model, the type in which the checkpoint stores the weight:
+        it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
+    """
+    native = [module for _, module in model.named_modules() if isinstance(module, Native)]
+    unread = [layer.module for layer in layers if layout.saved and not isinstance(layer.module, nn.Embedding)]
+    compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
+    for module in native:
+        if isinstance(module, NativeEmbedding):
+            module.activations = compute_dtype
+    paths = ["", *(layer.path for layer in layers)]
+    storage = {path: stored_dtype(model, path and f"{path}.weight") for path in paths}
+    scales = dict.fromkeys(storage, compute_dtype)
+    scales |= {layer.path: storage[layer.path] for layer in layers if isinstance(layer.module, Native)}
+    for layer in layers:
+        if layout.saved is not None and "bias" in layer.module:
+            layer.module.bias = layer.module.bias.astype(scales[layer.path])
+    return compute_dtype, storage, scales

@@ -1,0 +1,62 @@
+"""The house: what stands where, how long it is, and what is loaded before a command needs it."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import gearbx_mlx
+from gearbx_mlx.__main__ import COMMANDS
+
+PACKAGE = Path(gearbx_mlx.__file__).parent
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+PARSED = [name for name in COMMANDS if name != "lm_eval"]  # whose flags are lm-eval's own
+
+
+def functions(path: Path) -> dict[str, int]:
+    """Name of every function of a module to its number of lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def test_no_module_is_longer_than_300_lines():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_no_function_is_longer_than_50_lines_and_no_run_than_40():
+    lengths = {
+        f"{name}: {function}": lines for name, path in MODULES.items() for function, lines in functions(path).items()
+    }
+    limits = {name: 40 if name.startswith("commands/") and name.endswith(": run") else 50 for name in lengths}
+    assert {name: lines for name, lines in lengths.items() if lines > limits[name]} == {}
+
+
+def test_only_commands_stand_at_the_top():
+    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", "errors", "loading"} == {*COMMANDS}
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_a_command_is_parsed_before_mlx_lm_is_loaded(name):
+    """So that --help answers at once."""
+    code = f"import sys; sys.argv = ['x', '--help']; import gearbx_mlx.{name} as command; command.main()"
+    code = f"import atexit, sys; atexit.register(lambda: print('mlx_lm' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m gearbx_mlx.{name}")
+    assert done.stdout.endswith("False\n")
+
+
+def test_every_export_is_there_and_has_a_docstring():
+    assert len(gearbx_mlx.__all__) > 20
+    for name in gearbx_mlx.__all__:
+        assert getattr(gearbx_mlx, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_main(name):
+    assert callable(import_module(f"gearbx_mlx.{name}").main)

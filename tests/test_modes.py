@@ -1,0 +1,200 @@
+"""What all modes have in common; mode static; drafts of a second model."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from gearbx_mlx import (
+    Gearbox,
+    GearbxError,
+    Kickdown,
+    Lossless,
+    Observer,
+    Pair,
+    Route,
+    Static,
+    TelemetryOnly,
+    entropy_bits,
+    stream_generate,
+)
+from gearbx_mlx.decoding import modes
+from gearbx_mlx.decoding.mode import Mode
+from gearbx_mlx.loading import DEMO_MODEL, load
+from gearbx_mlx.routing.gates import Held
+
+TALE = "Once upon a time there was a king"
+SAMPLED = ("--temp", 0.9, "--seed", 5)
+
+
+class TestRegistry:
+    def test_every_mode_has_the_name_that_it_is_registered_under(self):
+        assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
+
+    def test_a_further_mode_is_a_class_and_a_line(self, demo, geared_demo, monkeypatch):
+        monkeypatch.setitem(modes.MODES, "first", f"{__name__}:First")
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 12, mode="first", gearbox=geared_demo))
+        assert [response.token for response in responses] == [
+            response.token
+            for response in stream_generate(
+                demo.model, demo.tokenizer, TALE, 12, mode=Static("low"), gearbox=geared_demo
+            )
+        ]
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--gear", "low"], "--gear is for --mode static; leave it out, or give that mode"),
+            (
+                ["--mode", "static", "--thresholds", "1,2"],
+                "--thresholds is for --mode route or kickdown or telemetry-only",
+            ),
+            (["--mode", "lossless", "--initial-gear", "low"], "--initial-gear is for --mode route or telemetry-only"),
+            (["--mode", "kickdown", "--hysteresis", "0.5"], "--hysteresis is for --mode route or telemetry-only"),
+            (["--curve", "x.json"], "--curve is for --mode lossless"),
+            (["--mode", "static", "--gear", "reverse"], "no gear 'reverse' in the ladder 4,8,16"),
+            (["--mode", "static", "--gear", ""], "--gear is empty"),
+            (["--model", ""], "--model is empty"),
+            (["--small-model", "x", "--gear", "low"], "--gear is of one model"),
+        ],
+    )
+    def test_a_flag_of_another_mode_is_refused(self, command, flags, message):
+        result = command("generate", *flags)
+        assert (result.status, result.out) == (2, "")
+        assert message in result.err
+        assert result.err.count("\n") == 1
+
+    @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
+    def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
+        observer = Observer(fresh_demo.model)
+        with pytest.raises(GearbxError, match=f"mode '{mode.name}' needs a gearbox.*use 'telemetry-only'"):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
+
+
+@dataclass(frozen=True)
+class First(Mode):
+    """Writes everything in the lowest gear."""
+
+    name: ClassVar[str] = "first"
+
+    def stream(self, model, tokenizer, prompt, *, gearbox, controller=None, **kwargs):
+        return Static(gearbox.ladder[0].name).stream(model, tokenizer, prompt, gearbox=gearbox, **kwargs)
+
+
+class TestStatic:
+    @pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("kernels", ["auto", "mlx"])
+    def test_its_top_gear_is_the_text_that_lossless_promises(self, command, sampling, kernels):
+        common = ["--max-tokens", 80, "--gears", "4,16", "--kernels", kernels, *sampling]
+        static = command("generate", "--mode", "static", "--gear", "high", *common)
+        lossless = command("generate", "--mode", "lossless", *common)
+        assert (static.status, lossless.status) == (0, 0)
+        assert len(static.out) > 100
+        assert static.out == lossless.out
+
+    def test_it_stays_in_its_gear(self, command, tmp_path):
+        result = command("generate", "--mode", "static", "--gear", 8, "-m", 20, "--summary", tmp_path / "s.json")
+        assert result.status == 0
+        summary = json.loads((tmp_path / "s.json").read_text())
+        assert (summary["mode"], summary["gear_tokens"]) == ("static", {"low": 0, "mid": 20, "high": 0})
+        assert summary["passes"] == {"low": 0, "mid": 20, "high": 0}
+        assert summary["effective_bits_per_weight"] == pytest.approx(9.0)
+
+    def test_each_gear_is_that_gear(self, geared_demo, demo):
+        for gear in geared_demo.ladder:
+            ours = list(
+                stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Static(gear.bits), gearbox=geared_demo)
+            )
+            geared_demo.shift(gear)
+            theirs = list(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 15))
+            assert [r.token for r in ours] == [r.token for r in theirs]
+            assert {r.gear for r in ours} == {gear.name}
+            for mine, other in zip(ours, theirs):
+                assert np.array_equal(np.array(mine.logprobs), np.array(other.logprobs))
+
+    def test_a_controller_has_nothing_to_cap(self, command):
+        result = command("generate", "--mode", "static", "--target-tps", 5)
+        assert result.status == 2
+        assert "--mode static stays in the gear that it is given" in result.err
+
+
+class TestEntropy:
+    """Every mode reports the entropy of the distribution that a token is taken from."""
+
+    @pytest.mark.parametrize(
+        "mode", [Route(), Static(), Kickdown(), Lossless(draft_length=3)], ids=lambda mode: mode.name
+    )
+    def test_of_each_token(self, geared_demo, demo, mode):
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 25, mode=mode, gearbox=geared_demo))
+        expected = [float(entropy_bits(response.logprobs)) for response in responses]
+        assert [response.entropy for response in responses] == pytest.approx(expected, abs=2e-4)
+
+    def test_a_logits_processor_changes_it(self, geared_demo, demo):
+        """It makes the distribution uniform over two tokens, whatever the model has computed."""
+
+        def two_tokens(tokens: mx.array, logits: mx.array) -> mx.array:
+            return mx.where(mx.arange(logits.shape[-1]) < 2, 0.0, -math.inf)[None]
+
+        keywords = {"gearbox": geared_demo, "logits_processors": [two_tokens]}
+        for mode in (Kickdown(), Static(), Lossless(draft_length=2)):
+            responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 6, mode=mode, **keywords))
+            assert [response.entropy for response in responses] == pytest.approx([1.0] * len(responses))
+
+    def test_telemetry_and_pairs(self, demo):
+        for mode in (TelemetryOnly(), Pair(demo.model, threshold=2.0)):
+            gearbox = Observer(demo.model) if isinstance(mode, TelemetryOnly) else None
+            responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 20, mode=mode, gearbox=gearbox))
+            expected = [float(entropy_bits(response.logprobs)) for response in responses]
+            assert [response.entropy for response in responses] == pytest.approx(expected, abs=2e-4)
+
+
+class TestDraftModel:
+    @pytest.mark.parametrize("mode", [Route(gate=Held(1), initial_gear="high"), Static()], ids=["route", "static"])
+    def test_its_drafts_passes_and_bytes_are_counted(self, geared_demo, demo, mode):
+        draft_model, _ = load()
+        top, drafted_bytes = geared_demo.ladder.top, Observer(draft_model).weight_bytes_per_token(None)
+        responses = list(
+            stream_generate(
+                demo.model,
+                demo.tokenizer,
+                TALE,
+                17,
+                mode=mode,
+                gearbox=geared_demo,
+                draft_model=draft_model,
+                num_draft_tokens=4,
+            )
+        )
+        rounds = [response for response in responses if sum(response.passes)]
+        assert len(responses) == 17
+        # The draft model is the model itself: rounds of four drafts and a token of the model's own, until the end.
+        assert [response.drafted for response in rounds] == [4, 4, 4, 2]
+        assert sum(response.from_draft for response in responses) == 14
+        read = [geared_demo.weight_bytes_per_token(top, r.drafted + 1) + r.drafted * drafted_bytes for r in rounds]
+        assert [response.weight_bytes for response in rounds] == read
+
+    def test_the_summary_and_the_trace_show_them(self, command, tmp_path):
+        files = "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
+        result = command("generate", "-m", 30, "--mode", "static", "--draft-model", DEMO_MODEL, *files)
+        assert result.status == 0
+        assert " accepted (" in result.err
+        summary = json.loads((tmp_path / "s.json").read_text())
+        trace = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+        assert summary["accepted"] == sum(entry["from_draft"] for entry in trace) > 15
+        assert summary["drafted"] == sum(entry["drafted"] for entry in trace) >= summary["accepted"]
+        assert summary["verifications"] == sum(any(entry["passes"]) for entry in trace)
+        assert summary["accepted"] + summary["verifications"] in (30, 31)
+
+
+def test_a_gearbox_is_kept_over_modes(demo, geared_demo):
+    made = {id(module) for _, module in demo.model.named_modules()}
+    for mode in (Static("low"), Lossless(), Kickdown(), Route()):
+        list(stream_generate(demo.model, demo.tokenizer, TALE, 5, mode=mode))
+    geared_demo.shift("high")
+    assert {id(module) for _, module in demo.model.named_modules()} == made
+    assert isinstance(geared_demo, Gearbox)

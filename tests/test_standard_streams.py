@@ -1,0 +1,231 @@
+"""Standard streams that are closed, full, broken or cannot write every character; signals that end a run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+GENERATE = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "8"]
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+NO_SPACE = "error: standard output cannot be written (No space left on device); redirect it to another place"
+
+
+def run_in_shell(redirection: str, *flags: object, environment: dict[str, str] | None = None):
+    """A short text, with stdin, stdout or stderr as a shell redirects them."""
+    line = ["sh", "-c", f'exec "$0" "$@" {redirection}', *GENERATE, *map(str, flags)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=os.environ | (environment or {}))
+
+
+def assert_quiet(err: str) -> None:
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> list[str]:
+    """The command of a text that does not end by itself."""
+    model = tmp_path_factory.mktemp("models") / "endless"
+    shutil.copytree(DEMO_MODEL, model)
+    (model / "generation_config.json").unlink()
+    for name, end in (("config.json", {"eos_token_id": 4096}), ("tokenizer_config.json", {"eos_token": "<|never|>"})):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | end))
+    flags = ["--ignore-chat-template", "-p", "KING:", "-m", "100000", "--max-kv-size", "256", "--temp", "1.5"]
+    return [*GENERATE[:3], "--model", str(model), *flags, "--seed", "1"]
+
+
+def read_trace(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestClosedAndFull:
+    def test_closed_stdin_is_a_users_mistake(self):
+        done = run_in_shell("<&-", "-p", "-")
+        assert done.returncode == 2
+        assert done.stderr == "error: --prompt - reads standard input, which is closed; give the prompt itself\n"
+
+    def test_closed_stdout_is_one_line(self):
+        done = run_in_shell(">&-")
+        assert done.returncode == 1
+        assert done.stderr == "error: standard output cannot be written (it is closed); redirect it to another place\n"
+
+    @NEEDS_FULL
+    def test_full_stdout_is_one_line(self):
+        done = run_in_shell(">/dev/full")
+        assert (done.returncode, done.stderr) == (1, NO_SPACE + "\n")
+
+    def test_closed_stderr_loses_the_messages_alone(self):
+        done = run_in_shell("2>&-")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == run_in_shell("2>/dev/null").stdout != ""
+
+    @NEEDS_FULL
+    def test_full_stderr_loses_the_messages_and_is_reported(self):
+        done = run_in_shell("2>/dev/full")
+        assert done.returncode == 1
+        assert done.stdout != ""
+
+    @NEEDS_FULL
+    @pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>/dev/full"])
+    def test_nothing_to_write_to(self, redirection):
+        done = run_in_shell(redirection)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+    @NEEDS_FULL
+    def test_full_stdout_of_help(self):
+        done = run_in_shell(">/dev/full", "--help")
+        assert (done.returncode, done.stderr) == (1, NO_SPACE + "\n")
+
+    @NEEDS_FULL
+    @pytest.mark.parametrize("flag", ["--trace", "--summary"])
+    def test_a_full_file_is_named(self, flag):
+        done = run_in_shell("", flag, "/dev/full")
+        assert done.returncode == 2
+        assert "error: /dev/full: cannot be written (No space left on device); choose another place" in done.stderr
+        assert done.stderr.count("error") == 1
+        assert_quiet(done.stderr)
+
+    @NEEDS_FULL
+    def test_a_full_stdout_is_not_blamed_on_the_trace_which_is_kept(self, tmp_path):
+        done = run_in_shell(">/dev/full", "--trace", tmp_path / "t.jsonl")
+        assert (done.returncode, done.stderr) == (1, NO_SPACE + "\n")
+        assert len(read_trace(tmp_path / "t.jsonl")) == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"t.jsonl"}
+
+
+class TestPipes:
+    def test_a_reader_that_goes_ends_the_run_quietly_and_keeps_the_trace(self, endless, tmp_path):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*endless, "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
+            process.stdout.read(1)  # as head -c1
+            process.stdout.close()
+            err = process.stderr.read()
+            assert process.wait(timeout=60) == 141
+        assert [line for line in err.splitlines() if not line.startswith(b"[transformers]")] == []
+        assert len(read_trace(tmp_path / "t.jsonl")) > 1
+
+    def test_stderr_whose_reader_goes_ends_no_run(self):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(GENERATE, **pipes) as process:
+            process.stderr.close()
+            out = process.stdout.read()
+            assert process.wait(timeout=60) == 1
+        assert out.decode() == run_in_shell("2>/dev/null").stdout
+
+    def test_a_trace_whose_reader_goes_is_named(self):
+        done = subprocess.run(
+            ["bash", "-c", '"$0" "$@" --trace >(head -c1 >/dev/null)', *GENERATE[:3], "-m", "100"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: /dev/fd/")
+        assert "cannot be written (Broken pipe)" in done.stderr
+        assert_quiet(done.stderr)
+
+    def test_a_trace_may_go_to_a_process(self, tmp_path):
+        line = f'"$0" "$@" --trace >(cat >{tmp_path}/t.jsonl)'
+        done = subprocess.run(["bash", "-c", line, *GENERATE], capture_output=True, timeout=300)
+        assert done.returncode == 0
+        wait_until(lambda: len(read_trace(tmp_path / "t.jsonl")) == 8)
+
+
+class TestEncodings:
+    @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ??"), ("latin-1", "café ??")])
+    def test_characters_that_an_encoding_lacks_are_question_marks(self, encoding, shown):
+        program = "from gearbx_mlx.cli import terminal; terminal.run(lambda: print('café ─語'))"
+        environment = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.decode(encoding) == shown + "\n"
+
+    @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+    def test_a_run_in_another_encoding(self, encoding):
+        done = run_in_shell("", environment={"PYTHONIOENCODING": encoding})
+        assert done.returncode == 0
+        assert "tokens/s" in done.stderr
+
+
+class TestSignals:
+    @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+    def test_a_signal_ends_the_text_with_its_summary_and_whole_trace(self, name, endless, tmp_path):
+        number = signal.Signals[name]
+        files = ["--trace", tmp_path / "t.jsonl", "--summary", tmp_path / "s.json"]
+        # A test run in the background ignores interrupts, and so would what it starts.
+        default = partial(signal.signal, number, signal.SIG_DFL)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*endless, *files], preexec_fn=default, **pipes) as process:
+            assert process.stdout.read(20)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert b"tokens/s" in err
+        assert_quiet(err.decode())
+        summary, trace = json.loads((tmp_path / "s.json").read_text()), read_trace(tmp_path / "t.jsonl")
+        assert 0 < summary["tokens"] == len(trace) < 100000
+        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
+
+    def test_a_signal_that_the_process_ignores_ends_nothing(self):
+        ignoring = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([*GENERATE[:3], "-m", "60"], preexec_fn=ignoring, **pipes) as process:
+            assert process.stdout.read(1)
+            process.send_signal(signal.SIGHUP)
+            process.communicate(timeout=60)
+        assert process.returncode == 0
+
+    def test_an_interrupt_of_the_first_moments_has_no_traceback(self):
+        """The imports of the package are watched, so that the interrupt comes while they are under way."""
+        default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        watched = [sys.executable, "-X", "importtime", *GENERATE[1:]]
+        for module in ("lazy_loader", "rich.console", "mlx.core"):
+            with subprocess.Popen(watched, preexec_fn=default, stderr=subprocess.PIPE, text=True) as process:
+                for line in process.stderr:
+                    if line.rpartition("|")[2].strip() == module:
+                        break
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=60)
+            assert process.returncode in (-signal.SIGINT, 130), module
+            assert_quiet(err)
+
+
+def wait_until(condition) -> None:
+    """Fails after ten seconds."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+class TestCommands:
+    def test_without_a_command_they_are_listed(self):
+        done = subprocess.run([sys.executable, "-m", "gearbx_mlx"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
+        runnable = {file.stem for file in DEMO_MODEL.parent.glob("*.py") if "__main__" in file.read_text()}
+        assert set(names) == runnable - {"__main__"}
+
+    def test_an_unknown_command_is_one_line(self):
+        done = subprocess.run([sys.executable, "-m", "gearbx_mlx", "fly"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: fly: no such command; choose from generate, ")
+        assert done.stderr.count("\n") == 1
+
+    def test_a_command_takes_the_flags_after_it(self):
+        line = [sys.executable, "-m", "gearbx_mlx", "generate", "--max-tokens", "5"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0
+        assert "5 tokens" in done.stderr
+        assert (
+            done.stdout
+            == subprocess.run([*GENERATE[:3], "--max-tokens", "5"], capture_output=True, text=True, timeout=300).stdout
+        )
