@@ -81,7 +81,7 @@ class Pair(Mode):
         prompt: Any,
         *,
         gearbox: Any = None,
-        controller: Governor | None = None,
+        controller: Governor | None,
         max_kv_size: int | None = None,
         prompt_cache: Any = None,
         prefill_step_size: int = PREFILL_STEP_SIZE,
