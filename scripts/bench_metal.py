@@ -1,14 +1,15 @@
-"""Check and time the Metal kernels. To be run on a Mac; prints a Markdown table to paste into docs/performance.md.
+"""Check and time the Metal kernels on a Mac, and print a Markdown table for docs/performance.md.
 
     python scripts/bench_metal.py
     python scripts/bench_metal.py --check-only
     python scripts/bench_metal.py --shapes 4096x4096,14336x4096 --dtype bfloat16 --vectors 1,4 --json metal.json
 
-First every kernel is compared with a float32 product of the weights that it stands for: every format, variant and type,
-whole rows and ragged ones. Then every variant is timed beside `mx.quantized_matmul` at the same bits, on that many
-copies of a matrix that none comes out of a cache; they do not depend on each other, and the GPU may overlap them. The
-memory limit is the bandwidth of a sum over a large array, measured between the trials. Exit status: 0; 1 if a result is
-wrong or a kernel does not compile; 2 without Metal.
+First the script compares every kernel with a float32 product of the dequantized weights: every format, variant and
+type, whole rows and ragged ones. Then it times every variant and `mx.quantized_matmul` at the same bits. It runs over
+so many copies of a matrix that none comes from a cache; the products do not depend on each other, and the GPU may
+overlap them. The memory limit is the bandwidth of a sum over a large array, measured between the trials.
+
+Exit status: 0; 1 if a result is wrong or a kernel does not compile; 2 without Metal.
 """
 
 import argparse
@@ -33,13 +34,13 @@ from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from gearbx_mlx.telemetry.summary import as_json
 
-# What may differ from the reference, relative to the largest result: some roundings of the type.
+# The largest difference from the reference that is allowed, relative to the largest result: some roundings of the type.
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE = (2, 3, 4, 5, 6, 8)
 CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
 STACKS = ((4, 4), (4, 1, 1, 2))
-CHECKED = ((37, 640), (13, 533))  # rows and columns; the second one is no multiple of a group
+CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a group
 HEAD = ("format", "bits", "rows x columns", "vectors", "kernel", "us", "GB/s", "of memory limit", "times MLX")
 
 Arrays = list[mx.array]
@@ -47,9 +48,10 @@ Arrays = list[mx.array]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A format at some bits: how a matrix (O, I) is packed, what it then stands for, and its product with x.
+    """A format at some bits.
 
-    pack: to arrays. dense: of arrays and I, to (O, I) float32. product: of x (V, I), arrays and a variant.
+    pack: a matrix (O, I) to arrays. dense: arrays and I to the dequantized matrix (O, I), float32. product: x (V, I),
+    arrays and a variant to the result. multiple: the columns have to be a multiple of it.
     """
 
     format: str
@@ -57,7 +59,7 @@ class Kernel:
     pack: Callable[[mx.array], Arrays]
     dense: Callable[[Arrays, int], mx.array]
     product: Callable[[mx.array, Arrays, str], mx.array]
-    multiple: int = 1  # of which the columns have to be one
+    multiple: int = 1
 
 
 def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
@@ -77,7 +79,7 @@ def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
 
 
 def affine_kernel(bits: int, group_size: int) -> Kernel:
-    """MLX's own weights: a stack of one plane."""
+    """MLX's own weights, as a stack of one plane."""
     stack = planes_kernel((bits,), group_size)
 
     def pack(weight: mx.array) -> Arrays:
@@ -87,7 +89,7 @@ def affine_kernel(bits: int, group_size: int) -> Kernel:
 
 
 def mlx_kernel(bits: int, group_size: int) -> Kernel:
-    """What the others are compared with."""
+    """MLX's own kernel, to compare the others with."""
     affine = affine_kernel(bits, group_size)
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
@@ -126,7 +128,7 @@ def groupwise_kernel() -> Kernel:
 
 
 def codebook_kernel(format: str, bits: int) -> Kernel:
-    """One codebook for each row, or a library of them; with outliers."""
+    """Codebooks with outliers: one per row, or a library."""
     module, launch = CODEBOOKS[format]
     names: list[str] = []
 
@@ -145,7 +147,7 @@ def codebook_kernel(format: str, bits: int) -> Kernel:
 
 
 def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
-    """Every kernel, and MLX's own of the same bits."""
+    """Every kernel, with MLX's own at the same bits."""
     rowwise_bits = tuple(rowwise.Q_MAX)
     return [
         *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
@@ -167,11 +169,11 @@ def variants(columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
 
 def error(kernel: Kernel, arrays: Arrays, x: mx.array, variant: str) -> float:
     """The largest difference from a float32 product, relative to the largest result."""
-    wanted = (
+    expected = (
         x.astype(mx.float32) @ kernel.dense([a.astype(mx.float32) if is_scale(a) else a for a in arrays], x.shape[-1]).T
     )
-    difference = mx.abs(kernel.product(x, arrays, variant).astype(mx.float32) - wanted)
-    return (difference.max() / mx.abs(wanted).max()).item()
+    difference = mx.abs(kernel.product(x, arrays, variant).astype(mx.float32) - expected)
+    return (difference.max() / mx.abs(expected).max()).item()
 
 
 def is_scale(array: mx.array) -> bool:
@@ -179,7 +181,7 @@ def is_scale(array: mx.array) -> bool:
 
 
 def check(kernels: list[Kernel], vectors: list[int]) -> Iterator[tuple[Kernel, str]]:
-    """For every kernel, shape, type, number of vectors and variant: what is wrong, or ""."""
+    """What is wrong with every kernel, shape, type, number of vectors and variant; "" if it is right."""
     for kernel, (rows, columns), dtype in itertools.product(kernels, CHECKED, DTYPES):
         if columns % kernel.multiple:
             continue
@@ -190,14 +192,14 @@ def check(kernels: list[Kernel], vectors: list[int]) -> Iterator[tuple[Kernel, s
                 name = f"{kernel.format} {kernel.bits}, {rows}x{columns}, {count} vectors, {dtype}, {variant}"
                 try:
                     off = error(kernel, arrays, x, variant)
-                except RuntimeError as failure:  # Metal's compiler does not take the text
+                except RuntimeError as failure:  # Metal's compiler refuses the text
                     yield kernel, f"{name}: {failure}"
                     continue
                 yield kernel, "" if off <= TOLERANCE[dtype] else f"{name}: off by {off:.1e} of the largest result"
 
 
 def copies(arrays: Arrays, total: int) -> list[Arrays]:
-    """As many copies of a matrix as make up `total` bytes, at other addresses."""
+    """Copies of a matrix at other addresses, which make up `total` bytes together."""
     count = max(1, -(-total // sum(array.nbytes for array in arrays)))
     fresh = [[array + mx.zeros((), array.dtype) for array in arrays] for _ in range(count)]
     mx.eval(fresh)
@@ -205,7 +207,7 @@ def copies(arrays: Arrays, total: int) -> list[Arrays]:
 
 
 def seconds(work: Callable[[], list[mx.array]]) -> float:
-    """Of one evaluation of all that `work` returns."""
+    """The time of one evaluation of everything that `work` returns."""
     mx.synchronize()
     start = time.perf_counter()
     mx.eval(work())
@@ -216,7 +218,7 @@ def seconds(work: Callable[[], list[mx.array]]) -> float:
 def measure(
     kernel: Kernel, rival: Kernel, weight: mx.array, vectors: int, buffer: mx.array, total: int, trials: int
 ) -> list[dict]:
-    """Every variant and MLX's own kernel on one matrix: medians over the trials."""
+    """Time every variant and MLX's own kernel on one matrix. Returns a row for each, with medians over the trials."""
     rows, columns = weight.shape
     x = mx.random.normal((vectors, columns)).astype(weight.dtype)
     paths = {"MLX": (rival, "")} | {v: (kernel, v) for v in variants(columns, vectors, weight.dtype)}
@@ -267,12 +269,12 @@ def cells(row: dict) -> list[str]:
 
 
 def machine() -> str:
-    """The GPU's own name, and the system."""
+    """The names of the GPU and of the system."""
     return f"{mx.device_info()['device_name']}, {platform.platform()}"
 
 
 def shapes(text: str) -> list[tuple[int, int]]:
-    """'4096x4096,...' to pairs of rows and columns."""
+    """Pairs of rows and columns from text such as "4096x4096,14336x4096"."""
     pairs = [tuple(map(int, each.split("x"))) for each in text.split(",")]
     if not all(len(pair) == 2 and min(pair) > 0 and pair[1] % 128 == 0 for pair in pairs):
         raise argparse.ArgumentTypeError("shapes are ROWSxCOLUMNS, columns a multiple of 128")
@@ -294,12 +296,14 @@ def vector_counts(text: str) -> list[int]:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Check and time the Metal kernels, as a Markdown table.")
-    parser.add_argument("--check-only", action="store_true", help="Compare every kernel, and time nothing.")
+    parser.add_argument("--check-only", action="store_true", help="Only compare every kernel.")
     parser.add_argument(
-        "--shapes", type=shapes, default="4096x4096,14336x4096,4096x14336", help="Rows x columns, timed."
+        "--shapes", type=shapes, default="4096x4096,14336x4096,4096x14336", help="Rows x columns that are timed."
     )
-    parser.add_argument("--vectors", type=vector_counts, default="1,2,4,8", help="How many vectors in one call.")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16", help="Timed.")
+    parser.add_argument("--vectors", type=vector_counts, default="1,2,4,8", help="Vectors in one call.")
+    parser.add_argument(
+        "--dtype", choices=["float16", "bfloat16", "float32"], default="float16", help="Type that is timed."
+    )
     parser.add_argument("--group-size", type=int, choices=[32, 64, 128], default=64, help="Of affine and planes.")
     parser.add_argument("--trials", type=positive, default=7)
     parser.add_argument(
@@ -323,10 +327,10 @@ def main() -> int:
     mx.random.seed(0)
     kernels = all_kernels(args.group_size)
     results = list(check([kernel for kernel, _ in kernels], args.vectors))
-    for _, said in results:
-        if said:
-            print(f"wrong: {said}", file=sys.stderr)
-    wrong = [kernel for kernel, said in results if said]
+    for _, problem in results:
+        if problem:
+            print(f"wrong: {problem}", file=sys.stderr)
+    wrong = [kernel for kernel, problem in results if problem]
     print(f"{machine()}, {time.strftime('%Y-%m-%d')}, mlx {mx.__version__}: ", end="")
     print(f"{len(results)} products checked, {len(wrong)} wrong", flush=True)
     status = 1 if wrong else 0

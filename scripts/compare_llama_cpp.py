@@ -1,10 +1,10 @@
-"""Times gears beside llama.cpp at the same bits, on one random Llama, in turn within one run.
+"""Time gears and llama.cpp at the same bits: one random Llama, in turn within one run.
 
     pip install llama-cpp-python gguf
     python scripts/compare_llama_cpp.py --shape 1024x24
 
-Writes the model as GGUF in f16, q8_0 and q4_0 to a temporary directory. Only speed is compared: the weights are the
-same random numbers, their order within a head is not llama.cpp's, so the two do not compute the same text.
+The script writes the model as GGUF in f16, q8_0 and q4_0 to a temporary directory. It compares only speed: the weights
+are the same random numbers, but their order within a head is not llama.cpp's, so the texts differ.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def gguf_name(path: str) -> str:
 
 
 def write_gguf(model: Any, file: Path, kind: str) -> None:
-    """Every matrix in the given type of llama.cpp, norms in float32."""
+    """Write every matrix in a type of llama.cpp, and norms in float32."""
     import gguf
 
     args, target = model.args, gguf.GGMLQuantizationType[kind]
@@ -86,7 +86,7 @@ def write_gguf(model: Any, file: Path, kind: str) -> None:
 
 
 def llama_cpp_clock(file: Path, threads: int, tokens: int) -> Callable[[], float]:
-    """Seconds per token of a few tokens after a short prompt."""
+    """A function that times a few tokens after a short prompt, in seconds per token."""
     from llama_cpp import Llama
 
     model = Llama(str(file), n_ctx=256, n_threads=threads, n_threads_batch=threads, use_mmap=False, verbose=False)
@@ -103,7 +103,7 @@ def llama_cpp_clock(file: Path, threads: int, tokens: int) -> Callable[[], float
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each width: tokens/s of both, and their ratio over the trials."""
+    """A row for each width, with tokens per second of both, and their ratio over the trials."""
     native = native_module()
     threads = native.threads()
     model = random_llama(args.shape)

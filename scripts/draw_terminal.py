@@ -31,7 +31,7 @@ def run_command(flags: list[str]) -> tuple[str, str]:
 
 
 def terminal_text(flags: list[str]) -> Text:
-    """The command, what it writes and what it reports, with their colours."""
+    """The command, its text and its summary, with their colours."""
     out, err = map(Text.from_ansi, run_command(flags))
     text = Text(" ".join(["$ python -m gearbx_mlx.generate", *flags]) + "\n\n") + out + Text("\n") + err
     text.rstrip()

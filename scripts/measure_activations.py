@@ -1,7 +1,7 @@
-"""What rounding activations does to a model's predictions: KL from activations as they are.
+"""Measure what rounding activations does to a model's predictions: KL from activations as they are.
 
-Beside it the noise that a model has anyway when it is computed in bfloat16: the same products with the activations that
-go in, and the results that come out, rounded to bfloat16.
+For comparison it measures the noise of a model that computes in bfloat16: the same products, with activations and
+results rounded to bfloat16.
 
     python scripts/measure_activations.py TEXTS.jsonl [--model MODEL] [--gears 4,8] [--texts 12]
 """
@@ -19,7 +19,7 @@ from gearbx_mlx.formats import native, planes
 from gearbx_mlx.kernels.dispatch import stack_product
 from gearbx_mlx.kernels.names import ACTIVATIONS
 
-TOKENS = 200  # of a text
+TOKENS = 200  # per text
 
 
 def logprobs(model, tokens: list[int]) -> mx.array:
@@ -33,7 +33,7 @@ def in_bfloat16(x: mx.array, *arguments) -> mx.array:
 
 
 def ways(gearbox: Gearbox) -> Iterator[str]:
-    """Put one way to compute after the other into the modules, and name it; the exact one first."""
+    """Make the modules compute in one way after the other, and yield its name; the exact one comes first."""
     modules = [m for m in gearbox.model.modules() if isinstance(m, native.Native)]
     for name in ("float", "int16", "int8"):
         for module in modules:

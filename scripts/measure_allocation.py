@@ -1,11 +1,11 @@
-"""Measure what a manifest's tables are worth on text that they were not made from, and write docs/sensitivity.md.
+"""Measure what a manifest's tables gain on held-out text, and write docs/sensitivity.md.
 
     python -m gearbx_mlx.sensitivity --format affine --compare --out RESULTS/manifest.json
     python -m gearbx_mlx.allocate --manifest RESULTS/manifest.json --gears 4,5,16
     python scripts/measure_allocation.py RESULTS docs/sensitivity.md
 
-Beside the tables: uniform gears, and mlx-lm's dynamic quantization at the same bits per weight, from the same
-calibration text, at several pairs of widths that can come to so many bits.
+For comparison it measures uniform gears, and mlx-lm's dynamic quantization from the same calibration text, at several
+pairs of widths that reach the same bits per weight.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from gearbx_mlx.telemetry.report import get_pyplot
 
 HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
-NOTHING = 1e-7  # nats: where a KL of 0 is drawn
+SMALLEST_DRAWN = 1e-7  # nats; the picture is logarithmic
 
 
 def dynamic_table(model, sensitivities, target, low, high):
@@ -39,7 +39,7 @@ def dynamic_table(model, sensitivities, target, low, high):
 
 
 def texts_of(tokenizer):
-    """The calibration text and the one that no table was made from."""
+    """Windows of the calibration text and of the held-out text."""
     return {
         "calibration": windows_of(tokenizer, read_documents(CALIBRATION)[:SAMPLES], LENGTH, SAMPLES * LENGTH, ""),
         "held_out": windows_of(tokenizer, read_documents(HELD_OUT), LENGTH, 10**6, ""),
@@ -47,7 +47,7 @@ def texts_of(tokenizer):
 
 
 def dynamic_tables(results, model, calibration):
-    """What mlx-lm's dynamic quantization chooses, by target and pair of widths."""
+    """The tables of mlx-lm's dynamic quantization, by target, low and high width."""
     tables = {}
     for target, pairs in PAIRS.items():
         for low, high in pairs:
@@ -59,13 +59,17 @@ def dynamic_tables(results, model, calibration):
 
 
 def measured_tables(model, texts, tables):
-    """A row for each table: name and target to path to bits, or to bits for all."""
+    """A row for each table.
+
+    Args:
+        tables: (name, target) to the bits of each path, or to one number of bits for all layers.
+    """
     gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
     exact = {name: Exact(gearbox, windows) for name, windows in texts.items()}
     weights = sum(layer.module.weight.size for layer in gearbox.layers)
     rows = []
-    for (name, target), wanted in tables.items():
-        bits = {e.path: wanted if isinstance(wanted, int) else wanted[e.path] for e in gearbox.layers}
+    for (name, target), chosen in tables.items():
+        bits = {e.path: chosen if isinstance(chosen, int) else chosen[e.path] for e in gearbox.layers}
         read = sum(gearbox.layer_bytes(e, gearbox.ladder.find(bits[e.path])) for e in gearbox.layers)
         found = {"name": name, "target": target, "bits_per_weight": 8 * read / weights}
         rows.append(found | {text: vars(there.measure_caps(bits)) for text, there in exact.items()})
@@ -73,7 +77,7 @@ def measured_tables(model, texts, tables):
 
 
 def measure(results):
-    """allocation.json: tables at the same bits per weight, each beside its uniform gear."""
+    """The content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
     manifest = read_precision(results / "manifest.json")
     model, tokenizer = load()
     texts = texts_of(tokenizer)
@@ -94,7 +98,7 @@ def measure(results):
 
 
 def measure_least(results):
-    """least.json: every layer at its min_bits."""
+    """The content of least.json: every layer at its min_bits."""
     manifest = read_precision(results / "manifest.json")
     model, tokenizer = load()
     least = {path: layer.min_bits for path, layer in manifest.layers.items()}
@@ -124,11 +128,11 @@ def tables_of(results):
     def classes():
         rows = []
         for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
-            held = [layer for layer in manifest.layers.values() if layer.kind == kind]
-            least = [layer.min_bits for layer in held]
+            members = [layer for layer in manifest.layers.values() if layer.kind == kind]
+            least = [layer.min_bits for layer in members]
             counted = ", ".join(f"{least.count(bits)} at {bits}" for bits in sorted({*least}))
-            kls = (f"{sum(layer.kl[bits] for layer in held):.2g}" for bits in manifest.bits)
-            rows.append([kind, len(held), counted, *kls])
+            kls = (f"{sum(layer.kl[bits] for layer in members):.2g}" for bits in manifest.bits)
+            rows.append([kind, len(members), counted, *kls])
         return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
 
     def least():
@@ -162,14 +166,16 @@ def tables_of(results):
 
 
 def draw(results, path):
-    """Layers by widths, coloured by KL."""
+    """Draw the KL of every layer at every width."""
     manifest = read_precision(results / "manifest.json")
     pyplot = get_pyplot()
     import numpy as np
     from matplotlib.colors import LogNorm
 
     paths = list(manifest.layers)
-    values = np.array([[max(manifest.layers[path].kl[bits], NOTHING) for path in paths] for bits in manifest.bits])
+    values = np.array(
+        [[max(manifest.layers[path].kl[bits], SMALLEST_DRAWN) for path in paths] for bits in manifest.bits]
+    )
     figure, axes = pyplot.subplots(figsize=(11, 4.2), layout="constrained")
     image = axes.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto", origin="lower")
     axes.set_yticks(range(len(manifest.bits)), [f"{bits} bits" for bits in manifest.bits])
@@ -189,7 +195,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("page", type=Path)
-    parser.add_argument("--keep", action="store_true", help="Write the page from what was measured before.")
+    parser.add_argument("--keep", action="store_true", help="Write the page from the results of an earlier run.")
     args = parser.parse_args()
     if not args.keep:
         (args.results / "least.json").write_text(json.dumps(measure_least(args.results), indent=1))

@@ -1,7 +1,7 @@
-"""Convert a random model, load what comes of it, and print the figures of docs/performance.md.
+"""Convert a random model, load the result, and print the figures for docs/performance.md.
 
-Peak memory of the conversion against the sizes of output and largest layer, and the speed at which gears are loaded
-against reading the same files from beginning to end, from the page cache and from the disk.
+It compares the peak memory of the conversion with the sizes of the output and of the largest layer. It compares the
+speed of loading gears with that of reading the same files from beginning to end, from the page cache and from the disk.
 
     python scripts/measure_checkpoint.py --hidden 2048 --layers 6 --folder /tmp        (Linux)
 """
@@ -25,15 +25,14 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 BLOCK = 1 << 24
 PEAK = """
-import atexit
-from gearbx_mlx import convert
+import atexit, runpy
 atexit.register(lambda: print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))))
-convert.main()
+runpy.run_module("gearbx_mlx.convert", run_name="__main__")
 """
 
 
 def random_model(folder: Path, hidden: int, layers: int) -> Path:
-    """A Llama of random bfloat16 weights; bytes of its largest layer are those of the head."""
+    """Write a Llama of random bfloat16 weights, whose largest layer is the head. Returns its directory."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=hidden,
@@ -65,7 +64,7 @@ def timed(work) -> float:
 
 
 def drop(files: list[Path]) -> None:
-    """Have files leave the page cache."""
+    """Remove files from the page cache."""
     for file in files:
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
@@ -89,7 +88,7 @@ def load(path: Path, gears: list[str]) -> None:
 
 
 def fill(files: list[Path]) -> None:
-    """MLX reads all arrays, and does nothing with them."""
+    """Have MLX read all arrays, and do nothing with them."""
     mx.eval([mx.load(str(file)) for file in files])
 
 
@@ -103,14 +102,14 @@ def report(path: Path, files: list[Path], gears: list[str], cold: bool, trials: 
             mx.clear_cache()
     size = sum(file.stat().st_size for file in files) / 1e9
     rates = {name: size / statistics.median(spent) for name, spent in seconds.items()}
-    told = [
+    lines = [
         f"{' and '.join(gears)}, {'disk' if cold else 'page cache'}: {size:.2f} GB loaded at {rates['load']:.2f} GB/s"
     ]
     for name, meaning in (("read", "over one buffer"), ("fill", "them with mx.load")):
         ratios = [other / spent for other, spent in zip(seconds[name], seconds["load"])]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        told.append(f"{statistics.median(ratios):.2f} ({spread}) of reading {meaning}, {rates[name]:.2f} GB/s")
-    print("; ".join(told))
+        lines.append(f"{statistics.median(ratios):.2f} ({spread}) of reading {meaning}, {rates[name]:.2f} GB/s")
+    print("; ".join(lines))
 
 
 def main() -> None:
@@ -119,7 +118,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--gears", default="4,8,16")
-    parser.add_argument("--folder", help="To write to; some gigabytes.")
+    parser.add_argument("--folder", help="Where to write some gigabytes. Default: the system's temporary directory")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)

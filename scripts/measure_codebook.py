@@ -1,14 +1,14 @@
-"""Measure the codebook formats: error against MLX's affine quantization at the same effective bits, KL, and speed.
+"""Measure the codebook formats for docs/codebook.md: error, KL, points of a budget, and speed.
 
     python scripts/measure_codebook.py error     # 4096-wide matrices, Gaussian and Student t with 4 degrees of freedom
     python scripts/measure_codebook.py kl        # the demo model on held-out problems
     python scripts/measure_codebook.py points    # the H-Process on the demo model: XFP's table 10
     python scripts/measure_codebook.py speed     # products with one vector, beside the affine kernel of 4 bits
 
-With --page docs/codebook.md the table goes there as well.
+With --page docs/codebook.md the table is written there as well.
 
-A curve of affine quantization is what its bits and group sizes give, the logarithm of the error interpolated over the
-effective bits.
+Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and group
+sizes, on which the logarithm of the error is interpolated.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gearbx_mlx.formats.codebook import nbytes
 from gearbx_mlx.formats.codebook_outliers import Outliers
 from gearbx_mlx.kernels import cpu
 
-FORMATS = {  # module, bits, ladder, and the format, which keeps what it reconstructs
+FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
     "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
     "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16", codebook_library.CodebookLibrary(cache=True)),
 }
@@ -42,7 +42,7 @@ HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jso
 
 
 def at(curve: dict[float, float], bits: float) -> float:
-    """The curve at so many effective bits."""
+    """The value of the curve at these effective bits, the logarithm interpolated."""
     points = sorted(curve)
     return float(np.exp(np.interp(bits, points, np.log([curve[p] for p in points]))))
 
@@ -52,12 +52,12 @@ def below(value: float, curve: dict[float, float], bits: float) -> str:
 
 
 def squared_error(made: mx.array, weight: mx.array) -> float:
-    """Relative: square of what is off over the square of the weights."""
+    """The sum of squared errors over the sum of squared weights."""
     return (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
 
 
 def affine_curve(weight: mx.array) -> dict[float, float]:
-    """Effective bits to squared error; scales and biases of fp16."""
+    """Effective bits to squared error of MLX's affine quantization, with scales and biases in fp16."""
     curve = {}
     for bits in AFFINE_BITS:
         for group in GROUP_SIZES:
@@ -126,7 +126,7 @@ def measure_kl(problems: int) -> str:
 def measure_points(target_bpw: float) -> str:
     model, tokenizer = load()
     with progress_bar() as progress:
-        found = fit(model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress)
+        found = fit(model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress=progress)
     head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
     return table(head, [point_cells(row) for row in point_rows(found)])
 
@@ -176,12 +176,12 @@ def measure_speed(megabytes: int, trials: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["error", "kl", "points", "speed"])
-    parser.add_argument("--rows", type=int, default=1024, help="of the matrices of `error`; default: 1024")
-    parser.add_argument("--problems", type=int, default=16, help="of `kl`; default: 16")
-    parser.add_argument("--target-bpw", type=float, default=6.0, help="of `points`; default: 6")
-    parser.add_argument("--megabytes", type=int, default=96, help="read in a trial of `speed`; default: 96")
-    parser.add_argument("--trials", type=int, default=5, help="of `speed`; default: 5")
-    parser.add_argument("--page", type=Path, help="to write the table into, beside printing it")
+    parser.add_argument("--rows", type=int, default=1024, help="For `error`: rows of the matrices. Default: 1024")
+    parser.add_argument("--problems", type=int, default=16, help="For `kl`: held-out problems. Default: 16")
+    parser.add_argument("--target-bpw", type=float, default=6.0, help="For `points`. Default: 6")
+    parser.add_argument("--megabytes", type=int, default=96, help="For `speed`: read in a trial. Default: 96")
+    parser.add_argument("--trials", type=int, default=5, help="For `speed`. Default: 5")
+    parser.add_argument("--page", type=Path, help="Page whose table is written as well.")
     args = parser.parse_args()
     measures = {
         "error": lambda: measure_error(args.rows),

@@ -1,12 +1,13 @@
-"""What lossless drafting saves, and that it loses nothing: the figures of docs/evidence.md.
+"""Measure what lossless mode saves, and that it loses nothing, for docs/evidence.md.
 
     python scripts/measure_lossless.py --prompts gsm8k_test.jsonl --json lossless.json
     python scripts/measure_lossless.py --model stories260K --q-group-size 32 --prompts scripts/tales.txt \
         --calibrate scripts/tales_calibrate.txt --top 16
 
-For every prompt the text of mlx-lm with the top gear alone, and of lossless mode: by the curve and by every fixed
-length, each compared token for token, with the bytes of weights that were read for a token. Then mlx-lm's own
-speculative decoding with a copy of the model in the draft gear, and what a temperature's draws are distributed like.
+For each prompt, mlx-lm writes a text in the top gear alone, and lossless mode writes it with the curve and with fixed
+draft lengths. The script compares the texts token for token and counts the bytes of weights that a token reads. Then it
+does the same with mlx-lm's own speculative decoding, where the draft model is a copy of the model in the draft gear.
+With --draws it tests whether lossless mode samples from the top gear's distribution.
 """
 
 import argparse
@@ -37,26 +38,33 @@ from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
-EXPECTED_LEAST = 5  # draws in a cell of the chi-square test; rarer outcomes are one cell
+EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Directory. Default: the demo model.")
-    parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines as of GSM8K.")
+    parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines such as GSM8K's.")
     parser.add_argument("--num-prompts", type=int, default=50)
-    parser.add_argument("--num-compared", type=int, help="Prompts for the rivals of the curve, the first ones. All.")
+    parser.add_argument(
+        "--num-compared",
+        type=int,
+        help="Compare the curve with its rivals on the first N prompts only. Default: all",
+        metavar="N",
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--gears", help="Default: what calibrating finds best; without it 4,8,16")
+    parser.add_argument("--gears", help="Default: what --calibrate finds best; without it 4,8,16")
     parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
     parser.add_argument("--kernels", default="native")
     parser.add_argument("--activations", choices=ACTIVATIONS, default="float")
-    parser.add_argument("--curve", help="Drafting file. Default: what ships for the model.")
-    parser.add_argument("--calibrate", metavar="PROMPTS", help="Make the drafting file from these prompts first.")
+    parser.add_argument("--curve", help="Drafting file. Default: the one that ships for the model.")
+    parser.add_argument("--calibrate", metavar="PROMPTS", help="Calibrate on these prompts first, and use the result.")
     parser.add_argument("--lengths", default=",".join(map(str, range(1, MOST_DRAFTED + 1))))
-    parser.add_argument("--speculative", default="2,4,6", help="Draft lengths for mlx-lm's own speculative decoding.")
-    parser.add_argument("--draws", type=int, default=0, help="Draws of two tokens at --temp, on ten prompts.")
+    parser.add_argument("--speculative", default="2,4,6", help="Draft lengths of mlx-lm's own speculative decoding.")
+    parser.add_argument(
+        "--draws", type=int, default=0, help="Draw two tokens N times on each of ten prompts.", metavar="N"
+    )
     parser.add_argument("--temp", type=float, default=0.8)
     parser.add_argument("--json", help="File to write.")
     return parser.parse_args()
@@ -70,7 +78,7 @@ def encode(tokenizer, prompt):
 
 
 def calibrated(args):
-    """Run the calibration as a user does, and return the file that it wrote."""
+    """Calibrate as a user does. Returns the path of the drafting file."""
     file = Path(tempfile.mkdtemp()) / "drafting.json"
     command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
     command += ["--gears", args.gears] if args.gears else ["--top", args.top]
@@ -81,9 +89,9 @@ def calibrated(args):
 
 
 def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, label):
-    """Bytes of weights per token, and whether every text is the top gear's."""
+    """What lossless mode reads and drafts, and how many of its texts are the top gear's."""
     monitor = Monitor(vocabulary(gearbox.model))
-    read = tokens = drafted = accepted = checks = identical = near_ties = 0
+    read = tokens = drafted = accepted = verifications = identical = near_ties = 0
     for prompt, text in zip(track(prompts, label), texts):
         model = LosslessModel(
             gearbox,
@@ -99,7 +107,7 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
         read += sum(r.weight_bytes for r in responses)
         drafted += sum(r.drafted for r in responses)
         accepted += sum(r.from_draft for r in responses)
-        checks += sum(r.passes[-1] for r in responses)
+        verifications += sum(r.passes[-1] for r in responses)
         near_ties += sum(r.near_tie for r in responses)
     top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
     return {
@@ -109,8 +117,8 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
         "drafted": drafted,
         "accepted": accepted,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
-        "checks": checks,
-        "tokens_per_check": tokens / checks,
+        "verifications": verifications,
+        "tokens_per_verification": tokens / verifications,
         "near_ties": near_ties,
         "weight_bytes_per_token": read / tokens,
         "times_fewer_bytes": top * tokens / read,
@@ -118,21 +126,21 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
 
 
 class Counted(ModelWrapper):
-    """A model in one gear that counts its passes after the prompt."""
+    """A model that stays in one gear and counts its passes after the prompt."""
 
     def __init__(self, gearbox, gear):
         super().__init__(gearbox)
-        self.held = gearbox.ladder.find(gear)
+        self.gear = gearbox.ladder.find(gear)
         self.count = 0
         self.after = 0
 
     def __call__(self, inputs, cache=None, **kwargs):
         self.count += cache[0].offset >= self.after
-        return self.run(self.held, inputs, cache, **kwargs)
+        return self.run(self.gear, inputs, cache, **kwargs)
 
 
 def run_speculative(gearbox, drafting_gearbox, draft_bits, tokenizer, prompts, texts, max_tokens, length):
-    """mlx-lm's speculative decoding, the model in its draft gear as the draft model: two models, two caches."""
+    """mlx-lm's speculative decoding, whose draft model is a copy of the model in the draft gear."""
     top, low = gearbox.ladder.top, drafting_gearbox.ladder.find(draft_bits)
     read = tokens = identical = 0
     for prompt, text in zip(track(prompts, f"mlx-lm speculative, {length}"), texts):
@@ -152,7 +160,7 @@ def run_speculative(gearbox, drafting_gearbox, draft_bits, tokenizer, prompts, t
 
 
 def chi_square(counts, expected, draws):
-    """p-value of counts of outcomes against their probabilities, by the normal approximation of Wilson and Hilferty."""
+    """Compare counts of outcomes with their probabilities. The p-value is Wilson and Hilferty's approximation."""
     common = {outcome: p * draws for outcome, p in expected.items() if p * draws >= EXPECTED_LEAST}
     rest = draws - sum(common.values())
     cells = [(counts.get(outcome, 0), e) for outcome, e in common.items()]
@@ -171,7 +179,7 @@ def probabilities(logits, temp):
 
 
 def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
-    """Draw the next two tokens in lossless mode, and test them against the top gear's own probabilities."""
+    """Draw the next two tokens in lossless mode, and compare them with the top gear's own probabilities."""
     model, sampler = gearbox.model, make_sampler(temp)
     gearbox.shift(gearbox.ladder.top)
     begun = make_prompt_cache(model)
@@ -180,7 +188,7 @@ def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
     first = probabilities(model(last, cache=copy.deepcopy(begun))[0, -1], temp)
     order = mx.argsort(-first)[:64].tolist()
     expected = {}
-    for token in order:  # the pairs that are likely enough for a cell of their own
+    for token in order:  # only pairs that are likely enough for a cell of their own
         share = first[token].item()
         if share * draws < EXPECTED_LEAST:
             break

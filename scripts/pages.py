@@ -1,4 +1,4 @@
-"""Tables in pages of docs/: between <!-- NAME ... --> and <!-- end -->, written there by what measured them."""
+"""Write tables into pages of docs/, between <!-- NAME ... --> and <!-- end -->."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,13 +8,14 @@ BLOCK = re.compile(r"(<!-- (\w+)([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 
 def fill(page: Path, tables: Mapping[str, Callable[..., str]]) -> None:
-    """Write the blocks of a page that have a function, called with the words behind their name.
+    """Write each block of a page whose name has a function, which takes the other words of the mark as arguments.
 
-    A block whose function finds a file missing stays as it is, and this is said.
+    A block stays as it is where its function raises FileNotFoundError; a line on stdout says so.
     """
 
     def filled(match: re.Match) -> str:
@@ -24,7 +25,7 @@ def fill(page: Path, tables: Mapping[str, Callable[..., str]]) -> None:
         try:
             return begin + tables[name](*arguments.split()) + end
         except FileNotFoundError as error:
-            print(f"{name}{arguments} stays as it is: {error.filename} is not there")
+            print(f"{name}{arguments} stays as it is: there is no {error.filename}")
             return match.group()
 
     page.write_text(BLOCK.sub(filled, page.read_text(encoding="utf-8")), encoding="utf-8")

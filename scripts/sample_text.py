@@ -1,8 +1,8 @@
-"""Texts of a model's own, as JSON Lines: what it was trained on where that is not at hand.
+"""Sample texts from a model, as JSON Lines, where the text that it was trained on is not at hand.
 
     python scripts/sample_text.py MODEL --prompt "Once upon a time" --out own.jsonl
 
-Sampled at temperature 1 from the weights as they are, so that the model is as sure and as unsure along them as its own
+The texts are sampled at temperature 1 in full precision. So along them the model is exactly as sure as its own
 distribution says.
 """
 

@@ -1,10 +1,10 @@
-"""Play a machine that gets hot, empty and full, and see what the controller makes of it.
+"""Simulate a machine that gets hot, runs low on battery and memory, and draw how the controller responds.
 
     python scripts/simulate_throttling.py docs/images/throttling.png --page docs/machine.md --json throttling.json
 
-The model really generates, with the caps that the controller puts into it. Time is the machine's, so that a run is the
-same everywhere: a token takes a fixed time and that of the bytes of weights that it reads, at a bandwidth which the
-script throttles, and some noise. With --real-time every token is drawn out to that time.
+The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token
+takes a fixed time, the time to read its bytes of weights at a bandwidth that the script throttles, and some noise. With
+--real-time the script waits for the simulated time of every token.
 """
 
 import argparse
@@ -18,32 +18,33 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from draw_throttling import draw
 from mlx_lm.sample_utils import make_sampler
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
-from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.machine.scripted import Point, Scripted
-from gearbx_mlx.machine.state import THERMAL, MachineState
+from gearbx_mlx.machine.state import MachineState
 from gearbx_mlx.machine.watch import Watch
-from gearbx_mlx.telemetry.colors import BLUE, GREEN, VERMILION, gear_color
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
 
-TOP_SPEED = 18.0  # tokens per second that the machine makes in the top gear, as long as nothing throttles it
-FIXED_SHARE = 0.2  # of a token's time in the top gear that is not reading weights
+TOP_SPEED = 18.0  # tokens per second in the top gear, while nothing throttles the machine
+FIXED_SHARE = 0.2  # share of a token's time in the top gear that does not depend on the bytes it reads
 PROMPTS = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. How many rolls does she make in 5 days?",
     "Tom has 12 red and 15 blue marbles. He gives 9 of them to Ann. How many marbles does he have left?",
     "A train goes 60 miles in an hour. How many miles does it go in a day, if it rests for 8 hours?",
 )
-GEARS, CAP_BITS = "8", (4, 5, 6)  # a single gear, so that all that changes is the controller's doing
-SETTLED = 0.10  # of the target: as near as this, and staying there, is settled
+GEARS, CAP_BITS = "8", (4, 5, 6)  # a single gear: only the controller changes anything
+SETTLED = 0.10  # share of the target: the speed has settled when it stays this near to it
 IN_TOKENS = 60
 
 
 @dataclass
 class Scenario:
-    """What the machine does: seconds to how many times slower reading is, and to its state."""
+    """What the machine does over time.
+
+    slower: (second, factor) from when on reading takes this many times as long. states: (second, state) likewise.
+    """
 
     name: str
     target: float
@@ -72,7 +73,7 @@ STORY = Scenario(
 
 
 class Machine:
-    """Seconds per token, and the clock that shows them."""
+    """The simulated machine: the time of every token, and a clock."""
 
     def __init__(self, scenario: Scenario, gearbox: Gearbox, seed: int = 0, real_time: bool = False):
         self.scenario, self.gearbox, self.real_time = scenario, gearbox, real_time
@@ -89,11 +90,11 @@ class Machine:
         return [1.0, *(factor for since, factor in self.scenario.slower if since <= self.time)][-1]
 
     def seconds(self, read: float) -> float:
-        """For a token that reads so many bytes, without noise."""
+        """The time of a token that reads these bytes, without noise."""
         return self.fixed + self.slower() * self.per_byte * read
 
     def sample(self, logprobs: mx.array) -> mx.array:
-        """A sampler is called once for every pass."""
+        """A sampler that also advances the clock: mlx-lm calls it once per pass."""
         began = time.perf_counter()
         read = self.gearbox.weight_bytes_per_token(self.gearbox.gear)
         seconds = self.seconds(read) * math.exp(self.scenario.noise * self.random.standard_normal())
@@ -107,7 +108,11 @@ class Machine:
 
 @dataclass
 class Token:
-    """seconds: when it came. speed: tokens per second with its caps, without noise; top: what no cap would give."""
+    """One token, and the state of everything when it came.
+
+    seconds: when it came. taken: the time that it took. speed: tokens per second with its caps, without noise. top:
+    tokens per second without caps.
+    """
 
     seconds: float
     taken: float
@@ -133,7 +138,7 @@ class Run:
 
 
 def made(gears: str = GEARS) -> tuple[Gearbox, Any]:
-    """The model that ships, in a gearbox, and its tokenizer."""
+    """The gearbox of the model that ships, and its tokenizer."""
     model, tokenizer = load(None)
     return Gearbox(model, gears, widths=CAP_BITS, kernels="auto"), tokenizer
 
@@ -149,7 +154,7 @@ def simulate(
     """Generate one text after the other until the scenario's time is over."""
     machine = Machine(scenario, gearbox, seed, real_time)
     script = Scripted([Point(at, MachineState(**state)) for at, state in scenario.states])
-    target = scenario.target if controlled else 1e-9  # which no cap is ever needed for
+    target = scenario.target if controlled else 1e-9  # a target that never needs a cap
     governor = Governor(gearbox, target, watch=Watch([script]), clock=machine.clock)
     top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
     stairs = governor.controller.stairs
@@ -159,7 +164,7 @@ def simulate(
     while machine.time < scenario.seconds:
         prompt = PROMPTS[number % len(PROMPTS)]
         number += 1
-        before = math.nan  # the first token has the prompt in it
+        before = math.nan  # the first token includes the prompt
         for response in stream_generate(
             gearbox.model, tokenizer, prompt, 150, gearbox=gearbox, controller=governor, sampler=machine.sample
         ):
@@ -190,8 +195,12 @@ def simulate(
 
 @dataclass
 class Settling:
-    """After a change of the machine: tokens until the speed stays near the best there is, how far it went beyond,
-    how often caps moved later than 60 tokens after the change, and how often in turn up and down."""
+    """How the speed settled after a change of the machine.
+
+    goal: tokens per second, the target or the nearest that can be had. tokens: until the speed stays near the goal.
+    overshoot: how far it went beyond, relative to the goal. late_changes: of the caps, more than 60 tokens after the
+    change. reversals: late changes that go the other way than the one before. error: at the end, relative to the goal.
+    """
 
     at: float
     slower: float
@@ -204,10 +213,7 @@ class Settling:
 
 
 def settling(run: Run) -> list[Settling]:
-    """Of every change of the machine's speed, and of the beginning.
-
-    The goal is the target, or the nearest that tables can meet. Overshoot is relative to the goal, on its far side.
-    """
+    """How the speed settled after the beginning and after every change of the machine's speed."""
     found = []
     changes = [place for place, t in enumerate(run.tokens) if not place or t.slower != run.tokens[place - 1].slower]
     for first, end in zip(changes, [*changes[1:], len(run.tokens)]):
@@ -235,55 +241,13 @@ def settling(run: Run) -> list[Settling]:
 
 
 def steps(target: float, noise: float, slower: float = 1.7, seconds: float = 30) -> Scenario:
-    """A step down and a step up again, and nothing else."""
+    """A machine that slows down once, recovers, and does nothing else."""
     back = ((seconds / 3, slower), (2 * seconds / 3, 1.0))
     return Scenario(f"target {target:g}, noise {noise:.0%}", target, seconds, back, noise=noise)
 
 
-def draw(run: Run, bare: Run, path: Path) -> None:
-    """Speed, caps, bits and the machine over time."""
-    pyplot = get_pyplot()
-    times = [token.seconds for token in run.tokens]
-    figure, (speed, caps, bits, state) = pyplot.subplots(
-        4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)
-    )
-    window = 10
-    taken = np.array([token.taken for token in run.tokens])
-    measured = [1 / np.nanmean(taken[i - window : i]) for i in range(window, len(times))]
-    speed.plot(times[window:], measured, color=BLUE, linewidth=1, label="measured, over 10 tokens")
-    speed.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
-    speed.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")
-    speed.set(ylabel="tokens/s", title="A machine that is throttled, empty and full, and what the controller does")
-    speed.set_ylim(0, None)
-
-    widths = sorted({bits for token in run.tokens for bits in token.caps.values()})
-    counts = [[sum(cap == width for cap in token.caps.values()) for token in run.tokens] for width in widths]
-    colors = [gear_color(place, len(widths)) for place in range(len(widths))]
-    caps.stackplot(times, counts, labels=[f"{width} bits" for width in widths], colors=colors, step="post")
-    caps.set(ylabel="layers capped to")
-
-    bits.step(times, [token.bits for token in run.tokens], where="post", color="0.2", linewidth=1)
-    bits.set(ylabel="bits per weight")
-
-    heat = [THERMAL.index(token.state.thermal or "nominal") / (len(THERMAL) - 1) for token in run.tokens]
-    state.step(times, heat, where="post", color=VERMILION, linewidth=1.4, label="heat: nominal to critical")
-    charge = [1.0 if token.state.battery is None else token.state.battery for token in run.tokens]
-    state.step(times, charge, where="post", color=BLUE, linewidth=1.2, linestyle="--", label="battery")
-    memory = [token.state.memory or 0.0 for token in run.tokens]
-    state.step(times, memory, where="post", color=GREEN, linewidth=1.2, linestyle="-.", label="memory in use")
-    state.step(times, [token.share for token in run.tokens], where="post", color="0.2", linestyle=":", label="budget")
-    state.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
-    for axes in (speed, caps, state):
-        axes.legend(**OUTSIDE)
-    for axes in (speed, caps, bits, state):
-        axes.spines[["top", "right"]].set_visible(False)
-    with replacing(path) as place:
-        figure.savefig(place, dpi=120, format="png")
-    pyplot.close(figure)
-
-
 def rows(measured: list[dict]) -> str:
-    """One row for each target and noise: the worst of its steps and seeds."""
+    """The table: one row for each target and noise, with the worst of its steps and seeds."""
     names = list(dict.fromkeys((entry["target"], entry["noise"]) for entry in measured))
     found = []
     for target, noise in names:
@@ -309,9 +273,11 @@ def rows(measured: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, help="Where to draw it.")
-    parser.add_argument("--page", type=Path, help="A page whose table of steps is to be written.")
-    parser.add_argument("--json", type=Path, help="Every token of the picture, and every step that was measured.")
-    parser.add_argument("--real-time", action="store_true", help="Let the tokens of the picture take their time.")
+    parser.add_argument("--page", type=Path, help="Page whose table of steps is written.")
+    parser.add_argument("--json", type=Path, help="File for every token of the picture, and every measured step.")
+    parser.add_argument(
+        "--real-time", action="store_true", help="Wait for the simulated time of every token of the picture."
+    )
     parser.add_argument("--seeds", type=int, default=3, help="Runs of every target and noise. Default: 3")
     args = parser.parse_args()
     loaded = made()
@@ -326,8 +292,8 @@ def main() -> None:
                     measured.append({"target": target, "noise": noise, "seed": seed, **asdict(found)})
     print(rows(measured))
     if args.json:
-        told = [{**asdict(token), "state": token.state.known} for token in run.tokens]
-        args.json.write_text(json.dumps({"steps": measured, "tokens": told}, indent=1) + "\n")
+        tokens = [{**asdict(token), "state": token.state.known} for token in run.tokens]
+        args.json.write_text(json.dumps({"steps": measured, "tokens": tokens}, indent=1) + "\n")
     if args.page:
         fill(args.page, {"steps": lambda: rows(measured)})
 

@@ -1,14 +1,14 @@
-"""What lossless drafting saves in time, on a model whose weights exceed the cache of the processor.
+"""Measure what lossless mode saves in time, on a model larger than the processor's cache, for docs/evidence.md.
 
     python scripts/time_lossless.py --prompts gsm8k_test.jsonl --activations int8 --bounds 0.7,0.9 --json time.json
 
 The demo model fits into the cache, and a random model accepts no draft. So the demo model is widened as in Net2Net
-(Chen, Goodfellow, Shlens 2016, arXiv:1511.05641): every unit becomes --times equal ones, and what is read from them is
-divided by their number. That changes no logit but for the order of sums, and multiplies the weights by --times^2. So
-every draft is accepted as in the demo model, and the time is that of a large one.
+(Chen, Goodfellow, Shlens 2016, arXiv:1511.05641): every unit becomes --times equal ones, and what reads them divides by
+--times. Only the order of sums changes, and there are --times^2 as many weights. So drafts are accepted as in the demo
+model, and the time is that of a large one.
 
-For every prompt in turn: the top gear alone, and lossless with every bound on the product of a(H). All with native
-kernels, greedy, without the prompt.
+For every prompt in turn, the script times the top gear alone, and lossless with every bound on the product of a(H).
+Kernels are native, texts greedy; the time of the prompt does not count.
 """
 
 import argparse
@@ -41,7 +41,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=8, help="Copies of every unit: a power of two. Default: 8")
-    parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines as of GSM8K.")
+    parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines such as GSM8K's.")
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--curve", default=str(SHIPPED / "4-8-16.json"), help="Of the demo model; says the ladder too.")
@@ -52,10 +52,10 @@ def parse_arguments():
 
 
 def widened(model, times):
-    """A Llama with tied embeddings that computes the same logits, each of its units `times` over.
+    """A Llama with tied embeddings that computes the same logits with `times` copies of every unit.
 
-    Division by a power of two is exact, and copies of a group of weights have the same codes: gears are widened
-    exactly, too. The head reads the embedding, which is not divided: the last norm is instead.
+    Division by a power of two is exact, and copies of a group of weights have the same codes, so gears compute the same
+    too. The head reads the embedding, which is not divided; the last norm is divided instead.
     """
     args = dataclasses.replace(model.args, **{name: times * getattr(model.args, name) for name in WIDTHS})
     wide = llama.Model(args)
@@ -73,7 +73,7 @@ def widened(model, times):
 
 
 def generated(model, tokenizer, prompt, max_tokens):
-    """Tokens, and seconds for each after the first."""
+    """The tokens, and the seconds per token after the first."""
     begun, tokens = 0.0, []
     for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens):
         begun = begun or time.perf_counter()
@@ -82,7 +82,7 @@ def generated(model, tokenizer, prompt, max_tokens):
 
 
 def pass_milliseconds(gearbox, gear, rows):
-    """Of one pass over so many tokens after a context of 64; the median of a few."""
+    """The time of one pass over `rows` tokens after a context of 64: the median of a few."""
     gearbox.shift(gear)
     cache = make_prompt_cache(gearbox.model)
     gearbox.model(mx.arange(1, 65)[None], cache=cache)
@@ -150,7 +150,7 @@ def main():
     for bound, runs in drafted.items():
         ratios = [before / seconds for before, (_, seconds) in zip(top_seconds, runs)]
         result["bounds"][bound] = {
-            "identical": sum(tokens == wanted for (tokens, _), (wanted, _) in zip(runs, alone)),
+            "identical": sum(tokens == expected for (tokens, _), (expected, _) in zip(runs, alone)),
             "tokens_per_second": 1 / statistics.median(seconds for _, seconds in runs),
             "ratio": statistics.median(ratios),
             "spread": [min(ratios), max(ratios)],

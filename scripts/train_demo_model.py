@@ -3,11 +3,10 @@
     pip install -e '.[train]'
     python scripts/train_demo_model.py --data DIR --out gearbx_mlx/demo_model
 
-DIR holds gsm8k_train.jsonl (openai/grade-school-math, MIT), grimms_fairy_tales.txt
-(Project Gutenberg) and tinyshakespeare.txt (public domain). The last 5 % of each file
-is the validation split. Training stops early when the validation loss has not improved
-for --patience evaluations, and the best weights seen are written. A run that was
-interrupted goes on from its last checkpoint when the same command is given again.
+DIR contains gsm8k_train.jsonl (openai/grade-school-math, MIT), grimms_fairy_tales.txt (Project Gutenberg) and
+tinyshakespeare.txt (public domain). The last 5 % of each file is the validation split. Training stops early when the
+validation loss has not improved for --patience evaluations, and writes the best weights. The same command continues an
+interrupted run from its last checkpoint.
 """
 
 import argparse
@@ -46,7 +45,7 @@ class Corpus:
 
 
 def split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """The last 5 % of the characters are for validation, in whole documents."""
+    """Training and validation documents: the last 5 % of the characters, in whole documents, are for validation."""
     total, seen = sum(map(len, documents)), 0
     for i, document in enumerate(documents):
         seen += len(document)
@@ -61,13 +60,13 @@ def word_problems(path: Path) -> list[str]:
 
 
 def prose(path: Path, length: int = 1600) -> list[str]:
-    """Paragraphs with their line wraps undone, gathered into documents of about `length` characters."""
+    """Documents of about `length` characters: paragraphs without their line wraps."""
     paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))]
     return gather([p for p in paragraphs if p], length)
 
 
 def verse(path: Path, length: int = 1600) -> list[str]:
-    """Speeches as they stand: in a play the line breaks carry meaning."""
+    """Documents of about `length` characters: speeches with their line breaks, which mean something in a play."""
     return gather([s for s in path.read_text(encoding="utf-8").split("\n\n") if s.strip()], length)
 
 
@@ -90,7 +89,7 @@ def load_corpora(data: Path) -> list[Corpus]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own, so that numbers are read place by place."""
+    """A byte-level BPE tokenizer. Every digit is a token, so that the model reads numbers place by place."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -117,13 +116,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """One stream: every document begins with the end-of-text token of the one before."""
+    """The documents as one stream of tokens; each begins with the end-of-text token of the one before."""
     ids = tokenizer(documents, add_special_tokens=True, verbose=False)["input_ids"]
     return torch.tensor([i for document in ids for i in document])
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> LlamaForCausalLM:
-    """5.5 M parameters at width 256 and 6 layers; every linear's input width is a multiple of 64."""
+    """A random Llama: 5.5 M parameters at width 256 and 6 layers. All input widths are multiples of 64."""
     end = tokenizer.eos_token_id
     return LlamaForCausalLM(
         LlamaConfig(
@@ -144,7 +143,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> L
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, stream: torch.Tensor, batch: int = 8) -> tuple[float, int]:
-    """Summed negative log-likelihood in nats, and the number of tokens it is over."""
+    """The sum of the negative log-likelihood in nats, and the number of tokens."""
     windows = [stream[i : i + CONTEXT + 1] for i in range(0, len(stream) - 1, CONTEXT)]
     total, count = 0.0, 0
     model.eval()
@@ -161,14 +160,14 @@ def validation_loss(model: LlamaForCausalLM, stream: torch.Tensor, batch: int = 
 
 
 def perplexities(model: LlamaForCausalLM, streams: dict[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """Mean loss over all validation tokens, and the perplexity of each kind of text."""
+    """The mean loss over all validation tokens, and the perplexity of each kind of text."""
     sums = {name: validation_loss(model, stream) for name, stream in streams.items()}
     mean = sum(total for total, _ in sums.values()) / sum(count for _, count in sums.values())
     return mean, {name: math.exp(total / count) for name, (total, count) in sums.items()}
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """The learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
         return args.learning_rate * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -182,7 +181,10 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 
 def step_loss(model, stream, step: int, generator: torch.Generator, args: argparse.Namespace) -> torch.Tensor:
-    """Half windows, which are faster, for three quarters of the steps, then whole ones, which teach every position."""
+    """The loss of one step.
+
+    Three quarters of the steps use half windows, which are faster; the others whole ones, which teach every position.
+    """
     halves = 2 if step < 0.75 * args.steps else 1
     length = CONTEXT // halves
     starts = torch.randint(len(stream) - length, (args.batch * halves,), generator=generator)
@@ -192,7 +194,7 @@ def step_loss(model, stream, step: int, generator: torch.Generator, args: argpar
 
 
 def train(model: LlamaForCausalLM, stream: torch.Tensor, valid: dict, args: argparse.Namespace) -> dict:
-    """AdamW on random windows of the stream; returns the best state seen."""
+    """Train with AdamW on random windows of the stream. Returns the best state."""
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -243,7 +245,7 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, valid: dict, args: argp
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """bfloat16 weights, configuration and tokenizer, in names that older readers know as well."""
+    """Write bfloat16 weights, configuration and tokenizer, with names that older readers know as well."""
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     (out / "chat_template.jinja").unlink(missing_ok=True)  # written into tokenizer_config.json below
@@ -310,7 +312,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="Folder for model, tokenizer and card.")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument(
-        "--batch", type=int, default=8, help=f"Windows of {CONTEXT} tokens a step (twice as many half ones)."
+        "--batch", type=int, default=8, help=f"Windows of {CONTEXT} tokens per step, or twice as many half ones."
     )
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--width", type=int, default=256, help="A multiple of 64.")

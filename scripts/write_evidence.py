@@ -1,10 +1,10 @@
-"""Put the tables of docs/evidence.md and docs/pair.md there, from the reports that their commands have written.
+"""Write the tables of docs/evidence.md and docs/pair.md, from the reports of the commands on these pages.
 
     python scripts/write_evidence.py RESULTS docs/evidence.md docs/pair.md
 
-RESULTS is the directory in which they were run. A table stands between <!-- NAME ... --> and <!-- end -->, where NAME
-is one of the functions in TABLES, and what follows it are its arguments. Where there is no report, a table stays as it
-is. The pictures go beside the first page.
+RESULTS is the directory in which the commands ran. A table stands between <!-- NAME ... --> and <!-- end -->; NAME is
+one of the functions in TABLES, and the words after it are the function's arguments. A table without a report stays as
+it is. The script copies the pictures to images/ beside the first page.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from pages import fill, table
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
-WANTED = {0.25: "-12 %", 0.5: "-35 %"}
+AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens to the change of mean KL that kickdown should reach
 
 
 def percent(part, digits=0):
@@ -35,7 +35,7 @@ def megabytes(count):
 
 
 def reports(results, pattern):
-    """Those whose names fit, in alphabetical order."""
+    """The reports whose file names match the pattern, in alphabetical order."""
     files = sorted(results.glob(pattern))
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
@@ -62,7 +62,7 @@ def policies(results, model):
 
 
 def buckets(results, model, *names):
-    """Mean KL by how sure the reference is."""
+    """Mean KL by the reference's top probability."""
     report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
     by_name = {row["name"]: row["buckets"] for row in report["policies"]}
     first = by_name[names[0]]
@@ -79,18 +79,18 @@ def kickdown(results):
         report = json.loads((results / folder / "evaluation.json").read_text())
         for row in report["policies"]:
             if row["policy"] == "kickdown":
-                lagged = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
+                route = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
                 rows.append(
                     [
                         model,
                         percent(row["share_top"]),
                         change(row["against_random_same_share"]),
-                        WANTED[row["share_wanted"]],
-                        change(lagged["against_random_same_share"]),
+                        AIMS[row["share_wanted"]],
+                        change(route["against_random_same_share"]),
                         change(row["against_random_same_bytes"]),
                     ]
                 )
-    head = ["model", "share", "kickdown vs chance", "wanted", "lagged (route) vs chance", "kickdown at its bytes"]
+    head = ["model", "share", "kickdown vs chance", "aim", "route vs chance", "kickdown at its bytes"]
     return table(head, rows)
 
 
@@ -98,23 +98,23 @@ def lossless(results):
     rows = []
     for found in reports(results, "lossless_*.json"):
         curve, compared = found["curve"], found["compared"]
-        fixed, theirs = found["fixed"], found.get("mlx_lm_speculative", {})
+        fixed, speculative = found["fixed"], found.get("mlx_lm_speculative", {})
         length = str(found["best_fixed"])
-        best = max(theirs, key=lambda n: theirs[n]["times_fewer_bytes"], default=None)
+        best = max(speculative, key=lambda n: speculative[n]["times_fewer_bytes"], default=None)
         rows.append(
             [
                 Path(found["model"]).name,
                 found["gears"][-1],
                 found["draft_bits"],
                 f"{curve['identical']} of {curve['texts']}",
-                f"{curve['tokens_per_check']:.1f}",
+                f"{curve['tokens_per_verification']:.1f}",
                 f"**{curve['times_fewer_bytes']:.2f}**",
                 f"{compared['times_fewer_bytes']:.2f} ({compared['texts']})",
                 f"{fixed[length]['times_fewer_bytes']:.2f} ({length})",
-                f"{theirs[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
+                f"{speculative[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
             ]
         )
-    head = ["model", "top", "draft", "identical", "tokens per check", "times fewer bytes"]
+    head = ["model", "top", "draft", "identical", "tokens per verification", "times fewer bytes"]
     return table([*head, "compared", "best fixed length", "mlx-lm speculative"], rows)
 
 

@@ -153,17 +153,17 @@ class TestReplay:
     @given(tokens, st.integers(1, 15))
     def test_every_token_is_made_once(self, recorded, length):
         done = replay_drafts([tuple(zip(*recorded))], FixedLength(length))
-        assert done.tokens == len(recorded) == done.accepted + done.checks
-        assert done.accepted <= done.drafted <= done.checks * length
+        assert done.tokens == len(recorded) == done.accepted + done.verifications
+        assert done.accepted <= done.drafted <= done.verifications * length
 
     def test_a_draft_that_always_agrees(self):
         done = replay_drafts([([0.0] * 50, [True] * 50)], FixedLength(4))
-        assert (done.tokens, done.drafted, done.accepted, done.checks) == (50, 40, 40, 10)
+        assert (done.tokens, done.drafted, done.accepted, done.verifications) == (50, 40, 40, 10)
         assert done.weight_bytes_per_token(1, 10) == (40 + 100) / 50
 
     def test_a_draft_that_never_does(self):
         done = replay_drafts([([0.0] * 50, [False] * 50)], FixedLength(1))
-        assert (done.tokens, done.drafted, done.accepted, done.checks) == (50, 49, 0, 50)
+        assert (done.tokens, done.drafted, done.accepted, done.verifications) == (50, 49, 0, 50)
 
     def test_what_is_best_is_found_by_trying(self):
         agrees = [bool(a) for a in np.random.default_rng(0).uniform(size=2000) < 0.9]

@@ -26,7 +26,7 @@ from gearbx_mlx import (
 from gearbx_mlx.decoding import modes
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.loading import DEMO_MODEL, load
-from gearbx_mlx.routing.gates import Held
+from gearbx_mlx.routing.gates import OneGear
 
 TALE = "Once upon a time there was a king"
 SAMPLED = ("--temp", 0.9, "--seed", 5)
@@ -82,7 +82,7 @@ class First(Mode):
 
     name: ClassVar[str] = "first"
 
-    def stream(self, model, tokenizer, prompt, *, gearbox, controller=None, **kwargs):
+    def stream(self, model, tokenizer, prompt, *, gearbox, **kwargs):
         return Static(gearbox.ladder[0].name).stream(model, tokenizer, prompt, gearbox=gearbox, **kwargs)
 
 
@@ -154,7 +154,7 @@ class TestEntropy:
 
 
 class TestDraftModel:
-    @pytest.mark.parametrize("mode", [Route(gate=Held(1), initial_gear="high"), Static()], ids=["route", "static"])
+    @pytest.mark.parametrize("mode", [Route(gate=OneGear(1), initial_gear="high"), Static()], ids=["route", "static"])
     def test_its_drafts_passes_and_bytes_are_counted(self, geared_demo, demo, mode):
         draft_model, _ = load()
         top, drafted_bytes = geared_demo.ladder.top, Observer(draft_model).weight_bytes_per_token(None)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 
 from ..gears.discovery import vocabulary
-from ..routing.gates import Held
+from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .governor import Governor
@@ -35,20 +35,13 @@ class Static(Mode):
     window: int = DEFAULT_WINDOW
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         ladder = gearbox.ladder
         gear = ladder.top if self.gear is None else ladder.find(self.gear)
         gearbox.shift(gear)
         tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return routed(tokens, gearbox, Held(gear.index), Monitor(vocabulary(model), self.window), controller)
+        return routed(tokens, gearbox, OneGear(gear.index), Monitor(vocabulary(model), self.window), controller)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}

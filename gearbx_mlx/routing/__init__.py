@@ -1,1 +1,1 @@
-"""From a signal per token to a gear: entropy, monitor, gate, thresholds. Knows numbers, no models."""
+"""From the entropy of tokens to a gear: monitor, gate, thresholds, drafting rules. Numbers only, no models."""

@@ -1,8 +1,8 @@
-"""How long a low gear may draft before the top gear checks it: the probability that they agree, given entropy.
+"""How long a low gear drafts before the top gear verifies: the probability that both agree, by entropy.
 
-A draft is worth its pass only if the top gear would choose the same token, and the low gear's own entropy H says how
-likely that is. From recorded passes comes a(H), which falls as H rises; the product of a(H) over a draft is the
-probability that all of it will be accepted, and when it is under a bound, the draft goes to be checked.
+A drafted token is worth its pass only if the top gear chooses the same one. The low gear's entropy H says how likely
+that is: a(H), which is fitted to recorded passes and falls as H rises. The product of a(H) over a draft is the
+probability that the top gear accepts all of it. The draft ends when the product falls below a bound.
 """
 
 import bisect
@@ -20,23 +20,23 @@ MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels
 BINS = 20
 BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
 DEFAULT_BOUND = 0.5
-TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: fitted to nothing, near to what small models show
+TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: not fitted, but near to what small models show
 
 
 class DraftRule(Protocol):
-    """Decides when to stop drafting. The token at which drafting stops is checked too: it is paid for."""
+    """Decides when a draft ends. The token at which it ends is verified too, since it is paid for."""
 
     def begin(self) -> None:
-        """A new draft."""
+        """Start a new draft."""
         ...
 
     def goes_on(self, entropy: float) -> bool:
-        """Whether to draft another token after one whose distribution has this entropy (bits)."""
+        """Whether to draft one more token, after a token whose distribution has this entropy (bits)."""
         ...
 
 
 class FixedLength:
-    """So many tokens, whatever they are. Raises GearbxError for a length that no check can hold."""
+    """Drafts of always the same length. Raises GearbxError for a length that a verification cannot take."""
 
     def __init__(self, length: int):
         if not 1 <= length <= MOST_DRAFTED:
@@ -53,14 +53,14 @@ class FixedLength:
 
 
 class ProductRule:
-    """For as long as the product of a(H) over the draft is at least `bound`.
+    """Drafts that continue while the product of a(H) over them is at least `bound`.
 
     Args:
-        agreement: a, from bits to a probability.
-        bound: above 0, below 1.
+        agreement: the function a, from bits to a probability.
+        bound: above 0 and below 1.
 
     Raises:
-        GearbxError: a bound that is no such number.
+        GearbxError: a bound outside of this range.
     """
 
     def __init__(self, agreement: Callable[[float], float], bound: float):
@@ -79,17 +79,17 @@ class ProductRule:
 
 
 def typical_agreement(entropy: float) -> float:
-    """a(H) of a model that was not calibrated: 2^(-H / 4), so that a bound of 0.5 is 4 bits over the whole draft."""
+    """a(H) of an uncalibrated model: 2^(-H / 4). With a bound of 0.5, a draft ends at 4 bits in all."""
     return 2.0 ** -(entropy / TYPICAL_HALVING)
 
 
 def default_rule() -> ProductRule:
-    """What is used where nothing was calibrated."""
+    """The rule of an uncalibrated model."""
     return ProductRule(typical_agreement, DEFAULT_BOUND)
 
 
 def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-increasing sequence that is closest to `values` in weighted squares (isotonic regression)."""
+    """The non-increasing sequence closest to `values` in weighted squares (isotonic regression)."""
     blocks: list[list[float]] = []  # mean, weight, count
     for value, weight in zip(values, weights):
         blocks.append([value, weight, 1])
@@ -103,10 +103,10 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
 
 @dataclass(frozen=True)
 class AcceptanceCurve:
-    """a(H) as steps: `agreement[i]` up to `edges[i]` bits, the last one beyond all edges.
+    """a(H) as steps: `agreement[i]` up to `edges[i]` bits, and the last value beyond all edges.
 
     Raises:
-        GearbxError: edges that do not ascend, values that are no probabilities or rise, or that do not match in number.
+        GearbxError: edges that do not ascend, values that rise or are not probabilities, numbers that do not match.
     """
 
     edges: tuple[float, ...]
@@ -125,9 +125,9 @@ class AcceptanceCurve:
 
 
 def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BINS) -> AcceptanceCurve:
-    """a(H) from recorded tokens: bins of equal count, their shares of agreement, made monotone.
+    """a(H) from recorded tokens: the shares of agreement in bins of equal count, made monotone.
 
-    A share is (k + 1/2) / (n + 1), so that a bin in which all agree is not taken for certain.
+    A share is (k + 1/2) / (n + 1), so that a bin in which all tokens agree does not count as certain.
 
     Args:
         entropies: bits, of the low gear.
@@ -150,34 +150,36 @@ def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BI
         if after < before and (not edges or edge > edges[-1]):
             edges.append(edge)
             values.append(after)
-        elif after < before:  # equal entropies on both sides of a bin's end: the careful value
+        elif after < before:  # equal entropies on both sides of an edge: take the lower value
             values[-1] = after
     return AcceptanceCurve(tuple(edges), tuple(map(float, values)))
 
 
 @dataclass
 class Drafting:
-    """What drafting comes to: tokens made, drafted, accepted, and checks."""
+    """Counts of a replay: tokens written, drafted and accepted, and verifications."""
 
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    checks: int = 0
+    verifications: int = 0
 
-    def weight_bytes_per_token(self, draft_bytes: float, check_bytes: float) -> float:
-        """Bytes, if a drafted token reads `draft_bytes` of weights and a check `check_bytes`."""
-        return (self.drafted * draft_bytes + self.checks * check_bytes) / self.tokens if self.tokens else 0.0
+    def weight_bytes_per_token(self, draft_bytes: float, top_bytes: float) -> float:
+        """Weight bytes per token, where a drafted token reads `draft_bytes` and a verification `top_bytes`."""
+        return (self.drafted * draft_bytes + self.verifications * top_bytes) / self.tokens if self.tokens else 0.0
 
 
 def replay_drafts(
     sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], rule: DraftRule, most: int = MOST_DRAFTED
 ) -> Drafting:
-    """Drafting by a rule on recorded tokens, without a model.
+    """Replay a drafting rule on recorded tokens, without a model.
 
-    What is drafted after a disagreement is not known: its entropies are taken to be those that were recorded.
+    After a disagreement the draft would contain other tokens. The replay takes the recorded entropies for theirs.
 
     Args:
-        sequences: entropies (bits) of the low gear and whether it agrees with the top gear, for each token of a text.
+        sequences: for each text, the entropy of the low gear (bits) at each token, and whether it agrees with the top
+            gear there.
+        most: the longest draft, in tokens.
     """
     total = Drafting()
     for entropies, agrees in sequences:
@@ -193,7 +195,7 @@ def replay_drafts(
             accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
             total.drafted += drafted
             total.accepted += accepted
-            total.checks += 1
+            total.verifications += 1
             total.tokens += accepted + 1
             place += accepted + 1
     return total
@@ -203,11 +205,11 @@ def best_bound(
     sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
     curve: AcceptanceCurve,
     draft_bytes: float,
-    check_bytes: float,
+    top_bytes: float,
 ) -> tuple[float, float]:
-    """The bound on the product of a(H) at which a token reads the fewest bytes of weights, and those bytes."""
+    """The bound on the product of a(H) with which a token reads the fewest weight bytes, and these bytes."""
     costs = {
-        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(draft_bytes, check_bytes)
+        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(draft_bytes, top_bytes)
         for bound in BOUNDS
     }
     best = min(costs, key=lambda bound: costs[bound])
@@ -215,11 +217,11 @@ def best_bound(
 
 
 def best_length(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, check_bytes: float
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, top_bytes: float
 ) -> tuple[int, float]:
-    """The fixed length of drafts at which a token reads the fewest bytes of weights, and those bytes."""
+    """The fixed draft length with which a token reads the fewest weight bytes, and these bytes."""
     costs = {
-        length: replay_drafts(sequences, FixedLength(length)).weight_bytes_per_token(draft_bytes, check_bytes)
+        length: replay_drafts(sequences, FixedLength(length)).weight_bytes_per_token(draft_bytes, top_bytes)
         for length in range(1, MOST_DRAFTED + 1)
     }
     best = min(costs, key=lambda length: costs[length])

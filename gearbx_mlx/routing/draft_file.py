@@ -14,12 +14,12 @@ SCHEMA, VERSION = "gearbx-mlx drafting", 1
 
 
 class DraftFile(Struct, frozen=True):
-    """How a model drafts for its top gear, as a file.
+    """How a model drafts for its top gear: the content of a drafting file.
 
     gears: bits of the ladder that was calibrated, the last of which verifies; draft: bits of the gear that drafts.
     fingerprint: of the model's weights. edges (bits), agreement: of the AcceptanceCurve. bound: on its product.
-    tokens: that it was found on, and the share of them on which both gears agree. weight_bytes_per_token: predicted
-    from them, and of the top gear alone.
+    tokens: of the calibration; agreement_overall: the share on which both gears agree. weight_bytes_per_token:
+    predicted from these tokens; weight_bytes_per_token_top: of the top gear alone.
     best_fixed_length, fixed_weight_bytes_per_token: the best fixed length of drafts, and what it reads, to compare.
     """
 
@@ -54,7 +54,7 @@ class DraftFile(Struct, frozen=True):
         return ProductRule(AcceptanceCurve(tuple(self.edges), tuple(self.agreement)), self.bound)
 
     def check(self, gears: Sequence[int], vocab_size: int, fingerprint: str) -> None:
-        """Raises GearbxError unless it was made for this ladder, vocabulary and model."""
+        """Raises GearbxError unless the file was made for this ladder, vocabulary and model."""
         if self.vocab_size != vocab_size:
             raise GearbxError(f"made for a vocabulary of {self.vocab_size}, this model has {vocab_size}")
         if self.fingerprint != fingerprint:

@@ -1,4 +1,4 @@
-"""Gates: from the monitored signal to a gear (GEARBX 3.3, 3.5 and 10.2)."""
+"""Gates turn a monitor's reading into a gear (GEARBX 3.3, 3.5 and 10.2)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -12,28 +12,28 @@ DEFAULT_MIN_GEAR_DURATION = 4  # tokens
 
 
 class Gate(Protocol):
-    """Decides the gear. Gears are numbered from 0, the lowest precision."""
+    """Chooses the gear. Gears are numbered from 0, the lowest precision."""
 
     def update(self, reading: Reading) -> int:
-        """The gear after this token."""
+        """Take the reading of a token. Returns the gear for what follows."""
         ...
 
     def peek(self, level: float) -> int:
-        """The gear that this level (bits) would lead to, with nothing changed: for looking ahead."""
+        """The gear that a mean entropy of `level` bits would lead to; changes nothing."""
         ...
 
     def reset(self, gear: int) -> None:
-        """Begin a sequence in `gear`."""
+        """Start a sequence in `gear`."""
         ...
 
 
 class ThresholdGate:
     """Gear k while the rolling mean is between threshold k-1 and threshold k.
 
-    Leaving the lowest gear upward and the highest downward takes `hysteresis` bits more than the threshold; in
-    ladders of four and more, so does every step up between inner gears, so that no boundary is without a margin.
-    A gear is held for `min_gear_duration` tokens. Catastrophic entropy leads to the top gear at once: holding a
-    low gear through it would protect nothing, and the way down again is held back as always.
+    To leave the lowest or the highest gear, the mean has to pass the threshold by `hysteresis` bits. In ladders of four
+    gears and more this goes for every step up between inner gears too, so that no boundary is without a margin. The
+    gate stays in a gear for at least `min_gear_duration` tokens. Only catastrophic entropy leads to the top gear at
+    once: waiting in a low gear would protect nothing.
 
     Args:
         thresholds: ascending, in bits, one fewer than there are gears; empty for a ladder of one.
@@ -67,7 +67,7 @@ class ThresholdGate:
 
     def reset(self, gear: int) -> None:
         self.gear = gear
-        self.held = 0
+        self.duration = 0
 
     def peek(self, level: float) -> int:
         gear = self.gear
@@ -78,9 +78,9 @@ class ThresholdGate:
         return gear
 
     def update(self, reading: Reading) -> int:
-        self.held += 1
+        self.duration += 1
         target = self.top if reading.catastrophe else self.peek(reading.mean)
-        free = self.held >= self.min_gear_duration or (reading.catastrophe and self.gear < self.top)
+        free = self.duration >= self.min_gear_duration or (reading.catastrophe and self.gear < self.top)
         if target != self.gear and free:
             self.reset(target)
         return self.gear
@@ -95,8 +95,8 @@ class ThresholdGate:
         return level < self.down[gear - 1] if leaves_top else level <= self.down[gear - 1]
 
 
-class Held:
-    """Stays in one gear: the control without a gate."""
+class OneGear:
+    """A gate that stays in one gear, of mode static and as a control."""
 
     def __init__(self, gear: int = 0):
         self.gear = gear
@@ -112,5 +112,5 @@ class Held:
 
 
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
-    """The gear that the gate chooses after each recorded entropy (bits): routing without a model."""
+    """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
     return [gate.update(monitor.update(value)) for value in entropies]

@@ -1,4 +1,4 @@
-"""What the last few entropies say: level, slope, look-ahead, catastrophe (GEARBX 3.2 and 3.5)."""
+"""The monitor: mean, slope, forecast and catastrophe of the last few entropies (GEARBX 3.2 and 3.5)."""
 
 import math
 from collections import deque
@@ -13,10 +13,10 @@ CATASTROPHE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Reading:
-    """The monitored signal after one token; all in bits.
+    """The state of the monitor after one token, in bits.
 
-    `forecast` is the level expected `lookahead` tokens on; `catastrophe` says that the last two values were both
-    above 0.9 log2 V: the model no longer knows anything.
+    value: of this token. forecast: the mean that is expected `lookahead` tokens later. catastrophe: the last two values
+    were both above 0.9 log2 V, so the model knows next to nothing.
     """
 
     value: float
@@ -30,10 +30,10 @@ class Monitor:
     """A rolling window over the entropy of the tokens.
 
     Args:
-        vocab_size: V, the length of the logits; catastrophe is relative to log2 V.
+        vocab_size: V, the length of the logits.
         window: tokens in the rolling mean.
-        lookahead: tokens ahead that the forecast is for.
-        catastrophe_share: of log2 V, above which two values in a row are a catastrophe; infinite: nothing is one.
+        lookahead: tokens that the forecast looks ahead.
+        catastrophe_share: two values in a row above this share of log2 V are a catastrophe; infinite: never.
 
     Raises:
         GearbxError: a window shorter than one token.
@@ -51,14 +51,14 @@ class Monitor:
         self.ceiling = catastrophe_share * math.log2(vocab_size)
         self.lookahead = lookahead
         self._window: deque[float] = deque(maxlen=window)
-        self._previous = 0.0  # kept apart from the window, which may hold a single value
+        self._previous = 0.0  # apart from the window, which may have room for one value only
 
     def reset(self) -> None:
         self._window.clear()
         self._previous = 0.0
 
     def update(self, value: float) -> Reading:
-        """Take the next token's entropy, in bits."""
+        """Take the next token's entropy (bits). Returns the new state."""
         catastrophe = min(value, self._previous) > self.ceiling
         self._window.append(value)
         self._previous = value

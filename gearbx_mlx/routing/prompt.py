@@ -1,4 +1,4 @@
-"""Which gear to start in, from the prompt alone (GEARBX 11); observed entropy takes over after a few tokens."""
+"""The first gear, chosen from the prompt alone (GEARBX 11); entropy takes over after a few tokens."""
 
 import re
 
@@ -13,7 +13,7 @@ HIGH_SCORE, MID_SCORE = 4.0, 1.5
 
 
 def difficulty(prompt: str) -> float:
-    """2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]."""
+    """A score: 2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]."""
     words = prompt.split()
     mean_length = sum(map(len, words)) / len(words) if words else 0.0
     return (
@@ -25,7 +25,7 @@ def difficulty(prompt: str) -> float:
 
 
 def first_gear(prompt: str, gears: int) -> int:
-    """The lowest, the middle or the top gear of a ladder with this many gears."""
+    """The number of the lowest, the middle or the top gear of a ladder with `gears` gears."""
     score = difficulty(prompt)
     if score >= HIGH_SCORE:
         return gears - 1

@@ -1,7 +1,4 @@
-"""Thresholds between gears: the paper's defaults, the file that contains them, and the checks on them.
-
-calibration.py finds them on a text.
-"""
+"""Thresholds between gears: the paper's defaults, their file, and checks. calibration.py finds them on a text."""
 
 import itertools
 import json
