@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
+INLINE = "inline"
 TASKS = "lm-eval downloads its tasks"
+MENTIONED = "a sentence mentions it, and files that it reads may be missing"
 PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
     "docs/evidence.md": "models and texts that do not ship, and hours",
@@ -80,12 +82,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Line:
-    """One command, or a Python block, of a page."""
+    """One command, or a Python block, of a page. `inline`: within a sentence."""
 
     page: str
     number: int
     text: str
     python: bool = False
+    inline: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.number}: {self.text.splitlines()[0][:60]}"
@@ -93,10 +96,11 @@ class Line:
 
 @functools.cache
 def blocks(page: str) -> tuple[Block, ...]:
-    """Fenced and indented code."""
+    """Fenced and indented code, and commands within a sentence."""
     text = PAGES[page].read_text(encoding="utf-8")
     fenced = re.compile(r"(<!-- command: \w+ -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     indented = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
+    inline = re.compile(r"`((?:gearbx_mlx |python -m gearbx_mlx\.)[a-z][^`]* -[^`]*)`")
     found = [
         Block(page, text.count("\n", 0, match.start(3)) + 1, match[2], match[3], match[1] is not None)
         for match in fenced.finditer(text)
@@ -107,6 +111,10 @@ def blocks(page: str) -> tuple[Block, ...]:
         for match in indented.finditer(outside)
         if re.match(r" +(python|gearbx_mlx|\w+=)", match[0])
     ]
+    found += [
+        Block(page, outside.count("\n", 0, match.start()) + 1, INLINE, match[1].replace("\n", " "))
+        for match in inline.finditer(indented.sub(lambda match: "\n" * match[0].count("\n"), outside))
+    ]
     return tuple(sorted(found, key=lambda block: block.number))
 
 
@@ -114,13 +122,13 @@ def lines(page: str) -> Iterator[Line]:
     for block in blocks(page):
         if block.language == "python":
             yield Line(page, block.number, block.text, python=True)
-        elif block.language == "bash" and not block.marked:
+        elif block.language in ("bash", INLINE) and not block.marked:
             joined = block.text.replace("\\\n", "\\\0")
             for offset, line in enumerate(joined.split("\n")):
                 number = block.number + offset + "\n".join(joined.split("\n")[:offset]).count("\0")
                 typed = re.sub(r"\s+# .*$", "", line.replace("\\\0", " ")).strip()
                 if typed and not typed.startswith("#"):
-                    yield Line(page, number, re.sub(r"\s+", " ", typed))
+                    yield Line(page, number, re.sub(r"\s+", " ", typed), inline=block.language == INLINE)
 
 
 ALL = [line for page in PAGES for line in lines(page)]
@@ -138,6 +146,9 @@ def command_of(part: str) -> tuple[str, str] | None:
 
 
 def why_not_run(line: Line) -> str | None:
+    """The reason why a line is parsed and not run; None for one that is run."""
+    if line.inline:
+        return MENTIONED
     if line.page in PARSED_ONLY:
         return PARSED_ONLY[line.page]
     if any((command_of(part) or ("",))[0] == "lm_eval" for part in parts(line)):
