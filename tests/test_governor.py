@@ -146,7 +146,7 @@ class TestGoverned:
         gearbox, tokenizer = geared
         with Watch([Fails()], interval=0.001) as watch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            while not watch.polls[0].wrong:
+            while not watch.polls[0].failure:
                 time.sleep(0.001)
             governor = Governor(gearbox, 1e7, watch=watch)
             tokens = list(stream_generate(gearbox.model, tokenizer, PROMPT, 90, gearbox=gearbox, controller=governor))

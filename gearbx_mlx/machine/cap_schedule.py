@@ -87,7 +87,7 @@ class CapSchedule:
         return 8 * (float(read) - passes * self.fixed) / self.weights if self.weights else 0.0
 
     def within(self, share: float) -> int:
-        """The first position within a budget: at most this share of the way from the top gear's fewest bytes to its most."""
+        """The first position within a budget: a share of the way from the top gear's fewest bytes to its most."""
         read = self._bytes[-1]
         most = read[-1] + share * (read[0] - read[-1])
         return int(np.argmax(read <= most + 1e-9 * read[0]))
