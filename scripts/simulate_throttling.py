@@ -18,16 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from draw_throttling import draw
 from mlx_lm.sample_utils import make_sampler
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
-from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.machine.scripted import Point, Scripted
-from gearbx_mlx.machine.state import THERMAL, MachineState
+from gearbx_mlx.machine.state import MachineState
 from gearbx_mlx.machine.watch import Watch
-from gearbx_mlx.telemetry.colors import BLUE, GREEN, VERMILION, gear_color
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
 
 TOP_SPEED = 18.0  # tokens per second in the top gear, while nothing throttles the machine
 FIXED_SHARE = 0.2  # share of a token's time in the top gear that does not depend on the bytes it reads
@@ -246,48 +244,6 @@ def steps(target: float, noise: float, slower: float = 1.7, seconds: float = 30)
     """A machine that slows down once, recovers, and does nothing else."""
     back = ((seconds / 3, slower), (2 * seconds / 3, 1.0))
     return Scenario(f"target {target:g}, noise {noise:.0%}", target, seconds, back, noise=noise)
-
-
-def draw(run: Run, bare: Run, path: Path) -> None:
-    """Draw speed, caps, bits and the machine over time."""
-    pyplot = get_pyplot()
-    times = [token.seconds for token in run.tokens]
-    figure, (speed, caps, bits, state) = pyplot.subplots(
-        4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)
-    )
-    window = 10
-    taken = np.array([token.taken for token in run.tokens])
-    measured = [1 / np.nanmean(taken[i - window : i]) for i in range(window, len(times))]
-    speed.plot(times[window:], measured, color=BLUE, linewidth=1, label="measured, over 10 tokens")
-    speed.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
-    speed.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")
-    speed.set(ylabel="tokens/s", title="A throttled machine with a low battery and full memory, under control")
-    speed.set_ylim(0, None)
-
-    widths = sorted({bits for token in run.tokens for bits in token.caps.values()})
-    counts = [[sum(cap == width for cap in token.caps.values()) for token in run.tokens] for width in widths]
-    colors = [gear_color(place, len(widths)) for place in range(len(widths))]
-    caps.stackplot(times, counts, labels=[f"{width} bits" for width in widths], colors=colors, step="post")
-    caps.set(ylabel="layers capped to")
-
-    bits.step(times, [token.bits for token in run.tokens], where="post", color="0.2", linewidth=1)
-    bits.set(ylabel="bits per weight")
-
-    heat = [THERMAL.index(token.state.thermal or "nominal") / (len(THERMAL) - 1) for token in run.tokens]
-    state.step(times, heat, where="post", color=VERMILION, linewidth=1.4, label="heat: nominal to critical")
-    charge = [1.0 if token.state.battery is None else token.state.battery for token in run.tokens]
-    state.step(times, charge, where="post", color=BLUE, linewidth=1.2, linestyle="--", label="battery")
-    memory = [token.state.memory or 0.0 for token in run.tokens]
-    state.step(times, memory, where="post", color=GREEN, linewidth=1.2, linestyle="-.", label="memory in use")
-    state.step(times, [token.share for token in run.tokens], where="post", color="0.2", linestyle=":", label="budget")
-    state.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
-    for axes in (speed, caps, state):
-        axes.legend(**OUTSIDE)
-    for axes in (speed, caps, bits, state):
-        axes.spines[["top", "right"]].set_visible(False)
-    with replacing(path) as place:
-        figure.savefig(place, dpi=120, format="png")
-    pyplot.close(figure)
 
 
 def rows(measured: list[dict]) -> str:

@@ -273,26 +273,35 @@ tags: [gearbx-mlx, demo]
 ---
 # The demo model of gearbx-mlx
 
-A Llama of {model.num_parameters():,} parameters, stored in bfloat16: width {config.hidden_size},
+This small model ships with gearbx-mlx, so that every command runs without a download. It writes solutions to word
+problems in the style of GSM8K, with calculator marks, and a little prose and verse. **It is far too small to get sums
+right.** Its purpose is to show gears on a real distribution.
+
+The chat template turns a user's message into `Question: ...` and `Answer:`. For free text, use
+`--ignore-chat-template`.
+
+## The model
+
+It is a Llama of {model.num_parameters():,} parameters, stored in bfloat16: width {config.hidden_size},
 {config.num_hidden_layers} layers, MLP {config.intermediate_size}, {config.num_attention_heads} heads over
 {config.num_key_value_heads} key-value heads, tied embedding, vocabulary {config.vocab_size}, context {CONTEXT}.
-It writes solutions to word problems in the style of GSM8K, with calculator marks, and a little prose and verse.
-**It is here to show gears shifting on a real distribution; it is far too small to get sums right.**
 
-The chat template turns a user's message into `Question: ...` and `Answer:`. For free text, write without it.
+## The texts
 
-| text | licence | characters trained on | held out | validation perplexity per token |
+| text | licence | characters for training | for validation | validation perplexity per token |
 | --- | --- | --- | --- | --- |
 {rows}
 
-Perplexities are of the bfloat16 weights that ship, over windows of {CONTEXT} tokens. Sources: GSM8K training set
-(openai/grade-school-math), Grimms' Fairy Tales (Project Gutenberg), tiny Shakespeare. The last
-{VALIDATION_SHARE:.0%} of each file is held out; the GSM8K test set was never seen.
+The perplexities are those of the bfloat16 weights that ship, over windows of {CONTEXT} tokens. The texts are the GSM8K
+training set (openai/grade-school-math), Grimms' Fairy Tales (Project Gutenberg) and tiny Shakespeare. The last
+{VALIDATION_SHARE:.0%} of each file was kept for validation. The model never saw the GSM8K test set.
 
-Training: `scripts/train_demo_model.py`, seed {args.seed}, best of {best["last_step"]} steps at step {best["step"]}
-({tokens:,} tokens of {args.batch} x {CONTEXT} a step), {best["minutes"]:.0f} minutes on
-{torch.get_num_threads()} CPU threads, AdamW, learning rate {args.learning_rate} with {args.warmup} warm-up steps and a
-cosine to a tenth, weight decay {args.weight_decay}{", bfloat16 autocast" if args.autocast else ""}.
+## The training
+
+`scripts/train_demo_model.py` trained it with seed {args.seed} for {best["last_step"]} steps of {args.batch} x {CONTEXT}
+tokens, and kept the best step, number {best["step"]} ({tokens:,} tokens). It took {best["minutes"]:.0f} minutes on
+{torch.get_num_threads()} CPU threads. Optimizer: AdamW, learning rate {args.learning_rate} with {args.warmup} warm-up
+steps and a cosine down to a tenth, weight decay {args.weight_decay}{", bfloat16 autocast" if args.autocast else ""};
 torch {torch.__version__}.
 """
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx import GearbxError
+from gearbx_mlx.cli import progress
 from gearbx_mlx.commands.analyze import analyze
 from gearbx_mlx.commands.calibrate import calibrate
 from gearbx_mlx.loading import DEMO_MODEL
@@ -291,6 +292,19 @@ class TestCalibrateAndAnalyze:
             assert picture.startswith(b"\x89PNG")
             assert len(picture) > 5000
             assert str(tmp_path / "out" / f"{name}.png") in result.out
+
+    def test_a_log_says_how_far_they_are(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SHORT", 0)
+        monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
+        flags = "--prompts", prompts, "-m", 8, "--gears", "4,16"
+        analyzed = command("analyze", *flags, "--out", tmp_path / "out")
+        routed = command("calibrate", *flags, "--out", tmp_path / "t.json")
+        drafting = command("calibrate", "--mode", "lossless", *flags, "--out", tmp_path / "d.json")
+        assert "prompts: 2 of 2" in analyzed.err
+        assert "mixed prompts: 2 of 2" in routed.err
+        assert "ladders and prompts: 2 of 2" in drafting.err
 
 
 class TestFromAProgram:

@@ -9,7 +9,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from conftest import PROMPT, save_model, tiny_model, weights_of
-from gearbx_mlx.gears.converter import BASE_FILE, JOURNAL, Converter, Plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -17,6 +16,7 @@ from mutations import damaged
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx.conversion.converter import BASE_FILE, JOURNAL, Converter, Plan
 from gearbx_mlx.gears.manifest import MANIFEST
 from gearbx_mlx.gears.saved import open_gears
 from gearbx_mlx.gears.saved_check import check_model

@@ -140,3 +140,11 @@ class TestLines:
         with pytest.raises(GearbxError) as raised:
             LINES[name][1](tmp_path / ("x" * 5000 + ".jsonl"))
         assert "\n" not in str(raised.value)
+
+
+def test_a_configuration_may_have_infinity(tmp_path):
+    """Those of some models have it, where Python wrote them."""
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "max_position_embeddings": 9}')
+    config = read_config(tmp_path)
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert context_length(config) == 9

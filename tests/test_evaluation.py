@@ -1,4 +1,4 @@
-"""Policies replayed over a text: what must hold of each, and the report that the command writes."""
+"""The report of evaluate: its rows, its table and picture, and how it continues."""
 
 import io
 import json
@@ -6,33 +6,21 @@ import re
 import shutil
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 import pytest
 from conftest import tiny_model
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from rich.console import Console
 from test_bad_input import assert_refused
 from test_commands import save_model
 
-from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx import GearbxError
+from gearbx_mlx.cli import progress
 from gearbx_mlx.cli.parsers.evaluate import POLICIES
 from gearbx_mlx.cli.report_table import report_table
 from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
-from gearbx_mlx.decoding.kickdown_model import GearedModel
-from gearbx_mlx.evaluation import metrics, replay, text
-from gearbx_mlx.evaluation.drafting import drafted
-from gearbx_mlx.evaluation.noise import noisy
 from gearbx_mlx.evaluation.picture import STYLES
-from gearbx_mlx.evaluation.policies import Planned, Route, SameToken, Static
 from gearbx_mlx.evaluation.report import COLUMNS, FIRST
-from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.gates import ThresholdGate
-from gearbx_mlx.routing.monitor import Monitor
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
-WINDOWS = [[1, 5, 9, 2, 7, 33, 8, 4, 100, 3, 17, 6], [9, 9, 8, 1, 0, 2]]
-TOKENS = 16
 ROW = {
     "policy",
     "share_top",
@@ -45,140 +33,6 @@ ROW = {
     "top1_agreement",
     "buckets",
 }
-
-
-@pytest.fixture
-def geared() -> Gearbox:
-    return Gearbox(tiny_model(), "2,4,16", group_size=32)
-
-
-@pytest.fixture
-def reference(geared, tmp_path) -> replay.Reference:
-    replay.Reference.write(
-        tmp_path / "r.npy", replay.driven(geared, WINDOWS, Static(geared.ladder.top)), TOKENS, "float32"
-    )
-    return replay.Reference(tmp_path / "r.npy", replay.targets_of(WINDOWS))
-
-
-def recorded(geared, policy, reference) -> replay.Recording:
-    return replay.record(replay.driven(geared, WINDOWS, policy), reference)
-
-
-class TestReplay:
-    def test_the_top_gear_is_the_reference(self, geared, reference):
-        result = recorded(geared, Static(geared.ladder.top), reference)
-        assert (result.kl == 0).all()
-        assert (result.kl_reverse == 0).all()
-        assert result.agree.all()
-        assert result.passes.tolist() == [[0, 0, 1]] * TOKENS
-
-    def test_the_reference_is_mlx_lm(self, reference):
-        model = tiny_model()
-        logits = np.array(model(mx.array([WINDOWS[0][:-1]]))[0])
-        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        np.testing.assert_allclose(reference.stored[:11], expected, atol=1e-4)
-        assert reference.nll[0] == pytest.approx(-expected[0, WINDOWS[0][1]], abs=1e-4)
-
-    def test_what_a_low_gear_wrote_stays_in_the_cache(self, geared, reference):
-        """The last token alone in the top gear, after low ones: not what the top gear says."""
-        top, low = geared.ladder.top, geared.ladder[0]
-        result = recorded(geared, Planned([low] * (TOKENS - 1) + [top]), reference)
-        assert result.gear.tolist() == [0] * (TOKENS - 1) + [2]
-        assert result.kl[-1] > 1e-6
-
-    def test_everything_computed_again_is_the_top_gear(self, geared, reference):
-        """Nothing of the low passes is left in the cache."""
-        always = SameToken(geared.ladder[0], geared.ladder.top, lambda place, q: 1.0, 0.0)
-        result = recorded(geared, always, reference)
-        assert (result.kl == 0).all()
-        assert result.passes.tolist() == [[1, 0, 1]] * TOKENS
-
-    def test_a_route_acts_two_tokens_later_and_begins_anew_in_every_window(self, geared, reference):
-        gate = ThresholdGate((1e-9, 2e-9), hysteresis=0, min_gear_duration=1)  # any entropy is too much
-        result = recorded(geared, Route(geared.ladder, gate, Monitor(128)), reference)
-        assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
-
-    def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
-        at_once = replay.record(replay.read_at_once(geared, WINDOWS, geared.ladder.top), reference)
-        assert at_once.kl.max() < 1e-9
-        assert at_once.window.tolist() == [0] * 11 + [1] * 5
-
-    def test_noise_is_small_and_leaves_the_model_as_it_was(self, geared, reference):
-        with noisy(geared, seed=0):
-            floor = recorded(geared, Static(geared.ladder.top), reference)
-        assert 0 < floor.kl.mean() < 1e-3
-        assert (recorded(geared, Static(geared.ladder.top), reference).kl == 0).all()
-
-    def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
-        low, top = geared.ladder[1], geared.ladder.top
-        result = replay.record(drafted(geared, WINDOWS, low, top, FixedLength(3)), reference)
-        assert result.kl.max() < 1e-9
-        assert result.agree.all()
-        assert (result.gear == 2).all()
-        drafts, checks = result.passes[:, 1].sum(), result.passes[:, 2].sum()
-        assert TOKENS / 4 <= checks < TOKENS
-        assert checks <= drafts <= 3 * checks
-
-    def test_a_draft_of_the_top_gear_itself_is_always_accepted(self, geared, reference):
-        top = geared.ladder.top
-        result = replay.record(drafted(geared, [WINDOWS[0]], top, top, FixedLength(4)), reference)
-        # 11 predictions: two drafts of 4 with 5 kept, and the last one needs no draft.
-        assert result.passes[:, 2].sum() == 4 + 1 + 4 + 1 + 1
-        assert result.kl.max() < 1e-9
-
-    def test_kickdown_is_what_ships(self):
-        """GearedModel and the replay of it come to the same."""
-
-        def entropy(place: int, q: np.ndarray) -> float:
-            return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
-
-        pair = Gearbox(tiny_model(), "2,16", group_size=32)
-        low, top = pair.ladder
-        threshold = float(np.median([entropy(0, s.logprobs) for s in replay.driven(pair, WINDOWS[:1], Static(low))]))
-        steps = list(replay.driven(pair, WINDOWS[:1], SameToken(low, top, entropy, threshold)))
-        model = GearedModel(pair, [threshold])
-        cache = make_prompt_cache(model)
-        for token, step in zip(WINDOWS[0], steps):
-            logits = np.array(model(mx.array([[token]]), cache=cache)[0, 0])
-            assert list(model.step.passes) == list(step.passes)
-            np.testing.assert_allclose(metrics.log_softmax(logits), step.logprobs, atol=1e-6)
-        assert 0 < sum(step.passes[1] for step in steps) < len(steps)
-
-    @pytest.mark.parametrize("mode", ["kickdown", "lossless"])
-    def test_a_cache_that_cannot_forget_is_named(self, geared, mode, monkeypatch):
-        low, top = geared.ladder[0], geared.ladder.top
-        monkeypatch.setattr(geared.model, "make_cache", lambda: [ArraysCache(2)], raising=False)
-        again = SameToken(low, top, lambda place, q: 1.0, 0.0)
-        steps = {
-            "kickdown": replay.driven(geared, WINDOWS, again),
-            "lossless": drafted(geared, WINDOWS, low, top, FixedLength(3)),
-        }
-        with pytest.raises(ValueError, match=f"{mode}.*ArraysCache"):
-            next(steps[mode])
-
-
-class TestWindows:
-    class Tokenizer:
-        bos_token_id = 0
-
-        def encode(self, document: str, verbose: bool = True) -> list[int]:
-            return [0, *map(ord, document)]
-
-    def test_a_text_is_cut_and_every_window_begins_like_a_text(self):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
-        assert windows == [[0, *b"abc"], [0, *b"def"], [0, *b"g"]]
-
-    def test_documents_are_windows_of_their_own(self):
-        assert text.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
-
-    @pytest.mark.parametrize("tokens", [1, 3, 4, 7])
-    def test_the_limit_is_kept_exactly(self, tokens):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
-        assert sum(len(window) - 1 for window in windows) == tokens
-
-    def test_a_text_shorter_than_a_window(self):
-        with pytest.raises(ValueError, match=r"t: 4 tokens are fewer than a window of 8.*--context 4"):
-            text.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")
 
 
 def evaluate(command, out: Path, *more: object, data: Path = HELD_OUT):
@@ -306,6 +160,12 @@ class TestSession:
         assert {file: file.stat().st_mtime_ns for file in first} == first
         names = [row["name"] for row in json.loads((out / "evaluation.json").read_text())["policies"]]
         assert names == ["static-4", "static-8", "static-16", "random-0.5", "kickdown-0.5"]
+
+    def test_a_log_says_how_far_a_long_run_is(self, command, small, tmp_path, monkeypatch):
+        monkeypatch.setattr(progress, "SHORT", 0)
+        monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
+        lines = self.run(command, small, tmp_path / "out", "--policy", "random", "--share", "0.5").err.splitlines()
+        assert {"reference: 40 of 40", "static-4: 20 of 40", "random-0.5: 40 of 40"} <= set(lines)
 
     def test_changed_inputs_are_refused_and_nothing_is_lost(self, command, small, tmp_path):
         out = tmp_path / "out"

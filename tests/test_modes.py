@@ -82,7 +82,7 @@ class First(Mode):
 
     name: ClassVar[str] = "first"
 
-    def stream(self, model, tokenizer, prompt, *, gearbox, controller=None, **kwargs):
+    def stream(self, model, tokenizer, prompt, *, gearbox, **kwargs):
         return Static(gearbox.ladder[0].name).stream(model, tokenizer, prompt, gearbox=gearbox, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Tables of gears, found on the layers' own KLs and then measured, and mended by what was measured."""
+"""Tables of gears: found from the KL of each layer alone, then measured, then improved by further measurements."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .sensitivity import Distance, Exact
 
 @dataclass
 class Found:
-    """A table, measured, and the sum of its layers' KLs."""
+    """A table with its measured distance from full precision, and the sum of its layers' KLs (nats per token)."""
 
     bits: Bits
     bytes: int
@@ -27,7 +27,7 @@ class Allocator:
         exact: measures whole tables.
         manifest: what every layer costs.
         ranges: keep every layer in its range, min_bits to max_bits.
-        trials: exchanges to mend a table by.
+        trials: tables to measure in search of a better one, by exchanges of bits.
         progress: called after every table that is measured.
     """
 
@@ -44,33 +44,33 @@ class Allocator:
         self.weights = sum(layer.weights for layer in manifest.layers.values())
         self.options: dict[str, list[Option]] = {}
         for layer in gearbox.layers:
-            held = manifest.layers.get(layer.path)
-            if held is None:
+            known = manifest.layers.get(layer.path)
+            if known is None:
                 continue
-            widths = [bits for bits in held.kl if not ranges or held.min_bits <= bits <= held.max_bits]
+            widths = [bits for bits in known.kl if not ranges or known.min_bits <= bits <= known.max_bits]
             if not widths:
-                shown = ", ".join(map(str, held.kl))
+                shown = ", ".join(map(str, known.kl))
                 raise GearbxError(
-                    f"{layer.path}: none of its widths {shown} is in its range {held.min_bits} to {held.max_bits}"
+                    f"{layer.path}: none of its widths {shown} is in its range {known.min_bits} to {known.max_bits}"
                 )
             self.options[layer.path] = [
-                Option(bits, gearbox.layer_bytes(layer, gearbox.ladder.find(bits)), held.kl[bits]) for bits in widths
+                Option(bits, gearbox.layer_bytes(layer, gearbox.ladder.find(bits)), known.kl[bits]) for bits in widths
             ]
 
     def bytes_of(self, bits: Mapping[str, int]) -> int:
-        """Of a table, as one use reads them."""
+        """Bytes that one use of all layers reads in a table."""
         return sum(next(o.bytes for o in self.options[path] if o.bits == width) for path, width in bits.items())
 
     def budget(self, bits_per_weight: float) -> float:
-        """Bytes."""
+        """Bytes of all layers at these bits per weight."""
         return bits_per_weight * self.weights / 8
 
     def for_bytes(self, budget: float) -> Found:
-        """The least KL within a budget, or the table of the fewest bytes if none is within it."""
+        """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes."""
         return self._exchanged(self._measured(within_bytes(self.options, budget).table), budget)
 
     def for_kl(self, kl: float) -> Found:
-        """The fewest bytes whose measured KL is at most so much, or the table of the most if none is."""
+        """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
         points, known = greedy_path(self.options), dict[int, Found]()
 
         def measured(table: Bits) -> float:
@@ -90,7 +90,7 @@ class Allocator:
         return Found(dict(bits), self.bytes_of(bits), distance, parts)
 
     def _exchanged(self, best: Found, budget: float) -> Found:
-        """Give one layer a width more and another one a width less, and keep what is measured to be better."""
+        """Give one layer its next width and another one its previous width; keep the table that measures better."""
         tried, left = {frozenset(best.bits.items())}, self.trials
         while left:
             for bits in moves(self.options, best.bits, budget - best.bytes):
@@ -107,7 +107,7 @@ class Allocator:
 
 
 def table_of(found: Found, wish: str, weights: int) -> Table:
-    """As the manifest holds it."""
+    """The table as the manifest stores it. wish: the target in words; weights: how many the layers have."""
     return Table(
         bits=found.bits,
         wish=wish,

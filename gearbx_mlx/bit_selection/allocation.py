@@ -1,7 +1,7 @@
-"""Bits for every layer: where a byte more saves the most KL.
+"""Bits for every layer: a byte more goes to the layer where it saves the most KL.
 
-Numbers only. What layers cost alone adds up to about what they cost together, so tables are found on the sum, and
-whoever calls measures those that he takes.
+This module knows numbers only. The KLs of layers that are reduced alone add up to about the KL of all of them reduced
+together. Tables are therefore found from the sum; the caller measures those that it uses.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 Table = dict[str, int]
 EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
-ROUNDING = 1e-6  # bytes: a budget that was computed may be off by so much
+ROUNDING = 1e-6  # bytes by which a computed budget may be off
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,11 @@ class Option:
 
 
 def lower_hull(options: Sequence[Option]) -> list[Option]:
-    """The options, by bytes ascending, of which each saves less KL per byte than the one before: a greedy choice of
-    these is the best that a sum can do. One that saves nothing is left out: a layer goes past it."""
+    """The options on the lower convex hull of KL over bytes, by bytes ascending.
+
+    Each step saves less KL per byte than the step before. On a hull, a greedy choice minimises the sum of the KLs. An
+    option that saves nothing is left out.
+    """
     hull: list[Option] = []
     for option in sorted(options, key=lambda o: (o.bytes, o.kl)):
         if hull and option.kl >= hull[-1].kl:
@@ -39,13 +42,13 @@ def lower_hull(options: Sequence[Option]) -> list[Option]:
 
 
 def gain(low: Option, high: Option) -> float:
-    """KL that is saved per byte."""
+    """The KL that a step saves per byte, in nats per token."""
     return (low.kl - high.kl) / (high.bytes - low.bytes)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A table on the greedy path: its bytes, and the sum of the KLs of its layers."""
+    """A table on the greedy path, its bytes, and the sum of its layers' KLs (nats per token)."""
 
     table: Table
     bytes: int
@@ -53,7 +56,7 @@ class Point:
 
 
 def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[Point]:
-    """From every layer's fewest bytes up to its most, one step of one layer at a time, by KL saved per byte."""
+    """Tables from the fewest bytes to the most: at each step, the layer that saves the most KL per byte gets more."""
     hulls = {path: lower_hull(choices) for path, choices in options.items()}
     place = dict.fromkeys(hulls, 0)
     table = {path: hull[0].bits for path, hull in hulls.items()}
@@ -74,9 +77,9 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[Point]:
 
 
 def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Point:
-    """The table of the least sum of KLs that the greedy path and what is left over of the budget give.
+    """The last table of the greedy path within a budget, and single steps that the rest of the budget allows.
 
-    A budget below the fewest bytes gets the table of the fewest.
+    Below the fewest bytes that layers can have, the table of the fewest.
     """
     points = greedy_path(options)
     budget = math.floor(budget + ROUNDING)
@@ -98,24 +101,31 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Poin
 
 
 def least_bytes(points: Sequence[Point], measured: Callable[[Table], float], kl: float) -> Point | None:
-    """The first point of a path whose measured KL is at most so much, by bisection; None where not even the last is."""
+    """The first point of a path with at most this KL, found by bisection; None where the last point has more.
+
+    Args:
+        measured: the measured KL of a table.
+    """
     found = bisect.bisect_left(range(len(points)), True, key=lambda place: measured(points[place].table) <= kl)
     return points[found] if found < len(points) else None
 
 
 def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Table]:
-    """Tables in which one layer has a width more and another one a width less, within `room` bytes more; those first
-    of which the sum of KLs says the best."""
+    """Tables in which one layer has its next width and another one its previous width; the least sum of KLs first.
+
+    Args:
+        room: the most bytes that a table may have more than the given one.
+    """
     now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
 
-    def beside(path: str, step: int) -> Option | None:
+    def neighbour(path: str, step: int) -> Option | None:
         choices = sorted(options[path], key=lambda o: o.bits)
         place = choices.index(now[path]) + step
         return choices[place] if 0 <= place < len(choices) else None
 
     found = []
     for up, down in itertools.permutations(options, 2):
-        more, less = beside(up, 1), beside(down, -1)
+        more, less = neighbour(up, 1), neighbour(down, -1)
         if more is None or less is None:
             continue
         if more.bytes - now[up].bytes + less.bytes - now[down].bytes <= room:

@@ -1,4 +1,4 @@
-"""The H-Process on a model: from a memory budget or a number of bits to the floors that meet it (XFP 6.3)."""
+"""The H-Process on a model: finds the quality floors that meet a budget in memory or in bits per weight (XFP 6.3)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from .floors import Floors
 from .garbage import KL_BOUND, GarbageCheck, Sense, continuation
 from .h_process import LAZY_FLOORS, STRICT_FLOORS, Found, Point, encoding_spike, operating_points, search
 
-MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original adds to each prompt
+MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original model writes after each prompt
 
 
 def fit(
@@ -69,22 +69,24 @@ def fit_budget(
     judged: Callable[[str], None] = lambda path: None,
     progress: Callable[[Point], None] = lambda point: None,
 ) -> Found:
-    """The point of a grid of floors that meets the budget and makes sense; the model is left in its top gear.
+    """The last point of a grid of floors that meets the budget and passes the garbage check.
+
+    The model is left in its top gear.
 
     Args:
         model: not quantized.
         texts: tokens of calibration texts.
-        memory_budget: bytes, for the model and what encoding it needs at its peak.
+        memory_budget: bytes, for the model and the peak of what its encoding needs.
         target_bpw: most effective bits per weight of the managed layers.
         ends: tokens that end a text.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
 
     Raises:
-        GearbxError: no point meets the budget, or none that does makes sense.
+        GearbxError: no point meets the budget, or none of those passes the check.
     """
     layers, _ = discover(model, manage, 64, format)
     if not layers:
-        raise GearbxError("there is no layer that codebooks could hold")
+        raise GearbxError("codebooks can store no layer of this model")
     storage = stored_dtype(model)
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)
@@ -104,7 +106,7 @@ def fit_budget(
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
-    """A model in its top gear that writes text as fast as it can here: natively, else from a weight that is kept."""
+    """A gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed once."""
     native = choose("native", "float").native
     fast = format if native else type(format)(cache=True, rounds=format.rounds)
     kernels = "native" if native else "mlx"
@@ -112,7 +114,7 @@ def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predica
 
 
 def points_table(found: Found) -> Table:
-    """All points tried, in the form of XFP's table 10."""
+    """All points that were tried, in the form of XFP's table 10."""
     table = Table(title="Points tried, from aggressive to conservative")
     for name in ("strict", "lazy", "steady", "peak", "bits", "KL", "repeats", ""):
         table.add_column(name, justify="left" if not name else "right")
@@ -122,7 +124,7 @@ def points_table(found: Found) -> Table:
 
 
 def point_rows(found: Found) -> list[dict[str, Any]]:
-    """The same as numbers."""
+    """The rows of `points_table` as numbers."""
     return [point.row for point in found.tried]
 
 

@@ -1,7 +1,7 @@
-"""Say the quality, get the bits: for every layer the smallest codebook that reaches a floor (XFP 4.3).
+"""Bits by quality: for every layer the smallest codebook that reaches a floor (XFP 4.3).
 
-The floor is one of the median cosine between rows and their reconstruction: a strict one for attention, shared experts,
-dense MLPs and the output head, a lazy one for routed experts.
+A floor is the least median cosine between the rows of a weight and their reconstruction: a strict one for attention,
+shared experts, dense MLPs and the output head, a lazy one for routed experts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ def kind_of(path: str, module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer and its quality at some numbers of bits, ascending."""
+    """A layer and its quality at several widths, ascending."""
 
     path: str
     kind: str
@@ -73,7 +73,10 @@ def measure(
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a layer. Of one that no codebook brings to its floor, the last quality, and `bits` 16."""
+    """The bits of a layer, and its quality at these bits.
+
+    Where no codebook reaches the floor, `bits` is 16 and `quality` that of the largest codebook.
+    """
 
     path: str
     kind: str
@@ -111,8 +114,7 @@ class Selection:
 
     @property
     def predicate(self) -> Predicate:
-        """For `Gearbox(manage=...)`: gears below a layer's bits have it at these bits, so that a gear of 2 is the whole
-        selection."""
+        """For `Gearbox(manage=...)`: no gear has a layer below its chosen bits; a gear of 2 is the selection."""
         return with_bits(self.bits)
 
 

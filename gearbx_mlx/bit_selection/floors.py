@@ -1,4 +1,4 @@
-"""Quality floors: the least cosine that the weights of a layer keep when it is quantized (XFP 4.3)."""
+"""Quality floors: the least cosine between a layer's weights and their quantized values (XFP 4.3)."""
 
 import os
 from dataclasses import dataclass

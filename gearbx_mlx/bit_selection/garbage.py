@@ -1,7 +1,7 @@
-"""Whether a model still makes sense: an end-to-end check of what no cosine shows (XFP 6.3).
+"""An end-to-end check for garbage, which no cosine of weights shows (XFP 6.3).
 
-Two signs of garbage: distributions far from the original's on calibration text, and generated text that falls into
-repeating itself where the original's does not.
+A quantized model gives garbage if its distributions on a calibration text are far from the original's, or if it repeats
+itself where the original does not.
 """
 
 import itertools
@@ -15,15 +15,18 @@ from mlx_lm.generate import generate_step
 
 from ..errors import GearbxError
 
-KL_BOUND = 0.5  # nats per token: on models that were measured, text is broken well before
+KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
 GENERATED = 64  # tokens of each text
 LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
 
 
 @dataclass(frozen=True)
 class Sense:
-    """kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not; more than a
-    quarter of them are too many. reason: why it does not pass, if so."""
+    """The outcome of the check.
+
+    kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not; more than a quarter of
+    the texts fail. reason: why the check failed; empty if it passed.
+    """
 
     kl: float
     looped: int
@@ -35,13 +38,13 @@ class Sense:
 
 
 def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
-    """(T, V) float32, of the token after each of T."""
+    """(T, V) float32: after each of T tokens, the log-probability of every token."""
     logits = model(mx.array(list(tokens))[None])[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in one stretch of up to 8 tokens again and again: 4 times, and 16 tokens of it."""
+    """Whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or more."""
     for period in range(1, LONGEST_PERIOD + 1):
         repeats = max(LEAST_REPEATS, -(-LEAST_TOKENS // period))
         tail = list(tokens[-period * repeats :])
@@ -51,20 +54,21 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Collection[int] = ()) -> list[int]:
-    """The likeliest tokens after these, one by one, up to one of `ends`."""
+    """The tokens that greedy decoding writes after a text, at most `length`, before the first of `ends`."""
     steps = (int(token) for token, _ in generate_step(mx.array(list(tokens)), model, max_tokens=length))
     return list(itertools.takewhile(lambda token: token not in ends, steps))
 
 
 class GarbageCheck:
-    """What the original says and writes, kept to compare others with.
+    """Compares models with the original, whose distributions and texts it keeps.
 
     Args:
         model: in its top gear.
-        texts: tokens of calibration texts, of which both are taken: distributions all along, and what follows half.
-        kl_bound: nats per token, the most that passes.
-        written: tokens of each text that is generated.
-        ends: tokens that end a text: a tokenizer's `eos_token_ids`.
+        texts: tokens of calibration texts. Distributions are compared over the whole text; what the models write is
+            compared after its first half.
+        kl_bound: the most nats per token that pass.
+        written: tokens to generate for each text.
+        ends: tokens that end a text, such as a tokenizer's `eos_token_ids`.
 
     Raises:
         GearbxError: no text of two tokens or more.
@@ -96,7 +100,7 @@ class GarbageCheck:
         return Sense(kl, looped, "repeats itself" if 4 * looped > len(self.texts) else "")
 
     def divergence(self, model: nn.Module) -> float:
-        """Mean KL(original, model) over all tokens of the texts, nats."""
+        """Mean KL from the original to the model over all tokens of the texts, in nats."""
         total = 0.0
         for text, original in zip(self.texts, self._logprobs):
             total += float(np.array((mx.exp(original) * (original - log_probabilities(model, text))).sum()))

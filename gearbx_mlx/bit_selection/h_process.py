@@ -1,8 +1,8 @@
-"""The H-Process: the best two floors whose model fits a budget and still makes sense (XFP 6.3).
+"""The H-Process: the highest two floors whose model fits a budget and gives no garbage (XFP 6.3).
 
-Two things bound the search. Too high floors need more memory than there is, while encoding above all: what is encoded
-already and the layer in hand are there together. Too low ones pass every cosine and yet give garbage, which only shows
-end to end. So points are tried from aggressive to conservative, and the last one is taken that fits and makes sense.
+Memory bounds the floors from above. The peak comes while the model is encoded: the layers that are encoded already and
+the layer in work are in memory together. Garbage bounds them from below, and only an end-to-end check shows it. The
+search therefore tries points from aggressive to conservative, and takes the last one that fits and passes the check.
 """
 
 import itertools
@@ -24,7 +24,7 @@ FITS, OVER = "fits", "over budget"
 
 
 class Verdict(Protocol):
-    """What the garbage check says of a model. kl: nats per token against the original. looped: texts that repeat."""
+    """The outcome of the garbage check. kl: from the original, nats per token. looped: texts that repeat themselves."""
 
     @property
     def passed(self) -> bool: ...
@@ -41,7 +41,7 @@ class Verdict(Protocol):
 
 @dataclass(frozen=True)
 class Point:
-    """One operating point. steady, spike: bytes of the model, and of it with what encoding needs in passing."""
+    """One operating point. steady: bytes of the model. spike: bytes at the peak, while the model is encoded."""
 
     selection: Selection
     steady: int
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As in Table 10."""
+        """The point as a row of XFP's table 10."""
         verdict = self.verdict
         return {
             "strict": self.selection.floors.strict,
@@ -67,16 +67,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """The point that was taken, and all that were tried, from aggressive to conservative."""
+    """The chosen point, and all points that were tried, from aggressive to conservative."""
 
     best: Point
     tried: Sequence[Point]
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
-    """Bytes that encoding the largest layer needs at most, the layer itself included; measured by encoding it.
+    """Bytes at the peak of encoding the largest layer, the layer itself included; measured by encoding it.
 
-    MLX's peak memory is counted from here on.
+    Resets MLX's peak memory.
     """
     largest = max(layers, key=lambda layer: layer.module.weight.size).module
     mx.eval(largest.weight)
@@ -85,7 +85,7 @@ def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -
     made = format.modules(largest, bits, (bits,), 64, largest.weight.dtype)
     needed = max(0, mx.get_peak_memory() - before)
     del made
-    mask = largest.weight.size  # the mask of outliers is numpy's, a byte for a weight
+    mask = largest.weight.size  # bytes of the mask of outliers, which numpy allocates
     return needed + largest.weight.nbytes + mask
 
 
@@ -96,12 +96,13 @@ def operating_points(
     grid: Iterable[tuple[float, float]] | None = None,
     most: int = MOST_POINTS,
 ) -> list[Point]:
-    """Points of a grid of floors, strict not below lazy, with different bits, from few bytes to many.
+    """Points of a grid of floors with different bits for the layers, by bytes ascending.
 
-    Of points that differ in floors alone, the highest floors name them. More than `most` are thinned out evenly.
+    The strict floor is never below the lazy one. Pairs of floors that give the same bits are one point, named by the
+    highest of them. More points than `most` are thinned out evenly.
 
     Args:
-        measured: layers, each up to bits that reach the highest floors.
+        measured: layers, each measured up to the first bits that reach the highest floors.
         unmanaged: bytes of the rest of the model.
         spike: see `encoding_spike`.
         grid: pairs of strict and lazy floors.
@@ -125,18 +126,18 @@ def search(
     target_bpw: float | None = None,
     progress: Callable[[Point], None] = lambda point: None,
 ) -> Found:
-    """Try points from aggressive to conservative, and take the last that fits and makes sense.
+    """Try points from aggressive to conservative, and take the last that fits and passes the check.
 
-    Points beyond the budget are not made: more conservative ones are larger still, so the first ends the search.
+    The first point beyond the budget ends the search, because more conservative points are larger. It is not made.
 
     Args:
         points: ascending in bytes.
         judge: makes the model of a selection and checks it end to end.
-        memory_budget: bytes, for the spike.
+        memory_budget: the most bytes at the peak.
         target_bpw: most effective bits per weight of the managed layers.
 
     Raises:
-        GearbxError: no point meets the budget, or none that does makes sense; the closest one is named.
+        GearbxError: no point meets the budget, or none of those passes the check; the message names the closest.
     """
     tried: list[Point] = []
     for point in points:

@@ -1,4 +1,4 @@
-"""From measured layers to a precision manifest (gears/precision.py)."""
+"""From measured layers to the layers of a precision manifest."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from .sensitivity import Cost, Distance, Exact
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
 CLAMP = 3.0  # sigmas: where the weights of a flagged layer are clipped
 CLAMPED = " clamped"  # behind a layer's path: its part with a clamp
-SAMPLED = 2**20  # weights of a layer that its histogram is taken of
+SAMPLED = 2**20  # weights of a layer that its quantile is taken from
 
 
 class MeasuredLayer(TypedDict):
@@ -40,8 +40,7 @@ def hash_of_windows(windows: Sequence[Sequence[int]]) -> str:
 def outliers(weight: mx.array) -> tuple[float, float]:
     """The 99.9th percentile of |w| in sigmas, and sigma.
 
-    Every matrix has weights beyond its 99.9th percentile; what tells outliers is how far out that lies. A Gaussian has
-    it at 3.29 sigma. A layer with it further out has heavier tails, and is flagged.
+    The percentile of a Gaussian is 3.29 sigma. A layer with a larger one has heavier tails, and is flagged.
     """
     flat = weight.reshape(-1)
     values = np.abs(np.array(flat[:: max(1, flat.size // SAMPLED)].astype(mx.float32)))
@@ -50,7 +49,7 @@ def outliers(weight: mx.array) -> tuple[float, float]:
 
 
 def flagged(layers: Sequence[Layer]) -> dict[str, float]:
-    """Path to the clamp to be tried, of layers whose tails are heavier than a Gaussian's."""
+    """The clamp to try for each layer whose tails are heavier than a Gaussian's, by path."""
     found = {layer.path: outliers(layer.module.weight) for layer in layers}
     return {path: CLAMP * sigma for path, (ratio, sigma) in found.items() if ratio > GAUSSIAN}
 
@@ -143,7 +142,7 @@ def layer_precisions(
 
 
 def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int, float]]) -> dict[str, LayerPrecision]:
-    """The same from proxies of the KL alone: path to bits to nats."""
+    """As `layer_precisions`, from estimates of the KL alone. kls: path to bits to nats."""
     return {
         layer.path: LayerPrecision(
             kind=kind_of(layer.path, layer.module),
@@ -157,7 +156,7 @@ def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int,
 
 
 def rank_agreement(exact: Mapping[str, LayerPrecision], proxies: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Spearman's correlation over the layers, between measured and estimated KL, at each width."""
+    """Spearman's correlation between the measured and the estimated KL of the layers, at each width."""
     widths = sorted({bits for layer in exact.values() for bits in layer.kl})
     found = {}
     for bits in widths:

@@ -1,7 +1,7 @@
-"""The sensitivities file of mlx_lm.dynamic_quant: a list of pairs of a layer's path and a number.
+"""The sensitivities file of mlx_lm.dynamic_quant: a list of pairs, a layer's path and its sensitivity.
 
-The number is how much the KL from full precision falls, to first order, if the layer alone has the high instead of the
-low bits in a model of low bits; per million weights.
+A sensitivity is the first-order estimate of the KL from full precision that is saved, per million weights, when one
+layer of a model of low bits gets the high bits.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The precision manifest: what every layer's precision costs, the range that it may have, and tables of gears.
+"""The precision manifest: the cost of every layer's precision, the range of its bits, and the tables of gears.
 
 A JSON file, described by precision.schema.json beside this module.
 """

@@ -1,4 +1,4 @@
-"""What a selection of bits chose, in the form of XFP's tables 3 and A.1."""
+"""A selection of bits as rows, in the form of XFP's tables 3 and A.1."""
 
 from collections import Counter, defaultdict
 from typing import Any
@@ -10,7 +10,7 @@ from .codebook_selection import Choice, Selection
 
 
 def component(choice: Choice) -> str:
-    """Layers are told together by class and name: attention q_proj."""
+    """The class and the last name of a layer, such as attention q_proj."""
     return f"{choice.kind} {choice.path.split('.')[-1]}"
 
 
@@ -22,7 +22,7 @@ def grouped(selection: Selection, key) -> dict[str, list[Choice]]:
 
 
 def bits_text(choices: list[Choice]) -> str:
-    """233xfp3, 2xfp4; layers that no codebook brings to their floor are dense."""
+    """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
     counts = Counter(choice.bits for choice in choices)
     return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
 
@@ -32,7 +32,7 @@ def effective(choices: list[Choice]) -> float:
 
 
 def class_rows(selection: Selection) -> list[dict[str, Any]]:
-    """Table 3: class, layers, floor, auto-selected bits, effective bits; the last row is of all."""
+    """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
     rows = [
         {
             "component": kind,
@@ -55,10 +55,10 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def component_rows(selection: Selection) -> list[dict[str, Any]]:
-    """Table A.1, of each component, over its layers.
+    """XFP's table A.1: a row for each component, over its layers.
 
-    The means of both cosines, the mean and most that outliers add, the ratio of the errors without and with them at the
-    50th and 90th percentile, and the share of outliers.
+    A row has the mean cosine without and with outliers, the mean and the largest gain by outliers, the ratio of the
+    error without outliers to the error with them at the 50th and 90th percentile, and the share of outliers.
     """
     rows = []
     for name, choices in grouped(selection, component).items():
@@ -84,7 +84,7 @@ def component_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def layer_rows(selection: Selection) -> list[dict[str, Any]]:
-    """One row for each layer."""
+    """A row for each layer."""
     return [
         {
             "layer": choice.path,
@@ -101,7 +101,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def as_dict(selection: Selection) -> dict[str, Any]:
-    """All of it, for a file."""
+    """The whole report, for a JSON file."""
     return {
         "floors": vars(selection.floors),
         "classes": class_rows(selection),

@@ -1,8 +1,8 @@
-"""How much the model minds each layer's precision: it alone is reduced, and the text is read again.
+"""The sensitivity of the model to each layer's precision: one layer is reduced, and the text is read again.
 
-What a layer cannot have changed is not computed again. Every block before it gives what it gave at full precision,
-and so does every managed layer of its own block whose input is still the same: to lower v_proj leaves q_proj's and
-k_proj's outputs as they were. That is exact: operations on the same numbers give the same numbers.
+Only what the layer changes is computed again. The blocks before it keep their outputs at full precision, and so do the
+managed layers of its own block whose inputs stay the same: to reduce v_proj does not change the outputs of q_proj and
+k_proj. The result is exact, since the same operations on the same numbers give the same numbers.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Distance:
-    """From full precision: KL in nats per token (full from reduced), and the change of perplexity in percent."""
+    """The distance from full precision: KL in nats per token, and the change of perplexity in percent."""
 
     kl: float
     perplexity_change: float
@@ -33,10 +33,10 @@ class Distance:
 
 @dataclass
 class Cost:
-    """What was computed, and what passes that compute everything would have come to; over the windows of a text.
+    """What was computed over the windows of a text, and what passes that compute everything would have computed.
 
-    blocks: of a block that was computed in part, its part of the calls of managed layers. calls: of managed layers.
-    multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
+    blocks: a block that was computed in part counts as its share of the calls of managed layers. calls: of managed
+    layers. multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
     """
 
     blocks: float = 0.0
@@ -51,7 +51,7 @@ class Cost:
         return dataclasses.astuple(self)
 
     def shares(self) -> dict[str, float]:
-        """Of passes that compute everything."""
+        """What was computed, as shares of passes that compute everything."""
         return {
             "blocks": self.blocks / max(self.full_blocks, 1),
             "layer_calls": self.calls / max(self.full_calls, 1),
@@ -63,11 +63,11 @@ class Cost:
 def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
     """Calls of modules go through a function (key, own call, arguments, keywords) -> result while the block runs.
 
-    Their class is changed and not their place in the model, so that a gearbox finds everything where it was.
+    The modules get another class and keep their place in the model, where a gearbox looks for them.
     """
     kinds = {key: type(module) for key, module in modules.items()}
 
-    def way(key: Hashable, kind: type) -> type:
+    def intercepting(key: Hashable, kind: type) -> type:
         def call(self, *args, **kwargs):
             return through(key, partial(kind.__call__, self), args, kwargs)
 
@@ -75,7 +75,7 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
 
     try:
         for key, module in modules.items():
-            module.__class__ = way(key, kinds[key])
+            module.__class__ = intercepting(key, kinds[key])
         yield
     finally:
         for key, module in modules.items():
@@ -83,11 +83,11 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
 
 
 class _Enough(Exception):
-    """What was to be recorded has been."""
+    """Everything that was to be recorded is recorded."""
 
 
 def same(a: Call, b: Call) -> bool:
-    """Whether two calls have the same arguments, arrays number for number."""
+    """Whether two calls have the same arguments; arrays are compared number for number."""
 
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, mx.array) and isinstance(y, mx.array):
@@ -104,7 +104,7 @@ def same(a: Call, b: Call) -> bool:
 
 @dataclass
 class _Window:
-    """A window of tokens: what the blocks gave at full precision, and what calls of one block's layers did."""
+    """A window of tokens, the outputs of all blocks at full precision, and the recorded calls of one block's layers."""
 
     tokens: Sequence[int]
     logprobs: np.ndarray
@@ -116,7 +116,7 @@ class Exact:
     """Reads windows with one layer reduced, or with any caps of the gearbox.
 
     Args:
-        gearbox: in a top gear of 16 bits, with the widths that are to be measured; nobody else calls its model
+        gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
             meanwhile.
         windows: tokens, each read with no cache.
         progress: called after every window of the first pass.
@@ -130,8 +130,8 @@ class Exact:
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
         self._sizes = {path: layer.module.weight.size for path, layer in self.layers.items()}
-        self._passed = 0  # blocks that the running pass has come through
-        self._depth: dict[str, int] = {}  # layer to the blocks that come before it
+        self._passed = 0  # blocks that the current pass has computed or skipped
+        self._depth: dict[str, int] = {}  # layer to the number of blocks before it
         self._recorded: int | None = None
         gearbox.shift(gearbox.ladder.top)
         gearbox.cap({})
@@ -147,12 +147,12 @@ class Exact:
         return float(np.exp(self.reference_nll))
 
     def in_order(self) -> list[Layer]:
-        """Layers by the block that they are in, the first ones first: what is recorded of a block serves all of it."""
+        """Layers in the order of their blocks: one recording of a block serves all of its layers."""
         end = len(self._blocks)
         return sorted(self.layers.values(), key=lambda layer: self._depth.get(layer.path, end))
 
     def measure(self, layer: Layer, bits: int) -> Distance:
-        """The model in which this layer alone has so many bits."""
+        """The distance of the model in which this layer alone has these bits."""
         depth = self._depth.get(layer.path, len(self._blocks))
         if self._recorded != depth:
             self._record(depth)
@@ -163,7 +163,7 @@ class Exact:
             self.gearbox.cap({})
 
     def measure_caps(self, caps: Mapping[str, int]) -> Distance:
-        """The model with any layers reduced, everything computed."""
+        """The distance of the model with these caps; everything is computed."""
         self.gearbox.cap(caps)
         try:
             return self._distance(lambda window: self._logits(window.tokens))
@@ -184,7 +184,7 @@ class Exact:
         return -float(np.concatenate(chosen).mean())
 
     def _logits(self, tokens: Sequence[int]) -> mx.array:
-        """(T - 1, V) float32, of all tokens but the first."""
+        """(T - 1, V) float32: predictions of all tokens but the first."""
         self._passed = 0
         logits = self.gearbox.model(mx.array([list(tokens[:-1])]))[0].astype(mx.float32)
         mx.eval(logits)
@@ -211,7 +211,7 @@ class Exact:
         return _Window(tokens, log_softmax(np.array(logits)).astype(np.float32), blocks)
 
     def _record(self, depth: int) -> None:
-        """Keep what the layers between so many blocks and the next are given and give."""
+        """Keep the inputs and outputs of the managed layers in the block at this depth."""
         here = {path: module for path, module in self._linear.items() if self._depth.get(path) == depth}
         for window in self._windows:
             window.calls.clear()
@@ -239,7 +239,7 @@ class Exact:
             mx.eval(list(window.calls.values()))
 
     def _replayed(self, changed: str, depth: int, window: _Window) -> mx.array:
-        """Logits with a layer changed: blocks before it and layers that it does not reach give what they gave."""
+        """Logits with a layer changed; the blocks before it and the layers that it does not reach are replayed."""
         computed = [changed, *(path for path in self._heads if path != changed)]
         own_block = [path for path in self._linear if self._depth.get(path) == depth]
 

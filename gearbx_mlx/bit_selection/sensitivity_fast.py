@@ -1,4 +1,4 @@
-"""Sensitivity to first order, from one backward pass: mlx-lm's own estimate for its dynamic quantization."""
+"""Sensitivity to first order, from one backward pass: the estimate that mlx-lm's dynamic quantization uses."""
 
 import copy
 from collections.abc import Sequence
@@ -14,20 +14,18 @@ from ..gears.activations import on_cpu
 def first_order(
     model: nn.Module, windows: Sequence[Sequence[int]], low: int, high: int, group_size: int
 ) -> dict[str, float]:
-    """Path to sensitivity (nats per million weights), as mlx_lm.dynamic_quant has it.
+    """The sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
 
-    The gradient of the KL at a model of `low` bits, along the way from there to `high` bits.
+    It is the gradient of the KL at a model of `low` bits, in the direction of the model of `high` bits.
 
     Args:
-        model: as it was loaded, with no gearbox.
-        windows: tokens, which are cut into rows of one length.
+        model: as loaded, without a gearbox.
+        windows: tokens; they are cut into rows of one length.
 
     Raises:
         GearbxError: a layer that mlx-lm cannot quantize.
     """
-    if (
-        on_cpu()
-    ):  # where half precision is slow; a copy, since the type that a model was loaded in says what its gears are
+    if on_cpu():  # where half precision is slow. A copy: the gears follow from the type that the model was loaded in
         model = copy.deepcopy(model)
         model.set_dtype(mx.float32)
     tokens = [token for window in windows for token in window]

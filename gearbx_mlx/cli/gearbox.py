@@ -1,6 +1,5 @@
 """From the settings of the gears to a gearbox, or to an observer where nothing can shift."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,3 @@ def layers_of_manifest(settings: GearSettings, precision: PrecisionManifest, mod
         )
     manage = with_clamps(settings.manage, manifest.clamps) if manifest.clamps else settings.manage
     return {"manage": manage, "tables": tables, "widths": sorted({*manifest.bits, *settings.cap_bits})}
-
-
-def with_cap_bits(settings: GearSettings, bits: tuple[int, ...]) -> GearSettings:
-    return dataclasses.replace(settings, cap_bits=bits)

@@ -98,7 +98,7 @@ def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     groups: dict[str, Any] = {item.name: item.type for item in fields(kind)}  # type: ignore[arg-type]
     names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
     known = sorted(name for members in names.values() for name in members)
-    for unknown in values.keys() - known:
+    for unknown in sorted(values.keys() - known):
         raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
     values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     return kind(

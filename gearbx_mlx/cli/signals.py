@@ -1,4 +1,4 @@
-"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. All of them end it as Ctrl-C does."""
+"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. Each ends it as Ctrl-C does."""
 
 import contextlib
 import signal
@@ -23,7 +23,7 @@ class Signals:
 
 def run_to_end(body: Callable[[], int | None]) -> int:
     """The exit status of a command's body: 128 and the signal's number where a signal ended it."""
-    with heeded() as signals:
+    with handled() as signals:
         try:
             status = body() or 0
         except KeyboardInterrupt:
@@ -32,10 +32,10 @@ def run_to_end(body: Callable[[], int | None]) -> int:
 
 
 @contextlib.contextmanager
-def heeded() -> Iterator[Signals]:
+def handled() -> Iterator[Signals]:
     """While the context lasts, each ending signal raises KeyboardInterrupt, except those that the process ignores."""
     signals = Signals()
-    if threading.current_thread() is not threading.main_thread():  # where Python sets no handlers
+    if threading.current_thread() is not threading.main_thread():  # the only one in which Python runs handlers
         yield signals
         return
     before = {number: signal.getsignal(number) for number in ENDING}

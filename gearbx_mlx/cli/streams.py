@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or cannot write every character."""
+"""Standard streams that are closed, that are full, or that cannot write every character."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from ..errors import OutputLost
 
 
 class Stdout:
-    """Standard output, of which every failure is an OutputLost."""
+    """Standard output; it raises OutputLost where it cannot be written."""
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream
@@ -44,17 +44,17 @@ class Stdout:
 
 
 class Stderr(Stdout):
-    """Standard error, whose failures end no work: `lost` says that messages were lost."""
+    """Standard error; a message that cannot be written is lost, and the work goes on. `lost` remembers it."""
 
     lost = False
 
     def fail(self, error: OSError) -> None:
-        self.lost = self.stream is not None  # who closes it wants no messages
+        self.lost = self.stream is not None  # a closed stderr means that no messages are asked for
         discard(self.stream)
 
 
 def discard(stream: TextIO | None) -> None:
-    """Send what a stream holds, and what is written to it later, to nowhere, so that no further flush of it fails."""
+    """Point a stream to the null device, so that what is left in its buffer cannot fail again when Python exits."""
     if stream is None:
         return
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
@@ -63,9 +63,10 @@ def discard(stream: TextIO | None) -> None:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[Stderr]:
-    """While the context lasts, a failing stdout raises OutputLost, and a failing stderr loses its messages alone.
+    """Guard stdout and stderr while the context lasts.
 
-    Characters that an encoding such as ASCII does not have are written as question marks.
+    A stdout that fails raises OutputLost; a stderr that fails only loses messages. Characters that an encoding such as
+    ASCII does not have are written as question marks.
     """
     occupy_closed_descriptors()
     before = sys.stdout, sys.stderr
@@ -81,8 +82,10 @@ def guarded() -> Iterator[Stderr]:
 
 
 def occupy_closed_descriptors() -> None:
-    """Open the null device on each closed standard descriptor: the next file to be opened would take its number, and
-    what a library prints would end in that file."""
+    """Open the null device in place of closed standard streams.
+
+    Otherwise the next file that is opened gets the number of such a stream, and what a library prints goes into it.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,7 +1,8 @@
 """The bodies of the commands, and how one starts.
 
 A command's flags are parsed before its body is imported: the body needs mlx-lm, whose import takes seconds, and
-`--help` or a mistyped flag need not wait for it. Signals are heeded from then on: an import does not bear them.
+`--help` or a mistyped flag need not wait for it. Signals are handled while the body runs and not before, since an
+interrupted import prints a traceback of its own.
 """
 
 from collections.abc import Callable

@@ -14,6 +14,7 @@ from ..cli.gearbox import require_gearbox, settle_gears
 from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import CalibrateSettings
+from ..cli.sizes import human_bytes
 from ..decoding.agreement import Agreement, draft_files
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
@@ -216,5 +217,5 @@ def notes_on(chosen: Chosen, static: Candidate | None, wish: Wish) -> list[str]:
 def shown(outcome: Outcome) -> str:
     return (
         f"agreement {outcome.agreement:.4f}, mean KL {outcome.kl_mean:.3g}, "
-        f"{terminal.human_bytes(outcome.weight_bytes)} of weights per token"
+        f"{human_bytes(outcome.weight_bytes)} of weights per token"
     )

@@ -1,4 +1,4 @@
-"""From a model to a geared checkpoint, one layer at a time, so that it may be stopped anywhere and gone on with."""
+"""From a model to a geared checkpoint, one layer at a time; a conversion that is stopped can be continued."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ Arrays = dict[str, mx.array]
 
 
 class Plan(Struct, frozen=True):
-    """What is to be made, as `Gearbox` takes it, and of which model: hashes of its files."""
+    """What to make, as `Gearbox` takes it. source: the hashes of the model's files, by name."""
 
     format: str
     gears: tuple[Width, ...]
@@ -48,12 +48,12 @@ class Plan(Struct, frozen=True):
     group_size: GroupSize
     dtype: DtypeName | None
     source: Mapping[str, str]
-    wish: Mapping[str, Any] | None = None  # floors or a budget, from which the bits of every layer were found
-    bits: Mapping[str, Width] | None = None  # path to the fewest that a layer may have
+    wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
+    bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
 
     @property
     def managed(self) -> str | Predicate:
-        """What `Gearbox` takes as `manage`."""
+        """The argument `manage` of `Gearbox`."""
         return self.manage if self.bits is None else with_bits(self.bits)
 
 
@@ -76,7 +76,7 @@ class Unit(Struct, frozen=True):
 
 
 def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
-    """The plan of a conversion that was begun in a directory, what is done by name, and the bytes of complete lines.
+    """The plan of a conversion that was begun in a directory, the parameters that are done, and bytes of whole lines.
 
     Raises:
         GearbxError: a line that is damaged.
@@ -93,15 +93,15 @@ def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
 class Converter:
     """Writes a geared checkpoint of a model into a directory of its own.
 
-    Every step ends with a line in the journal, and whatever is behind the last line is written again.
+    Every step ends with a line in the journal. A continued conversion starts after the last line.
 
     Args:
-        model: not quantized; unread weights are read as they are needed, and given up.
-        work: the directory, which is made, or holds the beginning of the same conversion.
+        model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
+        work: the directory; it is made, or has the beginning of the same conversion.
 
     Raises:
-        GearbxError: a model that is quantized or has no layer to manage, bits that the format has not, or another
-            conversion in the directory.
+        GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, or the
+            beginning of another conversion in the directory.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path):
@@ -135,7 +135,7 @@ class Converter:
             raise GearbxError(f"{work}: its files are not what {JOURNAL} says ({error}); {REMOVE}") from error
 
     def __iter__(self) -> Iterator[int]:
-        """Convert; after each step the bytes of the original that are done with, those of earlier runs first."""
+        """Convert. Yields the bytes of each parameter that is done; those of earlier runs come first."""
         now = dict(tree_flatten(self.model.parameters()))
         for layer in self.layers:
             name = f"{layer.path}.weight"
@@ -179,7 +179,7 @@ class Converter:
         return manifest
 
     def quantization(self) -> dict[str, Any] | None:
-        """What config.json says to mlx-lm of the base: every layer by name. None if all of the base is dense."""
+        """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
         known: dict[str, Any] = {}
         for layer in self.layers:
             found = self.done[f"{layer.path}.weight"].stock_bits
@@ -196,7 +196,7 @@ class Converter:
             file.close()
 
     def _convert(self, layer: Layer) -> tuple[Arrays, Arrays, dict[str, Any]]:
-        """Arrays for the base and for the other file, and what the journal is to know of the layer."""
+        """The arrays of a layer for the base and for the gears' file, and the layer's fields for the journal."""
         path, original = layer.path, layer.module.weight
         dense = linear_of(layer.module)
         wanted = widths_of(layer, self.plan.gears, self.format.layer_bits)
@@ -210,7 +210,7 @@ class Converter:
         stock = lowest if type(lowest) in STOCK else None
         base: Arrays = {}
         gears: Arrays = {}
-        held: dict[int, str] = {}  # id of an array to its name
+        known: dict[int, str] = {}  # id of an array to its name
         names: dict[int, dict[str, str]] = {}
         for bits in wanted:
             if bits == DENSE:
@@ -219,10 +219,10 @@ class Converter:
             for name, array in tree_flatten(made[bits].parameters()):
                 if name == "bias":
                     continue
-                if id(array) not in held:
+                if id(array) not in known:
                     into, key = (base, f"{path}.{name}") if made[bits] is stock else (gears, f"{path}@{bits}.{name}")
-                    into[key], held[id(array)] = array, key
-                names[bits][name] = held[id(array)]
+                    into[key], known[id(array)] = array, key
+                names[bits][name] = known[id(array)]
         if DENSE in wanted or tied:
             into, key = (gears, f"{path}@{DENSE}.weight") if stock else (base, f"{path}.weight")
             into[key] = original

@@ -1,4 +1,4 @@
-"""What each gear would have drafted: recorded on the top gear's own text, for `calibrate --mode lossless`."""
+"""What each gear would have drafted along the top gear's own text, for `calibrate --mode lossless`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def record_agreement(
     """Run the gears over a text that the top gear wrote, each on the top gear's KV cache, as when it drafts.
 
     Args:
-        top: the gear that checks.
+        top: the gear that verifies.
         gears: those that might draft.
         prompt: tokens, one or more.
         text: tokens that the top gear wrote after it, greedily.
@@ -75,7 +75,7 @@ def draft_files(
     Raises:
         GearbxError: no tokens were recorded.
     """
-    check = gearbox.weight_bytes_per_token(top)
+    verification = gearbox.weight_bytes_per_token(top)
     for gear, texts in recorded.items():
         sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
         if not sequences:
@@ -84,8 +84,8 @@ def draft_files(
         agrees = [value for text in texts for value in text.agrees]
         curve = fit_curve(entropies, agrees)
         draft = gearbox.weight_bytes_per_token(gear)
-        bound, read = best_bound(sequences, curve, draft, check)
-        length, fixed = best_length(sequences, draft, check)
+        bound, read = best_bound(sequences, curve, draft, verification)
+        length, fixed = best_length(sequences, draft, verification)
         yield DraftFile(
             gears=[g.bits for g in gearbox.ladder if g.bits <= top.bits],
             draft=gear.bits,
@@ -100,7 +100,7 @@ def draft_files(
             tokens=len(entropies),
             agreement_overall=sum(agrees) / len(agrees),
             weight_bytes_per_token=read,
-            weight_bytes_per_token_top=check,
+            weight_bytes_per_token_top=verification,
             best_fixed_length=length,
             fixed_weight_bytes_per_token=fixed,
         )

@@ -24,12 +24,12 @@ def read_draft_file(path: str | Path) -> DraftFile:
 
 @cache
 def shipped() -> tuple[DraftFile, ...]:
-    """What ships with the package: for the demo model."""
+    """The drafting files that ship with the package, for the demo model."""
     return tuple(read_draft_file(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
 def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
-    """Of the files that ship, those for this model and ladder."""
+    """The files that ship for this model and ladder."""
     for made in shipped():
         try:
             check_file(made, gearbox)

@@ -34,7 +34,7 @@ Bounds = Mapping[str, tuple[int, int]]
 class Governor:
     """Caps a gearbox while it generates: `stream_generate(..., controller=Governor(gearbox, target_tps=15))`.
 
-    What it has learnt stays from text to text; between texts there is no cap.
+    It remembers what it has learnt from one text to the next. Between texts there is no cap.
 
     Args:
         gearbox: of the model.
@@ -104,7 +104,7 @@ class Governor:
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
         if controller.due:
-            self._look()
+            self._read_machine()
         decision = controller.token(seconds, step.passes, self.budget.share)
         spike = self._spike() if self.timer is not None else None
         if decision is not None and spike is not None:
@@ -124,7 +124,7 @@ class Governor:
         return decision
 
     def summary(self) -> dict[str, Any]:
-        """What a run came to, for the summary."""
+        """The controller's part of a run's summary."""
         controller = self.controller
         bits = controller.schedule.bits(controller.schedule.read(controller.top)[controller.position], 1)
         return {
@@ -135,8 +135,8 @@ class Governor:
             "machine": self.state.known,
         }
 
-    def _look(self) -> None:
-        """At the machine."""
+    def _read_machine(self) -> None:
+        """Read the state of the machine."""
         if self.watch is None:
             return
         self.state = self.watch.state(self.clock() - (self._began or 0.0), self.controller.tokens)
@@ -150,11 +150,11 @@ class Governor:
         before = set(self.spikes.lowered)
         if not self.spikes.update(self.timer.take()):
             return None
-        held = set(self.spikes.lowered)
-        told = [f"the time of {block} has jumped" for block in sorted(held - before)]
-        told += [f"{block} is let go" for block in sorted(before - held)]
-        paths = {path for path in self.controller.schedule.layers if self._block(path) in held}
-        return self.controller.lower(paths, ", ".join(told))
+        lowered = set(self.spikes.lowered)
+        reasons = [f"the time of {block} has jumped" for block in sorted(lowered - before)]
+        reasons += [f"{block} is free again" for block in sorted(before - lowered)]
+        paths = {path for path in self.controller.schedule.layers if self._block(path) in lowered}
+        return self.controller.lower(paths, ", ".join(reasons))
 
     def _block(self, path: str) -> str | None:
         """The timed block that a layer is in."""

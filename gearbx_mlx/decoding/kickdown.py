@@ -35,14 +35,7 @@ class Kickdown(Mode):
     window: int = DEFAULT_WINDOW
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
         # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.

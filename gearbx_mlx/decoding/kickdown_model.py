@@ -1,7 +1,7 @@
 """A model that climbs its ladder: the low gear computes a token first, a higher one again where the token is in doubt.
 
-The doubt is the entropy of that very token's distribution, before it is sampled. What the low gear wrote into the KV
-cache is taken back first, so that the cache holds the entries of the gear that a token was taken from.
+The entropy of the token's own distribution, before it is sampled, measures the doubt. The low gear's entry in the KV
+cache is taken back first, so that the cache has the entries of the gear that each token was sampled from.
 """
 
 import warnings
@@ -49,9 +49,9 @@ class AboveThreshold:
 class GearedModel(ModelWrapper):
     """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
 
-    Steps of one token (batch 1) begin in the lowest gear. Everything else, which is to say prompts and batches, is
-    computed in `prefill`: a prompt's weights are read once for all of its tokens, so that its gear costs next to
-    nothing, and every later token looks back at it.
+    Steps of one token (batch 1) begin in the lowest gear. Prompts and batches are computed in the gear `prefill`: a
+    prompt reads the weights once for all of its tokens, so that a high gear costs little there, and every later token
+    attends to it.
 
     Args:
         gearbox: of the model.

@@ -56,14 +56,7 @@ class Lossless(Mode):
             FixedLength(self.draft_length)
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
         rule, draft = self.rule, None

@@ -1,15 +1,15 @@
 """A model that drafts in a low gear and verifies the whole draft in one pass of the top gear.
 
-To mlx-lm this is a model like any other, whose logits are those of the top gear. Asked for one token, it drafts the
-next few, computes the top gear's logits for all of them at once, and answers from these for as long as the tokens that
-come are those it drafted. So sampling, logits processors, stop tokens and lengths are mlx-lm's own, and a draft that
-is wrong costs time and changes nothing.
+mlx-lm runs it like any other model, and gets the top gear's logits. When mlx-lm asks for one token, the model drafts
+the next few and computes the top gear's logits for all of them in one pass. As long as mlx-lm then samples the tokens
+that were drafted, the model answers from these logits. So sampling, logits processors, stop tokens and lengths stay
+mlx-lm's own, and a wrong draft costs time and changes nothing.
 
-Draft and check share their noise (GEARBX 10.1): a drafted token is sampled with the random numbers that mlx-lm will
-sample that position with, so that both agree wherever their distributions do.
+Draft and verification share their noise (GEARBX 10.1): a token is drafted with the random numbers that mlx-lm will use
+to sample its position, so that both choose the same token wherever their distributions agree.
 
-All on one KV cache. The entries of the low gear are taken back before the top gear writes its own; those that lie
-beyond the token that was asked for are hidden, and brought back as their tokens come.
+Both gears use one KV cache. The entries of the low gear are taken back before the top gear writes its own. Entries of
+tokens that mlx-lm does not have yet are hidden, and brought back when it asks for them.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ NOISE = 4  # units in the last place of the largest logit: less than that betwee
 
 
 @dataclass
-class Ahead:
-    """The top gear's logits (1, N, V) for a token and the draft after it; `place` of them have been handed out.
+class Verified:
+    """The top gear's logits (1, N, V) for a token and the draft after it; mlx-lm has got `place` of them.
 
-    The cache was `cache`, and `length` tokens long, when the last of them was.
+    `cache` and its `length` in tokens are as they were when mlx-lm got the last of them.
     """
 
     tokens: list[int]
@@ -48,17 +48,16 @@ class Ahead:
 
 
 class LosslessModel(ModelWrapper):
-    """A model that computes the top gear's logits, several tokens in one pass where a draft foretold them.
+    """A model that computes the top gear's logits, those of a whole draft in one pass.
 
     Args:
         gearbox: of the model, with two gears or more.
         rule: when to stop drafting; the uncalibrated one if not given.
         draft: the gear that drafts; the lowest if not given.
-        sampler, logits_processors: those that mlx-lm is run with, so that drafts are what it will choose. Greedy
-            without.
-        stop_tokens: after which nothing is drafted.
-        prompt_tokens: tokens that are given before the first is asked for.
-        max_tokens: that will be asked for.
+        sampler, logits_processors: mlx-lm's own, so that drafts are what it will choose; greedy without.
+        stop_tokens: tokens after which nothing is drafted.
+        prompt_tokens: how many tokens the prompt has.
+        max_tokens: how many will be generated; -1: no limit.
 
     Raises:
         GearbxError: a ladder of one gear, a draft gear that is the top one. When called: a cache from which nothing
@@ -89,7 +88,7 @@ class LosslessModel(ModelWrapper):
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self._history = History()
-        self._ahead: Ahead | None = None
+        self._verified: Verified | None = None
         self._running: Any = None  # the cache of the step before
 
     def __call__(
@@ -97,38 +96,38 @@ class LosslessModel(ModelWrapper):
     ) -> mx.array:
         kwargs = self.model_keywords(input_embeddings, kwargs)
         if inputs.size != 1 or cache is None or kwargs:
-            self._ahead = None
+            self._verified = None
             self._history.add(inputs)
             read = self.gearbox.weight_bytes_per_token(self.top)
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
         self._history.add(inputs)
         token = np.array(inputs).item()
-        found = self._foretold(token, cache)
-        return self._look_ahead(token, cache) if found is None else found
+        found = self._verified_logits(token, cache)
+        return self._draft_and_verify(token, cache) if found is None else found
 
-    def _foretold(self, token: int, cache: Any) -> mx.array | None:
-        """Logits (1, 1, V) that the last check has for this token, if it is the one that was drafted."""
-        ahead = self._ahead
+    def _verified_logits(self, token: int, cache: Any) -> mx.array | None:
+        """Logits (1, 1, V) from the last verification, if this token is the one that was drafted."""
+        verified = self._verified
         if (
-            ahead is None
-            or ahead.place == len(ahead.tokens)
-            or ahead.tokens[ahead.place] != token
-            or len(cache) != len(ahead.cache)
-            or any(a is not b for a, b in zip(cache, ahead.cache))  # mlx-lm has begun to quantize it, say
-            or length(cache) != ahead.length
+            verified is None
+            or verified.place == len(verified.tokens)
+            or verified.tokens[verified.place] != token
+            or len(cache) != len(verified.cache)
+            or any(a is not b for a, b in zip(cache, verified.cache))  # mlx-lm has begun to quantize it, say
+            or length(cache) != verified.length
         ):
             return None
         take_back(cache, -1)
-        place = ahead.place
-        ahead.place += 1
-        ahead.length += 1
-        self.step = Step(self.top, (), self.passes(), 0, self._drafted(ahead, place), 0, ahead.noise)
-        return ahead.logits[:, place : place + 1]
+        place = verified.place
+        verified.place += 1
+        verified.length += 1
+        self.step = Step(self.top, (), self.passes(), 0, self._drafted(verified, place), 0, verified.noise)
+        return verified.logits[:, place : place + 1]
 
-    def _look_ahead(self, token: int, cache: Any) -> mx.array:
-        """Draft, check, and the logits (1, 1, V) of the token itself."""
-        self._ahead = None
+    def _draft_and_verify(self, token: int, cache: Any) -> mx.array:
+        """The logits (1, 1, V) of the token itself, after drafting what follows it and verifying the draft."""
+        self._verified = None
         tokens = [token]
         entropies: list[float] = []
         most = self._most(token, cache)
@@ -141,25 +140,25 @@ class LosslessModel(ModelWrapper):
         else:
             logits = self.run(self.top, mx.array([tokens]), cache)
         noise = NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max()
-        ahead = Ahead(tokens, logits, noise, list(cache), length(cache))
+        verified = Verified(tokens, logits, noise, list(cache), length(cache))
         ran = [self.draft] * len(entropies) + [self.top]
         read = len(entropies) * self.gearbox.weight_bytes_per_token(self.draft)
         read += self.gearbox.weight_bytes_per_token(self.top, len(tokens))
-        checked = noise if len(tokens) > 1 else None
+        rounding = noise if len(tokens) > 1 else None
         self.step = Step(
-            self.top, tuple(entropies), self.passes(*ran), read, self._drafted(ahead, 0), len(entropies), checked
+            self.top, tuple(entropies), self.passes(*ran), read, self._drafted(verified, 0), len(entropies), rounding
         )
-        self._ahead = ahead
+        self._verified = verified
         return logits[:, :1]
 
-    def _drafted(self, ahead: Ahead, place: int) -> Draft | None:
-        """What was drafted for where this place's logits lead."""
-        return Draft(ahead.tokens[place + 1], self.draft) if place + 1 < len(ahead.tokens) else None
+    def _drafted(self, verified: Verified, place: int) -> Draft | None:
+        """The draft of the token that the logits at this place predict."""
+        return Draft(verified.tokens[place + 1], self.draft) if place + 1 < len(verified.tokens) else None
 
     def _most(self, token: int, cache: Any) -> int:
-        """How many tokens to draft at most, so that none is past the end and all can be taken back.
+        """The most tokens to draft: none past the end of the text, and all of them can be taken back.
 
-        Raises GearbxError for a cache that cannot be used; one that fills up on the way is left to the top gear.
+        Raises GearbxError for a cache that cannot be used. If one fills up on the way, the top gear goes on alone.
         """
         running, self._running = self._running is cache, cache
         free = room(cache) - 1  # the token itself goes in too
@@ -167,14 +166,14 @@ class LosslessModel(ModelWrapper):
             raise untrimmable(cache, "lossless")
         if free < 1:
             warnings.warn(f"the top gear goes on alone: {untrimmable(cache, 'lossless')}", GearbxWarning, stacklevel=4)
-        made = len(self._history) - self.prompt_tokens + 1  # tokens, that which comes of this step included
+        made = len(self._history) - self.prompt_tokens + 1  # tokens, the one of this step included
         if made < 1 or token in self.stop_tokens:
             return 0
         left = self.max_tokens - made if self.max_tokens >= 0 else MOST_DRAFTED
         return int(min(MOST_DRAFTED, left, free))
 
     def _drafts(self, token: int, cache: Any, most: int) -> tuple[list[int], list[float]]:
-        """Tokens and the entropies (bits) they were drawn at. Cache and random numbers are left as they were."""
+        """Drafted tokens and the entropies (bits) of their distributions; cache and random numbers do not change."""
         drafted: list[int] = []
         entropies: list[float] = []
         history = self._history.tokens() if self.logits_processors else []
@@ -197,7 +196,7 @@ class LosslessModel(ModelWrapper):
 
 
 class History:
-    """Tokens that the model was called with, which logits processors look back at."""
+    """The tokens that the model was called with: logits processors need them."""
 
     def __init__(self) -> None:
         self._parts: list[mx.array] = []
@@ -218,7 +217,7 @@ class History:
 
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """What is drawn in the block will be drawn again after it."""
+    """Random numbers drawn in the block will be drawn again after it."""
     state: Any = mx.random.state
     high, low = state[0].tolist()
     try:

@@ -45,14 +45,7 @@ class Mode:
         return of_model(gearbox or Gearbox(model), model)
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         """Generate; `kwargs` are of mlx-lm's stream_generate.
 

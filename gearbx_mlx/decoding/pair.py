@@ -70,7 +70,7 @@ class Pair(Mode):
     def gearbox_for(self, model: nn.Module, gearbox: Any) -> None:
         """None: both models run as they are. Raises GearbxError for a gearbox, or without a small model."""
         if self.small_model is None:
-            raise GearbxError("mode 'pair' needs a small model besides the model; give Pair(small_model)")
+            raise GearbxError("mode 'pair' needs a small model; give Pair(small_model)")
         if gearbox is not None:
             raise GearbxError("mode 'pair' runs both models as they are; leave the gearbox out")
 
@@ -81,7 +81,7 @@ class Pair(Mode):
         prompt: Any,
         *,
         gearbox: Any = None,
-        controller: Governor | None = None,
+        controller: Governor | None,
         max_kv_size: int | None = None,
         prompt_cache: Any = None,
         prefill_step_size: int = PREFILL_STEP_SIZE,

@@ -1,4 +1,4 @@
-"""Two models with the face of one, and their KV caches in step.
+"""Two models behind the interface of one, and their KV caches in step.
 
 Each has a KV cache of its own. A model that was away has not read what the other one wrote meanwhile. When it comes
 back, it reads all of that and the last token in one pass, so that every generated token is one pass of one model.
@@ -79,7 +79,7 @@ class TrailingCache:
 
 @dataclass(frozen=True)
 class Call:
-    """Which model ran, the passes over the weights of (small, large), and how many missed tokens were read in them."""
+    """The model that ran, the passes over the weights of (small, large), and how many missed tokens they read."""
 
     engaged: int
     passes: tuple[int, int] = (0, 0)
@@ -87,12 +87,12 @@ class Call:
 
 
 def bytes_read(model: nn.Module) -> int:
-    """Bytes of weights that a token reads of a model as it is, in the type of its checkpoint."""
+    """Bytes of weights that a token reads, in the type of the checkpoint."""
     return token_bytes(model, {}, {"": stored_dtype(model)})
 
 
 class PairedModel(nn.Module):
-    """Two models with the face of one: the engaged one computes, the other's cache notes what it misses.
+    """Two models behind the interface of one: the engaged one computes, the other's cache notes what it misses.
 
     Args:
         small, large: mlx-lm models over the same tokens.

@@ -66,7 +66,7 @@ def stream_wrapped(
     before: Gear | None = None
     tokens = sampled_tokens(model, tokenizer, prompt, lambda: model.step, model.entropy, **kwargs)
     for response, token, decision in governed(tokens, controller):
-        entropy, step = float(token.entropy), token.step.given(response.token)
+        entropy, step = float(token.entropy), token.step.with_token(response.token)
         mean = monitor.update(entropy).mean
         further = {"from_draft": step.accepted, "near_tie": bool(token.near_tie), "decision": decision}
         yield gear_response(response, step, entropy, mean, before, **further)

@@ -54,14 +54,7 @@ class Route(Mode):
     gate: Gate | None = None
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         gate, monitor = self.gate_for(gearbox), Monitor(vocabulary(model), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)

@@ -35,14 +35,7 @@ class Static(Mode):
     window: int = DEFAULT_WINDOW
 
     def stream(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        prompt: Any,
-        *,
-        gearbox: Any,
-        controller: Governor | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         ladder = gearbox.ladder
         gear = ladder.top if self.gear is None else ladder.find(self.gear)

@@ -11,7 +11,7 @@ from ..gears.observer import Observer
 
 @dataclass(frozen=True)
 class Draft:
-    """A token that a gear proposed for the place where the top gear then computed its own."""
+    """A token that a gear proposed, for the top gear to verify."""
 
     token: int
     gear: Gear
@@ -21,10 +21,10 @@ class Draft:
 class Step:
     """How the logits of one token came about.
 
-    gear: that they are of. entropies: bits, of the distributions that decided about it, in the order in which they
-    were seen. passes: over the weights, in each gear of the ladder. weight_bytes: that those passes read. draft: what
-    was drafted in this place. drafted: tokens drafted in this step. noise: how much rounding may move a logit, where
-    several positions were computed in one pass. accepted: whether the token is the one that was drafted. entropy: of
+    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. passes: over the
+    weights, in each gear of the ladder. weight_bytes: what these passes read. draft: of this token, if there is one.
+    drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
+    computed in one pass. accepted: the token is the one that was drafted. entropy: of
     the distribution that is sampled, bits, where the model has computed it already.
     """
 
@@ -38,8 +38,8 @@ class Step:
     accepted: bool = False
     entropy: mx.array | None = None
 
-    def given(self, token: int) -> "Step":
-        """The step once its token is known: one that was drafted is the draft gear's."""
+    def with_token(self, token: int) -> "Step":
+        """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
         if self.draft is None or self.draft.token != token:
             return self
         return replace(self, gear=self.draft.gear, accepted=True)

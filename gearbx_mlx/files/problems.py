@@ -112,7 +112,8 @@ def put(content: Any, steps: list[Step], value: Any) -> Any:
 
 def where(steps: list[Step]) -> str:
     """A place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    parts = [f"[{shown(step)}]" if isinstance(step, int) or not step.isidentifier() else f".{step}" for step in steps]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in steps]
+    parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(steps, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
 

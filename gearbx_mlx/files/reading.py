@@ -66,15 +66,20 @@ def parse_python_json(text: str) -> Any:
     """What a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models' config.json.
 
     Raises:
-        GearbxError: as parse_json, but for NaN, Infinity and surrogates.
+        GearbxError: as parse_json, except for NaN and Infinity.
     """
     try:
         content = json.loads(text)
+        check_depth(content)
+        json.dumps(content, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except RecursionError as error:
         raise GearbxError(f"nested more than {DEEPEST} levels deep") from error
+    except UnicodeError as error:
+        raise GearbxError("not JSON: it has half of a surrogate pair") from error
+    except GearbxError:
+        raise
     except ValueError as error:
         raise GearbxError(f"not JSON: {error}") from error
-    check_depth(content)
     return content
 
 

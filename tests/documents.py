@@ -1,0 +1,218 @@
+"""The command lines and Python blocks of README and docs, and a directory to run those of a page in.
+
+The lines of a page run in their order, because one writes what the next one reads. Short flags behind a line make it
+quick.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+TASKS = "lm-eval downloads its tasks"
+PARSED_ONLY = {  # pages that say how their figures were measured
+    "docs/codebook.md": "models and texts that do not ship",
+    "docs/evidence.md": "models and texts that do not ship, and hours",
+    "docs/pair.md": "a small model that has to be trained first",
+    "docs/performance.md": "minutes of timing",
+    "docs/sensitivity.md": "minutes of measuring",
+}
+# The demo model in the place of what has to be downloaded.
+STANDS_FOR_DEMO = (
+    "mlx-community/Llama-3.2-1B-Instruct-bf16",
+    "mlx-community/Qwen2.5-14B-Instruct-8bit",
+    "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
+    "--small-model small",
+)
+SHORTER = {
+    "generate": "--max-tokens 6",
+    "analyze": "--max-tokens 6",
+    "calibrate": "--max-tokens 24 --num-prompts 1",
+    "evaluate": "--tokens 24 --context 12 --max-tokens 8",
+    "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
+    "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
+    "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
+    "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
+    "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
+    "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
+}
+PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
+FILES = {
+    "prompts.txt": "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n",
+    "prompts.jsonl": "\n".join(PROBLEMS[:2]) + "\n",
+    "gsm8k.jsonl": "\n".join(PROBLEMS[:3]) + "\n",
+    "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n"
+    * 3,
+    "machine.jsonl": '{"seconds": 0, "thermal": "nominal"}\n{"tokens": 3, "thermal": "serious"}\n',
+}
+PROGRAMS = {
+    "python": '"{python}" "$@"',
+    "gearbx_mlx": '"{python}" -m gearbx_mlx "$@"',
+    "mlx_lm.generate": '"{python}" -m mlx_lm generate "$@"',
+    "mlx_lm.convert": '"{python}" -m mlx_lm convert "$@"',
+}
+
+
+JOINTS = re.compile(r"( && | \| )")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code in a page: its language, the number of its first line, its text; whether CI runs it itself."""
+
+    page: str
+    number: int
+    language: str
+    text: str
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command, or a Python block, of a page."""
+
+    page: str
+    number: int
+    text: str
+    python: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.number}: {self.text.splitlines()[0][:60]}"
+
+
+@functools.cache
+def blocks(page: str) -> tuple[Block, ...]:
+    """Fenced and indented code."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    fenced = re.compile(r"(<!-- command: \w+ -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    indented = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
+    found = [
+        Block(page, text.count("\n", 0, match.start(3)) + 1, match[2], match[3], match[1] is not None)
+        for match in fenced.finditer(text)
+    ]
+    outside = fenced.sub(lambda match: "\n" * match[0].count("\n"), text)
+    found += [
+        Block(page, outside.count("\n", 0, match.start()) + 1, "bash", textwrap.dedent(match[0]))
+        for match in indented.finditer(outside)
+        if re.match(r" +(python|gearbx_mlx|\w+=)", match[0])
+    ]
+    return tuple(sorted(found, key=lambda block: block.number))
+
+
+def lines(page: str) -> Iterator[Line]:
+    for block in blocks(page):
+        if block.language == "python":
+            yield Line(page, block.number, block.text, python=True)
+        elif block.language == "bash" and not block.marked:
+            joined = block.text.replace("\\\n", "\\\0")
+            for offset, line in enumerate(joined.split("\n")):
+                number = block.number + offset + "\n".join(joined.split("\n")[:offset]).count("\0")
+                typed = re.sub(r"\s+# .*$", "", line.replace("\\\0", " ")).strip()
+                if typed and not typed.startswith("#"):
+                    yield Line(page, number, re.sub(r"\s+", " ", typed))
+
+
+ALL = [line for page in PAGES for line in lines(page)]
+
+
+def parts(line: Line) -> list[str]:
+    """The commands of a line, without what joins them."""
+    return [piece for piece in JOINTS.split(line.text) if not JOINTS.fullmatch(piece)]
+
+
+def command_of(part: str) -> tuple[str, str] | None:
+    """A command of this package, and its arguments; None for another program."""
+    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w+)\s*(.*)", part)
+    return None if match is None else (match[1], match[2])
+
+
+def why_not_run(line: Line) -> str | None:
+    if line.page in PARSED_ONLY:
+        return PARSED_ONLY[line.page]
+    if any((command_of(part) or ("",))[0] == "lm_eval" for part in parts(line)):
+        return TASKS
+    return None
+
+
+def on_the_demo_model(text: str) -> str:
+    for name in STANDS_FOR_DEMO:
+        flag, _, _ = name.rpartition(" ")
+        text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w/-])", f"{flag} {DEMO_MODEL}".strip(), text)
+    return text
+
+
+def shortened(part: str) -> str:
+    name, arguments = command_of(part) or ("", "")
+    shorter = SHORTER.get(f"{name} {arguments.split(' ')[0]}") or SHORTER.get(name, "")
+    return f"{part} {shorter}".strip()
+
+
+@dataclass
+class Directory:
+    """Where a page's lines run, and what came of each."""
+
+    page: str
+    path: Path
+    done: dict[Line, subprocess.CompletedProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, text in FILES.items():
+            (self.path / name).write_text(text, encoding="utf-8")
+        (self.path / "bin").mkdir()
+        for name, body in PROGRAMS.items():
+            program = self.path / "bin" / name
+            program.write_text(f"#!/bin/sh\nexec {body.format(python=sys.executable)}\n")
+            program.chmod(0o755)
+
+    def result(self, line: Line) -> subprocess.CompletedProcess:
+        """What a line came to, after those before it on its page."""
+        for each in lines(self.page):
+            if each not in self.done and why_not_run(each) is None and is_run(each):
+                self.done[each] = self.run(each)
+            if each == line:
+                break
+        return self.done[line]
+
+    def run(self, line: Line) -> subprocess.CompletedProcess:
+        if line.python:
+            (self.path / "block.py").write_text(on_the_demo_model(line.text), encoding="utf-8")
+            typed = "python block.py"
+        else:
+            pieces = JOINTS.split(line.text)
+            typed = "".join(
+                piece if JOINTS.fullmatch(piece) else shortened(on_the_demo_model(piece)) for piece in pieces
+            )
+        environment = os.environ | {
+            "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1",
+        }
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", typed],
+            cwd=self.path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+
+def is_run(line: Line) -> bool:
+    return line.python or any(command_of(part) or part.startswith("mlx_lm.") for part in parts(line))
+
+
+RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
+PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
+OTHER = [line for line in ALL if not is_run(line)]

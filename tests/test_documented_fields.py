@@ -1,0 +1,88 @@
+"""docs/files.md and docs/python.md describe every field that is written, and no other."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from documents import PAGES, ROOT
+from mlx_lm.generate import GenerationResponse
+
+from gearbx_mlx import GearResponse, evaluate
+from gearbx_mlx.bit_selection.precision import PrecisionManifest
+from gearbx_mlx.decoding.modes import MODES
+from gearbx_mlx.gears.manifest import Manifest
+from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.routing.draft_file import DraftFile
+from gearbx_mlx.routing.thresholds import ThresholdFile
+
+
+def described_fields(heading: str, table: int = 0) -> set[str]:
+    """The names in the first column of a table under a heading of docs/files.md."""
+    text = PAGES["docs/files.md"].read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The summary and the trace of a run in every mode."""
+    modes = dict.fromkeys(MODES, ()) | {"route": ("--target-tps", "5"), "pair": ("--small-model", DEMO_MODEL)}
+    found = []
+    for mode, flags in modes.items():
+        path = tmp_path_factory.mktemp(mode)
+        command = [sys.executable, "-m", "gearbx_mlx", "generate", "--mode", mode, "--max-tokens", "12", *flags]
+        command += ["--trace", path / "t.jsonl", "--summary", path / "s.json"]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        records = [json.loads(line) for line in (path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
+        found.append(SimpleNamespace(summary=json.loads((path / "s.json").read_text()), records=records))
+    return found
+
+
+def test_every_field_of_the_summary_is_described(runs):
+    assert {name for run in runs for name in run.summary} == described_fields("The summary")
+
+
+def test_every_field_of_the_trace_is_described(runs):
+    written = {name for run in runs for record in run.records for name in record}
+    assert written | {"prompt"} == described_fields("The trace")  # analyze adds the prompt
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("Thresholds", ThresholdFile),
+        ("Drafting", DraftFile),
+        ("gears.json", Manifest),
+        ("The precision manifest", PrecisionManifest),
+    ],
+)
+def test_every_field_of_a_file_is_described(heading, kind):
+    assert {item.encode_name for item in msgspec.structs.fields(kind)} == described_fields(heading)
+
+
+def test_every_field_of_an_evaluation_is_described(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a king who had three sons. The eldest was proud.", encoding="utf-8")
+    report = evaluate(text, gears="4,16", tokens=12, context=12, out=tmp_path / "evaluation")
+    assert report.keys() == described_fields("Evaluations")
+    assert {name for row in report["policies"] for name in row} == described_fields("Evaluations", table=1)
+
+
+def test_the_readme_counts_the_fields_of_a_response():
+    own = {item.name for item in dataclasses.fields(GearResponse)} - {
+        item.name for item in dataclasses.fields(GenerationResponse)
+    }
+    numbers = {"ten": 10, "eleven": 11, "twelve": 12}
+    for page in ("README.md", "docs/python.md"):
+        counted = re.search(r"with (\w+) fields more", PAGES[page].read_text(encoding="utf-8"))
+        assert numbers[counted[1]] == len(own)
+    section = PAGES["docs/python.md"].read_text(encoding="utf-8").split("## Responses")[1].split("## Gears")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert own == set(re.findall(r"`(\w+)`", " ".join(cells)))

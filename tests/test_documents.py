@@ -1,0 +1,133 @@
+"""README and docs are true: every command line and Python block runs as typed, every link leads somewhere.
+
+A line that cannot run without a network, or within minutes, is parsed.
+"""
+
+import functools
+import re
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, command_of, parts
+
+from gearbx_mlx.__main__ import COMMANDS
+from gearbx_mlx.loading import DEMO_MODEL
+
+REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
+LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
+OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # pip's and lm-eval's
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Page to the directory in which its lines run."""
+    return functools.cache(lambda page: Directory(page, tmp_path_factory.mktemp("page")))
+
+
+@pytest.mark.parametrize("line", RUN, ids=str)
+def test_a_line_runs_as_typed(line, directory):
+    result = directory(line.page).result(line)
+    assert result.returncode == 0, f"{line}\n{result.stderr[-2000:]}"
+    assert "warning" not in result.stderr.lower(), result.stderr
+
+
+@pytest.mark.parametrize("line", [line for line in PARSED if not line.python], ids=str)
+def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for part in parts(line):
+        name, arguments = command_of(part)
+        if name == "lm_eval":
+            check_lm_eval(arguments)
+            continue
+        monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments)])
+        import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
+
+
+def check_lm_eval(arguments: str) -> None:
+    """The arguments of lm-eval's model are those of ours."""
+    source = (ROOT / "gearbx_mlx" / "commands" / "lm_eval.py").read_text(encoding="utf-8")
+    assert "--model gearbx " in arguments
+    for pair in ",".join(re.findall(r"--model_args (\S+)", arguments)).split(","):
+        assert not pair or re.search(rf"^        {pair.split('=')[0]}:", source, re.MULTILINE), pair
+
+
+@pytest.mark.parametrize("line", OTHER, ids=str)
+def test_other_programs_are_installers_and_scripts_that_exist(line):
+    for part in parts(line):
+        words = shlex.split(part)
+        while re.fullmatch(r"\w+=\S*", words[0]):
+            words = words[1:]
+        if words[0] == "pip":
+            continue
+        assert words[0] == "python", f"{line}: teach this test what it is"
+        script = ROOT / words[1]
+        assert script.is_file()
+        text = script.read_text(encoding="utf-8")
+        for word in words[2:]:
+            assert not word.startswith("--") or f'"{word}"' in text, f"{words[1]} has no {word}"
+
+
+def test_both_marked_commands_are_where_ci_looks_for_them():
+    marked = [block for block in blocks("README.md") if block.marked]
+    assert len(marked) == 2
+    for block in marked:
+        assert block.text.startswith("python3 -m venv .venv && .venv/bin/pip install -q ")
+    text = PAGES["README.md"].read_text(encoding="utf-8")
+    assert "\n<!-- command: main -->\n```" in text
+    assert "\n<!-- command: test -->\n```" in text
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_lead_somewhere(name):
+    for link in links(LINKED[name]):
+        own = re.match(rf"{REPOSITORY}/(?:blob|raw|tree)/main/(.*)", link)
+        if link.startswith(("http:", "https:")) and not own:
+            continue
+        target, _, anchor = (own[1] if own else link).partition("#")
+        path = ROOT / target if own else (LINKED[name].parent / target if target else LINKED[name])
+        assert path.exists(), f"{name}: {link}"
+        assert not anchor or anchor in anchors(path), f"{name}: {link}"
+
+
+def test_the_readme_is_whole_on_pypi():
+    """Where it has no directory around it."""
+    for link in links(PAGES["README.md"]):
+        assert link.startswith("https://"), link
+
+
+@functools.cache
+def known_flags() -> set[str]:
+    found: set[str] = set()
+    for command in set(COMMANDS) - {"lm_eval"}:
+        parsers = [import_module(f"gearbx_mlx.cli.parsers.{command}").setup_arg_parser()]
+        while parsers:
+            for action in parsers.pop()._actions:
+                found.update(action.option_strings)
+                if isinstance(action.choices, dict):
+                    parsers += action.choices.values()
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_flag_that_a_page_names_exists(name):
+    text = re.sub(r"^```.*?^```$", "", PAGES[name].read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = {flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
+    families = {flag.rstrip("-") for flag in named if flag.endswith("-")}  # --xtc-*
+    unknown = {flag for flag in named - known_flags() - OTHERS_FLAGS if flag.rstrip("-") not in families}
+    assert not unknown
