@@ -157,8 +157,8 @@ def simulate(
     target = scenario.target if controlled else 1e-9  # a target that never needs a cap
     governor = Governor(gearbox, target, watch=Watch([script]), clock=machine.clock)
     top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
-    stairs = governor.controller.stairs
-    fewest = stairs.read(governor.controller.top)[-1]
+    schedule = governor.controller.schedule
+    fewest = schedule.read(governor.controller.top)[-1]
     run = Run(scenario)
     number = 0
     while machine.time < scenario.seconds:
@@ -176,7 +176,7 @@ def simulate(
                 now,
                 1 / machine.seconds(read),
                 1 / machine.seconds(top),
-                stairs.bits(read, 1),
+                schedule.bits(read, 1),
                 governor.controller.position,
                 governor.controller.caps,
                 governor.state,

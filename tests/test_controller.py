@@ -16,7 +16,7 @@ from gearbx_mlx.machine.spikes import HOLD, WARM_UP, Spikes
 WIDTHS = (4, 5, 6, 8)
 
 
-def stairs(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, sensitivity=None) -> CapSchedule:
+def schedule(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, sensitivity=None) -> CapSchedule:
     """Layers of three sizes, the first the least sensitive."""
     found = []
     for number in range(layers):
@@ -31,7 +31,7 @@ class Plant:
 
     def __init__(self, controller: Controller, overhead: float = 0.0, noise: float = 0.0, seed: int = 0, passes=(1,)):
         self.controller, self.overhead, self.noise, self.passes = controller, overhead, noise, passes
-        self.read = controller.stairs.read(passes)
+        self.read = controller.schedule.read(passes)
         self.random = np.random.default_rng(seed)
         self.positions = [0] * (LAG + 1)
         self.decisions = []
@@ -60,18 +60,18 @@ class Plant:
 
 class TestStairs:
     def test_goes_down_from_the_least_sensitive_and_up_from_the_most(self):
-        found = stairs(3, (4, 8), sensitivity=lambda path, bits: {"layers.0": 2, "layers.1": 3, "layers.2": 1}[path])
+        found = schedule(3, (4, 8), sensitivity=lambda path, bits: {"layers.0": 2, "layers.1": 3, "layers.2": 1}[path])
         assert [step.path for step in found.steps] == ["layers.2", "layers.0", "layers.1"]
         assert found.caps(1) == {"layers.0": 8, "layers.1": 8, "layers.2": 4}
         assert found.caps(2)["layers.0"] == 4  # which is the first to be taken back
 
     def test_a_layer_goes_down_in_order_whatever_was_measured(self):
-        found = stairs(2, (4, 6, 8), sensitivity=lambda path, bits: float(bits))
+        found = schedule(2, (4, 6, 8), sensitivity=lambda path, bits: float(bits))
         for path in found.layers:
             assert [(s.before, s.after) for s in found.steps if s.path == path] == [(8, 6), (6, 4)]
 
     def test_bytes_are_those_of_the_caps(self):
-        found = stairs(5, gears=(4, 8))
+        found = schedule(5, gears=(4, 8))
         for position in (0, 3, 8, found.last):
             caps = found.caps(position)
             read = sum(layer.read[min(8, caps[path])] for path, layer in found.layers.items())
@@ -80,7 +80,7 @@ class TestStairs:
             assert found.read([2, 0])[position] == 2 * (low + found.fixed)
 
     def test_within_is_a_share_of_the_way(self):
-        found = stairs()
+        found = schedule()
         read = found.read([1])
         assert found.within(1.0) == 0
         assert found.within(0.0) == found.last
@@ -88,7 +88,7 @@ class TestStairs:
         assert read[half] <= (read[0] + read[-1]) / 2 < read[half - 1]
 
     def test_held_layers_are_at_their_fewest_and_counted_so(self):
-        found = stairs(4)
+        found = schedule(4)
         found.hold({"layers.3"})
         assert found.caps(0) == {"layers.0": 8, "layers.1": 8, "layers.2": 8, "layers.3": 4}
         assert found.read([1])[0] == found.fixed + sum(found.layers[p].read[b] for p, b in found.caps(0).items())
@@ -127,12 +127,12 @@ class TestController:
     )
     @example(target=0.8828125, slower=2.046875, overhead=0.34375, widths=(2, 8), layers=46)  # a late correction
     def test_settles_on_any_machine_and_stays(self, target, slower, overhead, widths, layers):
-        controller = Controller(stairs(layers, widths), target)
+        controller = Controller(schedule(layers, widths), target)
         plant = Plant(controller, overhead)
         plant.run(95)
         speeds = plant.run(160, slower)
         goal, nearest = plant.goal(slower), plant.speeds(slower)
-        step = np.max(np.abs(np.diff(np.log(nearest))))  # of the stairs
+        step = np.max(np.abs(np.diff(np.log(nearest))))  # of the schedule
         late = np.abs(np.log(speeds[60:] / goal))
         assert np.all(late <= max(DEAD_BAND, step) + 1e-9)
         changes = np.diff(plant.positions[-100:])
@@ -143,11 +143,11 @@ class TestController:
         target=st.floats(0.8, 1.8), noise=st.floats(0.0, 0.5), slower=st.floats(0.2, 5.0), seed=st.integers(0, 2**31)
     )
     def test_never_leaves_the_bits_that_layers_may_have(self, target, noise, slower, seed):
-        controller = Controller(stairs(12, (5, 6, 8)), target)
+        controller = Controller(schedule(12, (5, 6, 8)), target)
         plant = Plant(controller, 0.1, noise, seed)
         for factor in (1.0, slower, 1.0):
             plant.run(40, factor)
-            assert 0 <= controller.position <= controller.stairs.last
+            assert 0 <= controller.position <= controller.schedule.last
             assert {*controller.caps.values()} <= {5, 6, 8}
 
     @pytest.mark.parametrize("overhead", [0.0, 0.3, 0.5])
@@ -155,7 +155,7 @@ class TestController:
     @pytest.mark.parametrize("noise", [0.0, 0.05])
     def test_a_step_down_and_up(self, target, noise, overhead):
         for seed in range(5):
-            plant = Plant(Controller(stairs(), target), overhead, noise, seed)
+            plant = Plant(Controller(schedule(), target), overhead, noise, seed)
             plant.run(103)
             for slower in (1.7, 1.0):
                 speeds, goal = plant.run(200, slower), plant.goal(slower)
@@ -168,7 +168,7 @@ class TestController:
     def test_almost_every_step_settles_in_much_noise(self):
         late = 0
         for seed in range(40):
-            plant = Plant(Controller(stairs(), 1.2), 0.2, 0.1, seed)
+            plant = Plant(Controller(schedule(), 1.2), 0.2, 0.1, seed)
             plant.run(103)
             for slower in (1.7, 1.0):
                 late += np.any(np.abs(plant.run(150, slower)[60:] / plant.goal(slower) - 1) > 0.10)
@@ -177,14 +177,14 @@ class TestController:
     def test_holds_still_in_noise(self):
         moved = 0
         for seed in range(10):
-            plant = Plant(Controller(stairs(), 1.3), 0.2, 0.1, seed)
+            plant = Plant(Controller(schedule(), 1.3), 0.2, 0.1, seed)
             plant.run(200)
             plant.run(1000)
             moved += np.count_nonzero(np.diff(plant.positions[-1000:]))
         assert moved <= 5  # of 1000 decisions
 
     def test_a_pause_of_the_machine_is_not_its_speed(self):
-        controller = Controller(stairs(), 1.0)
+        controller = Controller(schedule(), 1.0)
         plant = Plant(controller)
         plant.run(100)
         for _ in range(10):
@@ -193,10 +193,10 @@ class TestController:
         assert {*plant.positions} == {0}
 
     def test_no_table_meets_the_target(self):
-        controller = Controller(stairs(), 50.0)
+        controller = Controller(schedule(), 50.0)
         plant = Plant(controller)
         plant.run(100)
-        assert controller.position == controller.stairs.last
+        assert controller.position == controller.schedule.last
         assert controller.out_of_reach == "no table meets 50 tokens/s: every layer is at its fewest bits"
         assert "fewest bits" in plant.decisions[-1].reason
         plant.run(500)
@@ -205,32 +205,32 @@ class TestController:
         assert controller.position == 0
 
     def test_the_budget_goes_before_the_target(self):
-        controller = Controller(stairs(), 0.5)
+        controller = Controller(schedule(), 0.5)
         plant = Plant(controller)
         plant.run(EVERY, share=0.5)
-        assert controller.position == controller.stairs.within(0.5)
+        assert controller.position == controller.schedule.within(0.5)
         plant.run(100, share=0.5)
-        assert controller.position == controller.stairs.within(0.5)
+        assert controller.position == controller.schedule.within(0.5)
         assert "the machine allows no more" in plant.decisions[-1].reason
         plant.run(60)
         assert controller.position == 0
 
     def test_without_a_target_the_budget_alone_caps(self):
-        controller = Controller(stairs())
+        controller = Controller(schedule())
         plant = Plant(controller)
         for share in (1.0, 0.3, 0.0, 0.6):
             plant.run(EVERY, share=share)
-            assert controller.position == controller.stairs.within(share)
+            assert controller.position == controller.schedule.within(share)
 
     def test_gears_that_do_not_feel_a_cap_move_none(self):
-        controller = Controller(stairs(gears=(4, 8)), 5.0)
+        controller = Controller(schedule(gears=(4, 8)), 5.0)
         plant = Plant(controller, passes=(1, 0))
         plant.run(100)
         assert controller.position == 0
         assert controller.out_of_reach is not None
 
     def test_a_decision_tells_what_and_why(self):
-        controller = Controller(stairs(), 2.0)
+        controller = Controller(schedule(), 2.0)
         plant = Plant(controller)
         plant.run(EVERY)
         (decision,) = plant.decisions
@@ -246,11 +246,11 @@ class TestController:
     @pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
     def test_a_target_that_cannot_be(self, target):
         with pytest.raises(GearbxError, match="give more than 0"):
-            Controller(stairs(), target)
+            Controller(schedule(), target)
 
     def test_nothing_to_cap(self):
         with pytest.raises(GearbxError, match="nothing to cap"):
-            Controller(stairs(widths=(8,)), 1.0)
+            Controller(schedule(widths=(8,)), 1.0)
 
 
 class TestSpikes:
@@ -267,30 +267,30 @@ class TestSpikes:
         spikes = self.warm()
         assert not spikes.update(self.times(b=0.014))
         assert spikes.update(self.times(b=0.014))
-        assert set(spikes.held) == {"b"}
+        assert set(spikes.lowered) == {"b"}
 
     def test_one_token_alone_is_let_be(self):
         spikes = self.warm()
         for _ in range(20):
             spikes.update(self.times(b=0.014))
             spikes.update(self.times())
-        assert not spikes.held
+        assert not spikes.lowered
 
     def test_times_that_jump_about_mean_nothing(self):
         spikes, random = Spikes(), np.random.default_rng(0)
         for _ in range(2000):
             noise = np.exp(0.15 * random.standard_normal(6))
             spikes.update({f"layers.{number}": 0.01 * factor for number, factor in enumerate(noise)})
-            assert not spikes.held
+            assert not spikes.lowered
 
     def test_all_at_once_is_the_machine(self):
         spikes = self.warm()
         for _ in range(5):
             spikes.update({name: 2 * seconds for name, seconds in self.times().items()})
-        assert not spikes.held
+        assert not spikes.lowered
 
     def test_lets_go_and_does_not_lower_for_ever(self):
         spikes = self.warm()
         changes = [token for token in range(1000) if spikes.update(self.times(b=0.014))]
         assert changes == [1, 1 + HOLD]
-        assert not spikes.held
+        assert not spikes.lowered

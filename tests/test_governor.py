@@ -73,7 +73,7 @@ class TestOrder:
             sensitivity=lambda path, bits: float(path != first),
             bounds={paths[3]: (6, 6), paths[4]: (5, 8)},
         )
-        assert governor.controller.stairs.steps[0].path == first
+        assert governor.controller.schedule.steps[0].path == first
         with pytest.warns(GearbxWarning, match="no table meets"):
             list(stream_generate(gearbox.model, tokenizer, PROMPT, 60, gearbox=gearbox, controller=governor))
         caps = governor.controller.caps
@@ -132,9 +132,9 @@ class TestGoverned:
         assert {response.weight_bytes for response in responses[12:]} == {low}
         assert any(response.gear == "high" for response in responses[12:])
         read = sum(response.weight_bytes for response in responses)
-        stairs = governor.controller.stairs
-        assert governor.bits_read == pytest.approx(8 * (read - len(responses) * stairs.fixed) / stairs.weights)
-        assert stairs.read([1, 0])[0] == low
+        schedule = governor.controller.schedule
+        assert governor.bits_read == pytest.approx(8 * (read - len(responses) * schedule.fixed) / schedule.weights)
+        assert schedule.read([1, 0])[0] == low
 
     def test_a_reader_that_fails_and_a_target_that_is_not_met_are_said_once(self, geared):
         class Fails:
@@ -146,7 +146,7 @@ class TestGoverned:
         gearbox, tokenizer = geared
         with Watch([Fails()], interval=0.001) as watch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            while not watch.polls[0].wrong:
+            while not watch.polls[0].failure:
                 time.sleep(0.001)
             governor = Governor(gearbox, 1e7, watch=watch)
             tokens = list(stream_generate(gearbox.model, tokenizer, PROMPT, 90, gearbox=gearbox, controller=governor))
@@ -179,10 +179,10 @@ class TestGoverned:
         gearbox = Gearbox(tiny_model(), "4,8", widths=[5, 6])
         governor = Governor(gearbox, 1.0)
         x = mx.array([[1, 5, 9]])
-        stairs, last = governor.controller.stairs, governor.controller.stairs.last
+        schedule, last = governor.controller.schedule, governor.controller.schedule.last
 
         def change(number: int) -> None:
-            gearbox.cap(stairs.caps(number * 7 % (last + 1)))
+            gearbox.cap(schedule.caps(number * 7 % (last + 1)))
             mx.eval(gearbox.model(x))
 
         for position in range(last + 1):  # every table once: planes are made when first used

@@ -215,7 +215,7 @@ class TestWatch:
             raise OSError("the sensor is gone")
 
         with Watch([Told("heat", fails), Told("memory", MachineState(memory=0.5))], interval=0.001) as watch:
-            until(lambda: watch.state() == MachineState(memory=0.5) and watch.polls[0].wrong)
+            until(lambda: watch.state() == MachineState(memory=0.5) and watch.polls[0].failure)
             watch.state()
             assert watch.problems() == ["heat cannot be read (OSError: the sensor is gone); going on without it"]
             time.sleep(0.02)

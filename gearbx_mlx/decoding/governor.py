@@ -102,7 +102,7 @@ class Governor:
     def after(self, step: Step, seconds: float | None) -> Decision | None:
         """Take a token, decide where it is time to, and put the caps into the model."""
         controller = self.controller
-        self.bits_read += controller.stairs.bits(step.weight_bytes, sum(step.passes))
+        self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
         if controller.due:
             self._read_machine()
         decision = controller.token(seconds, step.passes, self.budget.share)
@@ -126,7 +126,7 @@ class Governor:
     def summary(self) -> dict[str, Any]:
         """The controller's part of a run's summary."""
         controller = self.controller
-        bits = controller.stairs.bits(controller.stairs.read(controller.top)[controller.position], 1)
+        bits = controller.schedule.bits(controller.schedule.read(controller.top)[controller.position], 1)
         return {
             "target_tps": controller.target,
             "cap_changes": len(self.decisions),
@@ -147,13 +147,13 @@ class Governor:
     def _spike(self) -> Decision | None:
         """Lower the layers of blocks whose time has jumped, and let those go that were kept down long enough."""
         assert self.timer is not None
-        before = set(self.spikes.held)
+        before = set(self.spikes.lowered)
         if not self.spikes.update(self.timer.take()):
             return None
-        held = set(self.spikes.held)
-        reasons = [f"the time of {block} has jumped" for block in sorted(held - before)]
-        reasons += [f"{block} is free again" for block in sorted(before - held)]
-        paths = {path for path in self.controller.stairs.layers if self._block(path) in held}
+        lowered = set(self.spikes.lowered)
+        reasons = [f"the time of {block} has jumped" for block in sorted(lowered - before)]
+        reasons += [f"{block} is free again" for block in sorted(before - lowered)]
+        paths = {path for path in self.controller.schedule.layers if self._block(path) in lowered}
         return self.controller.lower(paths, ", ".join(reasons))
 
     def _block(self, path: str) -> str | None:

@@ -1,8 +1,8 @@
 """The type that a model computes in.
 
 On a CPU, MLX multiplies a quantized matrix by a half-precision vector 8 to 40 times slower than by a float32 one. So a
-half-precision model that is to use quantized gears there is computed in float32. Every half-precision value is a
-float32 value: the weights stay what they are.
+half-precision model with quantized gears computes in float32 there. Every half-precision value is a float32 value too,
+so no weight changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..errors import GearbxError
 from . import names
 
-STORED = "stored_dtypes"  # attribute of a model that was put into another type
+STORED = "stored_dtypes"  # attribute of a model that was converted to another type
 DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
 
 
@@ -24,7 +24,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type that most of the model's parameters have."""
+    """The floating type of most of the model's parameters."""
     counts: dict[mx.Dtype, int] = {}
     for _, array in tree_flatten(model.parameters()):
         if mx.issubdtype(array.dtype, mx.floating):
@@ -33,7 +33,7 @@ def model_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
-    """The type that the checkpoint holds a parameter in, or ("") most of the model, whatever it is computed in."""
+    """The type of a parameter in the checkpoint, or ("") of most of the model, whatever type it computes in."""
     stored: Mapping[str, mx.Dtype] = getattr(model, STORED, {})
     if path in stored:
         return stored[path]
@@ -46,17 +46,17 @@ def on_cpu() -> bool:
 
 
 def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.Module] = ()) -> mx.Dtype:
-    """Put the model's floating parameters into the type that it is to be computed in.
+    """Convert the model's floating parameters to the type that it computes in.
 
     Args:
         model: changed in place, unless it has that type already.
-        dtype: "auto" (what is fast on this device without changing a value), or a name of DTYPES.
+        dtype: "auto" (the type that is fast on this device and changes no value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
-        kept: modules of the model whose own parameters stay in their type, and unread if they are: native kernels
-            widen as they read.
+        kept: modules whose own parameters keep their type, and stay unread if they are: native kernels widen them as
+            they read.
 
     Returns:
-        the type computed in.
+        the type that the model computes in.
 
     Raises:
         GearbxError: a name that does not exist.
@@ -64,25 +64,25 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     own = model_dtype(model)
     checkpoint = stored_dtype(model)
     if dtype == "auto":
-        wanted = mx.float32 if quantized and on_cpu() else checkpoint
+        target = mx.float32 if quantized and on_cpu() else checkpoint
     elif dtype in DTYPES:
-        wanted = DTYPES[dtype]
+        target = DTYPES[dtype]
     else:
         raise GearbxError(f"dtype '{dtype}' does not exist; choose from auto, {', '.join(DTYPES)}")
-    if wanted != own or hasattr(model, STORED):  # put into another type before, and perhaps not all of it
+    if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
             setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
-        held = [
+        unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
-        if wanted == checkpoint:  # back to what it was, parameters of another type than most included
+        if target == checkpoint:  # back to the type of every single parameter
             now = tree_flatten(model.parameters())
             model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in now]))
         else:
-            model.set_dtype(wanted)
-        for module, name, value in held:
+            model.set_dtype(target)
+        for module, name, value in unchanged:
             module[name] = value
-        untouched = {id(value) for _, _, value in held}
+        untouched = {id(value) for _, _, value in unchanged}
         mx.eval([array for _, array in tree_flatten(model.parameters()) if id(array) not in untouched])
-    return wanted
+    return target

@@ -1,4 +1,4 @@
-"""Which gearbox a model has, and which model it is."""
+"""The gearbox that a model has, and the fingerprint that names the model in any gear."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which layers to lower first where nothing was measured (Manifest document, "Architecture" and "Lessons")."""
+"""The order in which layers are lowered if nothing was measured (Manifest document, "Architecture", "Lessons")."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,15 +8,16 @@ from .discovery import is_attention
 
 # Bits by which a layer is more sensitive than attention in the middle of the stack.
 MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, OUTSIDE = 0, 1, 2, 4
-OUTER = 4  # the first and the last of so many parts of the stack
+OUTER = 4  # the first and the last block in four count as outer ones
 
 
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
     """The cost of a layer at some bits, as a function of its path and the bits; only the order means something.
 
     Attention in the middle of the stack is least sensitive, then MLPs there, then the first and the last quarter of the
-    blocks, then the head. The error of a weight of b bits has a power that goes with 4^-b, so a layer that
-    is a bit more sensitive goes to each width where another goes one bit lower; the nearer to an end, the later.
+    blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
+    of a weight of b bits goes with 4^-b, so a layer that is one bit more sensitive costs as much as another layer at
+    one bit less.
 
     Args:
         modules: path to module, of the layers to be ordered.
@@ -38,5 +39,5 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
 
 
 def block_number(path: str) -> int | None:
-    """Of the block that a layer is in; None for what is in no block, such as the head."""
+    """The number of the block that a layer is in; None outside of the blocks, as for the head."""
     return next((int(part) for part in path.split(".") if part.isdigit()), None)

@@ -1,4 +1,4 @@
-"""Which path every layer takes, and why."""
+"""What every layer runs on in each gear, and why: the rows of `--describe`."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,7 +14,11 @@ from .cost import separate_head
 
 @dataclass(frozen=True)
 class LayerPath:
-    """One layer: its bits in each gear of the ladder, the kernels that it runs on, why, and why it changes no gear."""
+    """What one layer runs on.
+
+    bits: in each gear of the ladder. kernels: that it runs on; why: the reason. fixed: why it does not change gear, if
+    it does not.
+    """
 
     path: str
     bits: tuple[int, ...]
@@ -28,12 +32,12 @@ class LayerPath:
 
 
 def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
-    """What a layer runs on, and why.
+    """The kernels that a layer runs on, and the reason.
 
     Args:
-        module: of the layer as it is in the top gear.
-        choice: of kernels, for the model.
-        format: of the layer's quantized gears; None if it has none.
+        module: the layer's module in the top gear.
+        choice: the kernels that were chosen for the model.
+        format: of the layer's quantized gears; None without such gears.
     """
     if not choice.native:
         return "mlx", choice.reason
@@ -49,7 +53,7 @@ def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tupl
 def fixed_layers(
     modules: Mapping[str, nn.Module], managed: Collection[str], unmanaged: Mapping[str, str]
 ) -> dict[str, str]:
-    """Path to reason of the linear layers that change no gear, a tied output head among them."""
+    """Path to reason of the linear layers that do not change gear, with a tied output head."""
     fixed = dict(unmanaged)
     if not separate_head(modules):
         embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
@@ -60,9 +64,10 @@ def fixed_layers(
 
 
 def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
-    """Layers that differ in the numbers in their paths alone: "layers.0-23.mlp.up_proj", the first of them, how many.
+    """Groups of layers that differ only in the numbers in their paths, in the order of their first layers.
 
-    In the order of the first ones.
+    Yields:
+        a path such as "layers.0-23.mlp.up_proj", the first layer, and the number of layers.
     """
     groups: dict[tuple, list[LayerPath]] = {}
     for layer in layers:
@@ -75,7 +80,7 @@ def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]
 
 
 def numbers(values: Iterable[int]) -> str:
-    """0, 1, 2, 5 -> "0-2,5"."""
+    """Numbers as text: 0, 1, 2, 5 -> "0-2,5"."""
     runs = []
     for _, run in itertools.groupby(enumerate(sorted(values)), key=lambda item: item[1] - item[0]):
         members = [value for _, value in run]

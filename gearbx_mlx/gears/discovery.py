@@ -1,4 +1,4 @@
-"""Which layers of a model change gear (GEARBX 6.1)."""
+"""Find the layers of a model that change gear (GEARBX 6.1)."""
 
 import inspect
 import re
@@ -18,8 +18,8 @@ from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
 
-# As in `nn.quantize`: no, yes, or yes with {"bits": lowest gear that this layer is used in}, and perhaps {"clamp": the
-# largest size that a weight has in a quantized gear}.
+# As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
+# the largest magnitude of a weight in a quantized gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
@@ -37,8 +37,11 @@ QUANTIZED = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A managed layer: where it is, its module as loaded, the bits below which it does not go, and the size that its
-    weights are cut to before they are quantized, if they are."""
+    """A managed layer.
+
+    module: as loaded. lowest_bits: the fewest bits that it has in any gear. clamp: the largest magnitude of its weights
+    in a quantized gear, if there is one.
+    """
 
     path: str
     module: nn.Module
@@ -46,42 +49,42 @@ class Layer:
     clamp: float | None = None
 
     def cut(self, weight: mx.array) -> mx.array:
-        """The weight that is to be quantized."""
+        """The weight to quantize, clamped where the layer has a clamp."""
         return weight if self.clamp is None else mx.clip(weight, -self.clamp, self.clamp)
 
 
-def widths_of(layer: Layer, wanted: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
-    """The bits, ascending, that a layer has in gears of `wanted` bits: none below its floor.
+def widths_of(layer: Layer, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
+    """The bits, ascending, that a layer has in gears of these bits: none below its floor.
 
-    In place of those it has the lowest of `wanted` or of `others` that reach the floor, or else 16.
+    Instead of bits below its floor it has the fewest of `gears` or `others` that reach the floor, or else 16.
     """
-    wanted = set(wanted)
-    held = sorted({*wanted, *others})
-    floors = (max(bits, layer.lowest_bits) for bits in wanted)
-    return tuple(sorted({next((bits for bits in held if bits >= floor), SIXTEEN) for floor in floors}))
+    gears = set(gears)
+    available = sorted({*gears, *others})
+    floors = (max(bits, layer.lowest_bits) for bits in gears)
+    return tuple(sorted({next((bits for bits in available if bits >= floor), SIXTEEN) for floor in floors}))
 
 
 def at_least(widths: Sequence[int], bits: int) -> int:
-    """The lowest width of no fewer bits; 16 where there is none."""
+    """The lowest width of `bits` or more; 16 where there is none."""
     return next((width for width in widths if width >= bits), SIXTEEN)
 
 
 def at_most(widths: Sequence[int], bits: int) -> int:
-    """The highest width of no more bits; the lowest where there is none."""
+    """The highest width of `bits` or fewer; the lowest width where there is none."""
     return next((width for width in reversed(widths) if width <= bits), widths[0])
 
 
 def with_bits(bits: Mapping[str, int]) -> Predicate:
-    """Manages the layers of these paths, each in no gear below its bits."""
+    """A predicate that manages the layers of these paths, each with its bits as a floor."""
     return lambda path, module: {"bits": bits[path]} if path in bits else False
 
 
 def with_clamps(manage: str | Predicate, clamps: Mapping[str, float]) -> Predicate:
-    """As `manage`, with the weights of some layers cut to a size before they are quantized."""
-    wanted = get_predicate(manage)
+    """The predicate `manage`, with clamps: path to the largest magnitude of a layer's weights in a quantized gear."""
+    predicate = get_predicate(manage)
 
     def choose(path: str, module: nn.Module) -> bool | dict:
-        choice = wanted(path, module)
+        choice = predicate(path, module)
         if not choice or path not in clamps:
             return choice
         return {**(choice if isinstance(choice, dict) else {}), "clamp": clamps[path]}
@@ -90,12 +93,12 @@ def with_clamps(manage: str | Predicate, clamps: Mapping[str, float]) -> Predica
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
-    """Whether a component of the path names an attention block: the layers that GEARBX itself manages."""
+    """Whether a part of the path names an attention block. GEARBX manages only these layers."""
     return any(part.lower().replace("_", "") in ATTENTION for part in path.split("."))
 
 
 def is_mlp(path: str, module: nn.Module) -> bool:
-    """Whether the layer is inside a block and outside its attention."""
+    """Whether the layer is in a block, but not in its attention."""
     return any(part.isdigit() for part in path.split(".")) and not is_attention(path, module)
 
 
@@ -103,7 +106,7 @@ MANAGE: dict[str, Predicate] = {"all": lambda path, module: True, "attention": i
 
 
 def get_predicate(manage: str | Predicate) -> Predicate:
-    """Raises GearbxError for a name that does not exist."""
+    """The predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
     if callable(manage):
         return manage
     if manage not in MANAGE:
@@ -130,7 +133,7 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
-    """The path of the token embedding that is the output head as well, or None where the head is a layer of its own.
+    """The path of the token embedding that is also the output head, or None where the head is a layer of its own.
 
     Args:
         tables: the classes of embeddings that count.
@@ -138,13 +141,13 @@ def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
     rows = vocabulary(model) if any(isinstance(m, tuple(tables)) for m in model.modules()) else 0
     largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
     separate = separate_head(path for path, _ in model.named_modules())
-    # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can stand in for.
+    # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
     asks_it = any("as_linear(" in source(kind) for kind in {type(module) for module in model.modules()})
     return largest[0] if len(largest) == 1 and asks_it and not separate else None
 
 
 def source(kind: type) -> str:
-    """The text of a class, empty where there is none."""
+    """The source code of a class, or "" where Python does not have it."""
     try:
         return inspect.getsource(kind)
     except (OSError, TypeError):
@@ -157,26 +160,26 @@ def discover(
     group_size: int = 64,
     format: str | Format = DEFAULT_FORMAT,
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Sort all linear layers, a tied output head among them, into those that are managed and those that are not.
+    """Divide all linear layers, with a tied output head, into managed ones and others.
 
-    A layer is managed if the predicate takes it, the model class does not object (`quant_predicate`, which may also
-    ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
+    A layer is managed if the predicate takes it, the model class does not object (with its `quant_predicate`, which may
+    also ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
     Returns:
-        managed layers in the order of the model, and path to reason for the linear layers that stay as they are.
+        the managed layers in the order of the model, and path to reason of the other linear layers.
     """
-    wanted = get_predicate(manage)
+    predicate = get_predicate(manage)
     own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
     managed, unmanaged = [], {}
     head = tied_head(model)
     for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
         if type(module) not in DENSE and path != head:
-            # A class of its own computes something of its own, which a stock quantized layer would not.
+            # An unknown class may compute something else, which a stock quantized layer would not.
             kind = type(module).__name__
             if "Linear" in kind and not isinstance(module, QUANTIZED) and "weight" in module:
                 unmanaged[path] = f"layers of class {kind} are not known"
             continue
-        choice, objection = wanted(path, module), own(path, module)
+        choice, objection = predicate(path, module), own(path, module)
         misfit = get_format(format).fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = "not selected by manage"

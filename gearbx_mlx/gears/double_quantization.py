@@ -1,4 +1,4 @@
-"""Weights that were quantized before and expanded again (GEARBX 6.4, 13.3)."""
+"""Detect weights that were quantized before and widened again (GEARBX 6.4, 13.3)."""
 
 import statistics
 import warnings
@@ -16,17 +16,18 @@ FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at
 
 
 def distinct(values: np.ndarray) -> int:
+    """The number of different values."""
     return len(np.unique(values))
 
 
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
-    """Whether sampled rows have unusually few different values.
+    """Whether weights have so few different values that they must have been quantized.
 
     Args:
-        weights: dense matrices (..., O, I), of which a few rows are read.
+        weights: dense matrices (..., O, I); a few rows of some of them are read.
 
     Returns:
-        True if the typical group of 32 has at most 16 values, or the typical row of 1024 or more at most 256.
+        True if the median group of 32 has at most 16 values, or the median row of 1024 or more at most 256.
     """
     in_group: list[int] = []
     in_row: list[int] = []
@@ -42,7 +43,7 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
 
 
 def warn_if_quantized(weights: Sequence[mx.array]) -> None:
-    """Say that weights which look quantized lose more by being quantized again."""
+    """Warn if weights look quantized: quantizing them again loses more."""
     if looks_quantized(weights):
         warnings.warn(
             "the weights have few different values, as if they had been quantized before: "

@@ -1,4 +1,4 @@
-"""A gear that another quantizer has made: the layers of a quantized model in the lowest gear's place."""
+"""The external low gear (`--low-model`): the lowest gear comes from a model that another quantizer wrote."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
@@ -24,9 +24,10 @@ AFFINE = (nn.QuantizedLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True)
 class ExternalLowGear:
-    """The gears of `others`, and one of other modules.
+    """A source whose lowest gear has the modules of another model.
 
-    layers: path to module. bytes: path to what one use of it reads, its bias aside.
+    others: makes the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes that
+    one use of this module reads, without its bias.
     """
 
     others: Original
@@ -48,16 +49,16 @@ class ExternalLowGear:
 
 
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
-    """The lowest gear of a ladder as a quantized model has it.
+    """The source of a gearbox whose lowest gear is a quantized model.
 
-    A layer runs natively where it would in the gears beside. What the quantizer left dense stays dense.
+    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense.
 
     Args:
         model: of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it.
         others: makes the other gears.
 
     Raises:
-        GearbxError: a model that is not quantized, or whose layers are others; gears that are not all kept in memory.
+        GearbxError: a model that is not quantized, or has other layers; a residency other than resident.
     """
     if not isinstance(others, Original):
         raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
@@ -69,21 +70,21 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
         raise GearbxError(f"gears {others.ladder} have none above the one that the other model is; give another")
     if not is_quantized(model):
         raise GearbxError("the model for the low gear is not quantized; give what a quantizer has written")
-    found, held, storage = dict(model.named_modules()), {}, stored_dtype(model)
+    found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
     for layer in layers:
         module = found.get(layer.path)
         if module is None or shape_of(module) != shape_of(layer.module):
-            told = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
-            raise GearbxError(f"the model for the low gear is another model: {told} at {layer.path}")
-        held[layer.path] = in_gear(module, layer, others.compute_dtype)
+            problem = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
+            raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
+        low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
     low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
-    read = {path: layer_bytes(found[path], storage) for path in held}
+    read = {path: layer_bytes(found[path], storage) for path in low_layers}
     read = {path: size - storage.size * found[path].get("bias", mx.zeros(0)).size for path, size in read.items()}
-    return ExternalLowGear(dataclasses.replace(others, ladder=rest), low.bits, held, read)
+    return ExternalLowGear(dataclasses.replace(others, ladder=rest), low.bits, low_layers, read)
 
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
-    """A layer of the quantized model as it runs here: natively, or in the type that is computed in."""
+    """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
     if isinstance(module, AFFINE) and module.mode == "affine":
         made = quantized_module(
             layer.module, module.bits, module.group_size, module.weight, module.scales, module.biases
@@ -98,7 +99,7 @@ def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
 
 
 def cast(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Put the floating parameters of a module into another type."""
+    """Convert the floating parameters of a module to another type, in place."""
     module.update(
         tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
     )
@@ -107,10 +108,10 @@ def cast(module: nn.Module, dtype: mx.Dtype) -> None:
 def differing(
     model: nn.Module, other: nn.Module, managed: Collection[str], dtype: mx.Dtype
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """What else a quantizer has changed: norms, into which AWQ puts scales, and embeddings.
+    """The other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
     Returns:
-        path to module of both models, those of `other` put into `dtype`.
+        path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
     """
     before, after = dict(model.named_modules()), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}
@@ -127,6 +128,6 @@ def differing(
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...]:
-    """Of the weight that a module stands for."""
+    """The shape of a module's dequantized weight."""
     *rows, width = module.weight.shape
     return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)

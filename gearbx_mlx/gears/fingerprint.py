@@ -1,4 +1,4 @@
-"""Which model this is, told by its weights: what was calibrated on one is of no use to another."""
+"""The fingerprint of a model: a calibration file names it, and is refused by any other model."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the 
 
 
 def fingerprint(model: nn.Module) -> str:
-    """32 hexadecimal digits from names, shapes and a few values of all parameters, whatever type they are held in."""
+    """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
     arrays = dict(tree_flatten(model.parameters()))
     few = {name: sample(array) for name, array in arrays.items()}
     mx.eval(few)
@@ -25,7 +25,7 @@ def sample(array: mx.array) -> mx.array:
 
 
 def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
-    """The fingerprint of a model of which name, shape and sample of every parameter are known."""
+    """The fingerprint of a model, from the shape and the sample of every parameter, by name."""
     digest = hashlib.sha256()
     for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
         digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())

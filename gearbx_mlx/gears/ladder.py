@@ -1,4 +1,4 @@
-"""A gear is a precision; a ladder is the gears in order of precision."""
+"""Gears and ladders: a gear is one precision of the model, a ladder the gears in ascending precision."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from ..errors import GearbxError
 
-QUANTIZED = (2, 3, 4, 5, 6, 8)  # what MLX's affine kernels read
-DENSE = 16  # the weights as they are, whatever type the checkpoint has
+QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
+DENSE = 16  # the weights as they are, in whatever type the checkpoint has
 WIDTHS = (*QUANTIZED, DENSE)
 SUPPORTED = ", ".join(map(str, WIDTHS))
 
 
 @dataclass(frozen=True)
 class Gear:
-    """One precision of all managed layers; `bits` are those of a code, 16 is the weights as they are."""
+    """One precision of all managed layers. bits: of a code; 16 stands for the weights as they are."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class Ladder(Sequence[Gear]):
         bits: ascending, each of 2, 3, 4, 5, 6, 8 or 16.
 
     Raises:
-        GearbxError: empty, not ascending, or a width that no kernel reads.
+        GearbxError: no gears, not ascending, or a width that no kernel supports.
     """
 
     def __init__(self, bits: Sequence[int]):
@@ -83,16 +83,16 @@ class Ladder(Sequence[Gear]):
     def quantized_bits(self) -> tuple[int, ...]:
         return tuple(g.bits for g in self.gears if not g.dense)
 
-    def find(self, wanted: Gear | str | int) -> Gear:
-        """The gear itself, or that of a name or of so many bits.
+    def find(self, gear: Gear | str | int) -> Gear:
+        """The gear with this name or these bits; a gear of the ladder is returned as it is.
 
         Raises:
-            GearbxError: the ladder has none such.
+            GearbxError: the ladder does not have it.
         """
-        for gear in self.gears:
-            if wanted in (gear, gear.name, gear.bits, str(gear.bits)):
-                return gear
-        shown = wanted.name if isinstance(wanted, Gear) else wanted
+        for own in self.gears:
+            if gear in (own, own.name, own.bits, str(own.bits)):
+                return own
+        shown = gear.name if isinstance(gear, Gear) else gear
         raise GearbxError(
             f"no gear '{shown}' in the ladder {self}; choose from {', '.join(g.name for g in self.gears)}"
         )

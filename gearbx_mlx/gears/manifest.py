@@ -1,4 +1,4 @@
-"""gears.json: what a geared checkpoint contains beside a model that stock mlx-lm reads."""
+"""gears.json: the description of the gears in a geared checkpoint, beside a model that stock mlx-lm reads."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Names and defaults of a gearbox's settings, for whoever needs them without MLX: parsers, help texts."""
+"""Names and defaults of a gearbox's settings, for parsers and help texts: importing them does not load MLX."""
 
 DEFAULT_LADDER = "4,8,16"
 DEFAULT_KERNELS = "mlx"

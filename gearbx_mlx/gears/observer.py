@@ -1,4 +1,4 @@
-"""A gearbox that only watches: for a checkpoint that is quantized already, or where no layer shall change."""
+"""A gearbox that only observes, for a checkpoint that is quantized already, or where no layer may change."""
 
 import math
 
@@ -15,7 +15,7 @@ from .names import DEFAULT_LADDER
 
 
 class Observer:
-    """Names the gear that a Gearbox would engage, and changes no module.
+    """Has the interface of a Gearbox and names the gear that it would engage, but changes no module.
 
     Bytes and bits are those of the model as it is, in every gear.
     """
@@ -49,7 +49,7 @@ class Observer:
         return self._bits
 
     def ladder_report(self) -> list[dict]:
-        """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear: none of them was made."""
+        """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear. No gear was made."""
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
 
     def layer_paths(self) -> list[LayerPath]:
@@ -65,14 +65,14 @@ class Observer:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path to module of the linear layers, packed or not, a tied output head among them."""
+    """Path to module of the linear layers, packed or not, with a tied output head."""
     head = tied_head(model, (*TABLES, nn.QuantizedEmbedding))
     kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
     return {path: m for path, m in model.named_modules() if isinstance(m, kinds) or path == head}
 
 
 def weight_count(module: nn.Module) -> int:
-    """How many weights a linear layer has, packed or not."""
+    """The number of weights of a linear layer, packed or not."""
     shape = getattr(module, "weight_shape", None)
     if shape is not None:
         return math.prod(shape)

@@ -1,4 +1,4 @@
-"""What becomes of the gears that are not engaged (GEARBX 6.2, 6.3)."""
+"""Residency: what becomes of the arrays of idle gears (GEARBX 6.2, 6.3)."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -19,21 +19,21 @@ Key = tuple[str, int]  # path of a layer, bits of one of its gears
 
 
 class Residency(Protocol):
-    """Arrays of idle gears may be given up; they are back before their gear is engaged."""
+    """Gives up arrays of idle gears, and brings them back before their gear is engaged."""
 
     name: str
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        """Give up the arrays of idle modules, but for those that the model is using."""
+        """Give up the arrays of idle modules, except those that the model uses."""
         ...
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        """Bring back what `leave` took from these modules, all of it or, if that fails, nothing."""
+        """Bring back everything that `leave` took from these modules; if that fails, nothing."""
         ...
 
 
 class Resident:
-    """Every gear that was made stays in memory."""
+    """Keeps every gear that was made in memory."""
 
     name = "resident"
 
@@ -46,7 +46,7 @@ class Resident:
 
 @dataclass(eq=False)
 class Slot:
-    """One array, inside MLX or outside it. Gears that share an array share its slot, and share it again on return."""
+    """One array, inside or outside of MLX. Gears that share an array share its slot, and share it again on return."""
 
     dtype: mx.Dtype
     array: mx.array | None
@@ -64,16 +64,17 @@ class Slot:
 
 
 class Host:
-    """Idle gears move out of MLX's allocator into numpy arrays.
+    """Moves idle gears from MLX's allocator into numpy arrays.
 
-    On unified memory this is a change of ownership, not of place (GEARBX 14): it frees MLX's pool, not the machine.
+    On unified memory the arrays change their owner, not their place (GEARBX 14): this frees memory of MLX's pool, not
+    of the machine.
     """
 
     name = "host"
 
     def __init__(self) -> None:
         self._parked: dict[Key, dict[str, Slot]] = {}
-        self._inside: dict[int, Slot] = {}  # by id() of the array that a slot holds at present
+        self._inside: dict[int, Slot] = {}  # by id() of the array that is in the slot now
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         in_use = arrays_in_use(model)
@@ -97,15 +98,15 @@ class Host:
 
 
 class Disk:
-    """The dense originals are dropped, and read back from the checkpoint when the top gear is entered.
+    """Drops the dense originals, and reads them back from the checkpoint when the top gear is entered.
 
     Args:
-        model: for its class, whose `sanitize` maps the names in the files to the names of the model.
+        model: its class has the `sanitize` that maps the names in the files to the names of the model.
         checkpoint: the directory that the model was loaded from.
-        dtypes: path to the type that each layer's weights are held in.
+        dtypes: path to the type of each layer's weights in memory.
 
     Raises:
-        GearbxError: no directory, or one whose safetensors do not have the weights of these layers.
+        GearbxError: no directory, or its safetensors do not have the weights of these layers.
     """
 
     name = "disk"
@@ -114,7 +115,7 @@ class Disk:
         if checkpoint is None:
             raise GearbxError("residency 'disk' reads weights back from the checkpoint; give checkpoint=its directory")
         self.directory = Path(checkpoint)
-        # Some models change themselves in `sanitize` (a tied gemma3 drops its head), so it is run on blanks.
+        # Some models change themselves in `sanitize` (a tied gemma3 drops its head), so it runs on a blank model.
         self._blank = type(model)(model.args) if hasattr(model, "args") else copy.deepcopy(model)
         self._blank.apply(lambda array: EMPTY)
         self._dtypes = dtypes
@@ -152,7 +153,7 @@ class Disk:
         return files
 
     def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
-        """Arrays of these names, unread."""
+        """The arrays of these names, unread."""
         weights: dict[str, mx.array] = {}
         try:
             for file in self._files():
@@ -179,21 +180,21 @@ class Disk:
         return GearbxError(f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint")
 
 
-EMPTY = mx.zeros((0,))  # stands where an array was given up
+EMPTY = mx.zeros((0,))  # in the place of an array that was given up
 
 
 def arrays_in_use(model: nn.Module) -> set[int]:
-    """id() of every array of the model as it stands."""
+    """id() of every array of the model as it is now."""
     return {id(array) for _, array in tree_flatten(model.parameters())}
 
 
 def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
-    """Flat names and arrays of a module that are there and that the model does not use."""
+    """Flat name to array of a module's arrays that the model does not use, without those given up before."""
     return {name: a for name, a in tree_flatten(module.parameters()) if a.size and id(a) not in in_use}
 
 
 def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
-    """Set parameters by their flat names, such as weights.1; `Module.update` cannot set a part of a list."""
+    """Set parameters by their flat names, such as weights.1. (`Module.update` cannot set a part of a list.)"""
     for name, array in arrays.items():
         holder: Any = module
         *path, last = (int(part) if part.isdigit() else part for part in name.split("."))
@@ -203,11 +204,12 @@ def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
-    """A copy outside MLX; numpy has no bfloat16, whose bits travel as integers."""
+    """A copy outside of MLX. numpy does not have bfloat16, so such bits become integers."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=True)
 
 
 def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """The inverse of `to_numpy`."""
     array = mx.array(values)
     return array.view(dtype) if array.dtype != dtype else array
 
@@ -215,7 +217,7 @@ def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
 def make_residency(
     name: str, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
 ) -> Residency:
-    """Raises GearbxError for a name that does not exist."""
+    """The residency of this name. Raises GearbxError for a name that does not exist."""
     if name == "disk":
         return Disk(model, checkpoint, dtypes)
     if name in ("resident", "host"):

@@ -1,4 +1,4 @@
-"""What a Gearbox is told: whether it can be, and what it comes to on this machine."""
+"""Check the settings of a Gearbox, and choose its kernels for this machine."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,28 @@ from .ladder import SUPPORTED, WIDTHS, Ladder
 from .manifest import Manifest
 
 
-def check_settings(manifest: Manifest, **given: Any) -> None:
-    """Raises GearbxError for a setting of a Gearbox that is not the checkpoint's."""
-    for name, value in given.items():
-        held, value = getattr(manifest, name), getattr(value, "name", value)
-        if value not in (None, held):
-            told = name.replace("_", " ")
-            raise GearbxError(f"the checkpoint's gears are of {told} {held}, not {value}; convert the original anew")
+def check_settings(manifest: Manifest, **settings: Any) -> None:
+    """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
+    for name, value in settings.items():
+        own, value = getattr(manifest, name), getattr(value, "name", value)
+        if value not in (None, own):
+            shown = name.replace("_", " ")
+            raise GearbxError(f"the checkpoint's gears are of {shown} {own}, not {value}; convert the original anew")
 
 
 def check_tables(
     tables: Mapping[str, Mapping[str, int]], ladder: Ladder, layers: Sequence[Layer]
 ) -> dict[int, Mapping[str, int]]:
-    """Gear tables by the gears' own bits.
+    """The tables by the bits of their gears.
 
     Raises:
-        GearbxError: a gear, a layer or a width that there is not.
+        GearbxError: a gear, a layer or a width that does not exist.
     """
     paths = {layer.path for layer in layers}
     for name, table in tables.items():
         if table.keys() - paths:
             raise GearbxError(
-                f"the table of {name} has {min(table.keys() - paths)}, which is no layer that changes gear"
+                f"the table of {name} has {min(table.keys() - paths)}, which is not a layer that changes gear"
             )
         for path, bits in table.items():
             if bits not in WIDTHS:
@@ -42,10 +42,12 @@ def check_tables(
 
 
 def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
-    """What the names of kernels and activations come to for a ladder that has quantized gears or not.
+    """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
-    With "auto" a ladder of the original weights alone stays on MLX: held in that gear, a model is mlx-lm bit for bit.
-    Warns where native kernels were asked for and there are none.
+    Args:
+        kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
+            MLX's kernels, so that the model is mlx-lm bit for bit.
+        quantized: whether the ladder has quantized gears.
 
     Raises:
         GearbxError: a name that does not exist.

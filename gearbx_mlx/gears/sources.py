@@ -1,4 +1,4 @@
-"""Where the modules of gears come from: made of the weights that were loaded, or read from a geared checkpoint."""
+"""Sources make the modules of gears: from the loaded weights, or from the files of a geared checkpoint."""
 
 import copy
 import math
@@ -21,22 +21,22 @@ FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show w
 
 
 class Source(Protocol):
-    """Modules of any layer at the bits that it can be put to."""
+    """Makes the module of any layer at any of its bits."""
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        """Bits that a layer can be put to, ascending."""
+        """The bits that a layer can have, ascending."""
         ...
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        """What one use of a layer reads, its bias aside; of experts, all of them. made: its module, if there is one."""
+        """The bytes that one use of a layer reads, without its bias; all experts count. made: its module, if made."""
         ...
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        """Bits to what stands in the layer's place, `bits` among them; unevaluated."""
+        """Bits to the module that takes the layer's place, with `bits` among them; not evaluated."""
         ...
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
-        """Have modules in memory: path to those that were made together. Raises GearbxError for bad weights."""
+        """Evaluate modules: path to those that were made together. Raises GearbxError for bad weights."""
         ...
 
 
@@ -49,7 +49,7 @@ def bytes_of(
     size: int,
     made: nn.Module | None,
 ) -> int:
-    """What one use of a weight reads. A module knows what a format can only expect: how many outliers there are."""
+    """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
     if bits == DENSE:
         return math.prod(shape) * size
     counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
@@ -58,10 +58,11 @@ def bytes_of(
 
 @dataclass(frozen=True)
 class Original:
-    """Gears of the original weights, whose values are rounded to the type that each layer is stored in.
+    """Makes gears from the original weights.
 
-    shapes: of the weights, by path. tables: bits of a gear to path to bits, for layers that have not the gear's own.
-    further: bits that every layer is stored at besides.
+    storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
+    path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. further: more bits at
+    which every layer is stored.
     """
 
     format: Format
@@ -89,14 +90,14 @@ class Original:
             return {DENSE: layer.module}
         dense = copy.copy(linear_of(layer.module))
         dense.weight = layer.cut(dense.weight.astype(self.storage[layer.path]))
-        # Native kernels widen scales as they read them; MLX's are fast only with scales of the type computed in.
-        held_in = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-        made = self.format.modules(dense, bits, self.stored(layer), self.group_size, held_in)
+        # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
+        dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
+        made = self.format.modules(dense, bits, self.stored(layer), self.group_size, dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
-        for path, modules in made.items():  # one by one, so that what one needs in passing is freed before the next
-            # All that was made together: an array that is still to be computed keeps the original weight in memory.
+        for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
+            # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
             if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
@@ -105,10 +106,13 @@ class Original:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """Gears of a geared checkpoint; held_in: the type that scales of a layer, and its weight at 16 bits, are put in."""
+    """Reads gears from a geared checkpoint.
+
+    dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
+    """
 
     saved: SavedGears
-    held_in: Mapping[str, mx.Dtype]
+    dtypes: Mapping[str, mx.Dtype]
     compute_dtype: mx.Dtype
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
@@ -120,8 +124,8 @@ class FromFiles:
         return bytes_of(self.saved.format, shape, bits, stored, group_size, size, made)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        linear = self.saved.module(layer, bits, self.held_in[layer.path])
-        whole = bits == DENSE  # else of a tied embedding it is the head alone
+        linear = self.saved.module(layer, bits, self.dtypes[layer.path])
+        whole = bits == DENSE  # in other gears of a tied embedding, `linear` is only the head
         return {bits: linear if whole else in_place_of(layer.module, linear, self.compute_dtype)}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:

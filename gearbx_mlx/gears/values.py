@@ -1,4 +1,4 @@
-"""Types of values that files of gears contain, for msgspec; type checkers see plain numbers and text."""
+"""Types of the values in files of gears, for msgspec; type checkers see plain numbers and text."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 

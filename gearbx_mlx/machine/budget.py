@@ -1,8 +1,8 @@
-"""From the state of the machine to how much precision it allows (Manifest document, "Architecture").
+"""How much precision the state of the machine allows (Manifest document, "Architecture").
 
 "If thermal state is nominal and battery exceeds 50%, allow all layers to use max_precision. Under throttling or low
-battery, shift layers toward min_precision starting with the least sensitive." How far is not said there. Here it is a
-share of the way from the least bytes to the most: 1 is every layer at its most bits, 0 every layer at its fewest.
+battery, shift layers toward min_precision starting with the least sensitive." The document does not say how far. Here
+it is a share of the way from the fewest bytes to the most: 1 is every layer at its most bits, 0 at its fewest.
 """
 
 from .state import THERMAL, MachineState
@@ -14,15 +14,15 @@ MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
 
 
 def between(value: float, least: float, most: float) -> float:
-    """Where a value lies between two others: 0 up to the first, 1 from the second on."""
+    """The place of a value between two others: 0 up to the first, 1 from the second on."""
     return min(1.0, max(0.0, (value - least) / (most - least)))
 
 
 def shares(state: MachineState) -> dict[str, float]:
-    """The share that each part of the state allows; only those that are known.
+    """The share that each known part of the state allows.
 
-    The charge counts where the machine is not known to be on a charger. Memory in use: weights that are not read may be
-    paged out, so fewer planes are a smaller working set.
+    The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
+    out: fewer planes are a smaller working set.
     """
     found = {}
     if state.thermal is not None:
@@ -35,18 +35,16 @@ def shares(state: MachineState) -> dict[str, float]:
 
 
 def budget(state: MachineState) -> float:
-    """The least of the shares; 1 where nothing is known."""
+    """The smallest share; 1 where nothing is known."""
     return min(shares(state).values(), default=1.0)
 
 
 class SteadyBudget:
-    """A budget that falls at once, and rises when it has been higher for a while.
-
-    A reading that goes up and down by a little would move the caps with it.
+    """A budget that falls at once, and rises only after a while: caps must not follow a reading up and down.
 
     Args:
-        patience: readings in a row that have to be higher; the lowest of them is then the budget.
-        step: what a rise has to come to, unless it is to 1.
+        patience: readings in a row that have to be higher; their lowest is then the budget.
+        step: the smallest rise, except to 1.
     """
 
     def __init__(self, patience: int = 5, step: float = 0.02):

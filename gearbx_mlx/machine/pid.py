@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gains:
-    """Of the error (proportional), its sum (integral) and its change (derivative)."""
+    """Factors of the error (proportional), of its sum (integral) and of its change (derivative)."""
 
     proportional: float = 0.1
     integral: float = 0.85
@@ -18,10 +18,10 @@ GAINS = Gains()
 class PID:
     """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
 
-    **Anti-windup** by back-calculation: `track` is told what became of u. Where the actuator could not follow (it is at
-    its end, it moves in steps, something else holds it), the integral is set to what explains the place where it
-    is, and so never holds what could not be had. (Astrom and Hagglund, PID Controllers, 1995, section 3.5, with a
-    tracking time of one sample.)
+    **Anti-windup** by back-calculation: `track` takes the actuator's real position. Where the actuator could not follow
+    u (it is at its end, or it moves in steps), the integral becomes what explains that position. So it never
+    accumulates what the actuator cannot do. (Astrom and Hagglund, PID Controllers, 1995, section 3.5, with a tracking
+    time of one sample.)
     """
 
     def __init__(self, gains: Gains = GAINS):
@@ -30,17 +30,17 @@ class PID:
         self._error = self._slope = 0.0
 
     def update(self, error: float) -> float:
-        """What the actuator should be."""
+        """The position that the actuator should take."""
         self._slope, self._error = error - self._error, error
         self.integral += self.gains.integral * error
         return self.integral + self._immediate()
 
     def track(self, actual: float) -> None:
-        """What the actuator is."""
+        """Take the position that the actuator has."""
         self.integral = actual - self._immediate()
 
     def rest(self, actual: float) -> None:
-        """Within the dead band: there is no error, and the actuator stays what it is."""
+        """There is no error (it is within the dead band), and the actuator stays at its position."""
         self._error = self._slope = 0.0
         self.integral = actual
 

@@ -1,4 +1,4 @@
-"""Readers of the machine's state: heat, battery, memory. Each is there, or is not and says why."""
+"""Readers of the machine's state: heat, battery, memory. A reader that cannot work says why when it is made."""
 
 import importlib
 import platform
@@ -12,22 +12,22 @@ from ..errors import GearbxError
 from .state import THERMAL, MachineState
 
 ZONES = Path("/sys/class/thermal")
-CLOSE = 10_000  # millidegrees Celsius under the trip point
+CLOSE = 10_000  # millidegrees Celsius below the trip point
 INSTALL = "install it with: pip install 'gearbx-mlx[{extra}]'"
 
 
 class Reader(Protocol):
-    """Tells a part of the machine's state. It may fail, and take its time: `Watch` sees to that."""
+    """Reads a part of the machine's state. It may fail or take long; `Watch` handles both."""
 
     name: str
 
     def read(self) -> MachineState:
-        """Raises GearbxError, OSError or whatever a library likes."""
+        """Raises GearbxError, OSError, or any error of a library."""
         ...
 
 
 def optional(module: str, package: str, extra: str) -> ModuleType:
-    """Raises GearbxError where a library of an extra is not installed."""
+    """The module of a library. Raises GearbxError if the extra that installs it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,7 +45,7 @@ class MacThermal:
 
     def __init__(self) -> None:
         if platform.system() != "Darwin":
-            raise GearbxError("NSProcessInfo is of macOS alone")
+            raise GearbxError("NSProcessInfo exists on macOS only")
         self._process = optional("Foundation", "pyobjc-framework-Cocoa", "macos").NSProcessInfo.processInfo()
 
     def read(self) -> MachineState:
@@ -55,9 +55,9 @@ class MacThermal:
 class LinuxThermal:
     """Thermal zones of Linux (Documentation/driver-api/thermal/sysfs-api.rst): the worst zone.
 
-    A zone has a temperature and trip points. At a passive or a hot one the kernel slows the processor down, at a
-    critical one it turns the machine off. Serious is from the first of the former on (or 10 degrees below critical,
-    where there is none), fair is within 10 degrees of it, critical within 5 degrees of turning off.
+    A zone has a temperature and trip points. At a passive or hot point the kernel slows the processor down, at a
+    critical point it turns the machine off. "Serious" begins at the lowest passive or hot point (without one, 10
+    degrees below critical), "fair" 10 degrees below that, "critical" 5 degrees below the critical point.
 
     Args:
         zones: the directory of the zones.
@@ -84,18 +84,19 @@ class LinuxThermal:
             try:
                 temperature = number(zone / "temp")
                 trips = trip_points(zone)
-            except (OSError, ValueError):  # a sensor that is asleep, or gone
+            except (OSError, ValueError):  # a sensor that sleeps, or is gone
                 continue
             if trips:
                 yield thermal_state(temperature, trips)
 
 
 def number(file: Path) -> int:
+    """The integer that a file of sysfs contains."""
     return int(file.read_text().strip())
 
 
 def trip_points(zone: Path) -> dict[str, int]:
-    """The lowest temperature of each type of trip point, in millidegrees; those that are off are 0 or below."""
+    """Type of trip point to its lowest temperature, in millidegrees Celsius; points at 0 or below are switched off."""
     found: dict[str, int] = {}
     for file in sorted(zone.glob("trip_point_*_type")):
         kind = file.read_text().strip()
@@ -106,7 +107,7 @@ def trip_points(zone: Path) -> dict[str, int]:
 
 
 def thermal_state(temperature: int, trips: dict[str, int]) -> str:
-    """One of THERMAL; millidegrees Celsius."""
+    """One of THERMAL, from millidegrees Celsius."""
     off = trips.get("critical")
     slower = min((trips[kind] for kind in ("passive", "hot") if kind in trips), default=None)
     if slower is None:
@@ -118,12 +119,12 @@ def thermal_state(temperature: int, trips: dict[str, int]) -> str:
 
 
 def share(percent: float) -> float:
-    """0 to 1."""
+    """Percent as a number from 0 to 1."""
     return round(min(100.0, max(0.0, percent)) / 100, 4)
 
 
 class Battery:
-    """Charge and charger, by psutil.
+    """Reads charge and charger, with psutil.
 
     Raises:
         GearbxError: no psutil, or no battery.
@@ -140,12 +141,12 @@ class Battery:
         battery = self._psutil.sensors_battery()
         if battery is None:
             raise GearbxError("the battery is gone")
-        plugged = battery.power_plugged  # None where that cannot be told
+        plugged = battery.power_plugged  # None where psutil does not know
         return MachineState(battery=share(battery.percent), charging=None if plugged is None else bool(plugged))
 
 
 class Memory:
-    """How much of the machine's memory is in use, by psutil: what is not available to new programs.
+    """Reads the share of memory that is not available to new programs, with psutil.
 
     Raises:
         GearbxError: no psutil.
@@ -161,10 +162,10 @@ class Memory:
 
 
 def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
-    """The readers that this machine has, and why it has not the others, by name.
+    """The readers that work on this machine, and for the others, name to reason.
 
     Args:
-        timeout: seconds that looking for one may take.
+        timeout: seconds that making one reader may take.
     """
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
     found: list[Reader] = []
@@ -179,7 +180,7 @@ def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
-    """What is made, or why it could not be: what a library raised, or that it took too long."""
+    """The reader that `make` returns, or an exception: what a library raised, or that it took too long."""
     outcome: list[Reader | Exception] = []
 
     def attempt() -> None:

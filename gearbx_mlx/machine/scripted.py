@@ -1,4 +1,4 @@
-"""A machine whose state comes from a file, for tests and for trying a controller out."""
+"""A reader that plays the machine's state from a file, for tests and for trying things out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of a script: a time since generation began, and the state from then on."""
+    """A line of a script: a time since generation began, and what changes then."""
 
     seconds: Moment | None = None
     tokens: Moment | None = None
@@ -45,8 +45,8 @@ class Scripted:
     """A reader that takes the state of each moment from a script.
 
     Args:
-        points: in order; a value that a point does not name stays as it was.
-        unit: of their times: "seconds" or "tokens".
+        points: in the order of their times; a value that a point leaves out stays as it was.
+        unit: of the times, "seconds" or "tokens".
     """
 
     name = "script"
@@ -102,7 +102,7 @@ def point_of(entry: Entry, unit: str | None, before: Sequence[Point]) -> tuple[s
     """The unit of an entry's time, and its point.
 
     Raises:
-        GearbxError: it has no time or two, its unit is not that of the points before it, or it comes before them.
+        GearbxError: no time or two, another unit than the points before it, or a time before theirs.
     """
     times = [name for name in TIMES if getattr(entry, name) is not None]
     if len(times) != 1:

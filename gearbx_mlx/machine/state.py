@@ -1,4 +1,4 @@
-"""What is known of the machine at a moment."""
+"""The state of the machine at a moment, as far as it is known."""
 
 import math
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ THERMAL = ("nominal", "fair", "serious", "critical")  # NSProcessInfo.thermalSta
 
 @dataclass(frozen=True)
 class MachineState:
-    """None is what no reader tells.
+    """The state of the machine; None is unknown.
 
-    thermal: one of THERMAL. battery: what is left of its charge, 0 to 1. charging: whether the machine is on a charger.
-    memory: the share of the machine's memory that is in use, 0 to 1.
+    thermal: one of THERMAL. battery: its charge, 0 to 1. charging: whether the machine is on a charger. memory: the
+    share of memory in use, 0 to 1.
 
     Raises:
-        GearbxError: a value that there is not.
+        GearbxError: a value outside of these.
     """
 
     thermal: str | None = None
@@ -41,22 +41,23 @@ class MachineState:
 
     @property
     def known(self) -> dict[str, Any]:
+        """Name to value of what is known."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
-        told = [] if self.thermal is None else [f"thermal {self.thermal}"]
+        parts = [] if self.thermal is None else [f"thermal {self.thermal}"]
         if self.battery is not None:
-            told.append(f"battery {self.battery:.0%}" + (", charging" if self.charging else ""))
+            parts.append(f"battery {self.battery:.0%}" + (", charging" if self.charging else ""))
         if self.memory is not None:
-            told.append(f"memory {self.memory:.0%} in use")
-        return ", ".join(told) or "nothing known"
+            parts.append(f"memory {self.memory:.0%} in use")
+        return ", ".join(parts) or "nothing known"
 
 
 NAMES = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
-    """What several readers tell together; the worse where two tell of the same."""
+    """The states of several readers as one; the worse value where two readers know the same thing."""
     found: dict[str, Any] = {}
     for state in states:
         for name, value in state.known.items():

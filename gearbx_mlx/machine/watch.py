@@ -1,4 +1,4 @@
-"""Reads the machine beside generation, so that no reader can fail it or hold it up."""
+"""Read the machine in threads of their own, so that no reader can stop or delay generation."""
 
 import threading
 import time
@@ -13,24 +13,27 @@ TIMEOUT = 5.0  # seconds that a reading may take
 
 
 class Poll(threading.Thread):
-    """One reader, read again and again. What it told last, when it last began, and what went wrong."""
+    """A thread that reads one reader again and again.
+
+    latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
+    """
 
     def __init__(self, reader: Reader, interval: float):
         super().__init__(name=f"gearbx {reader.name}", daemon=True)
         self.reader = reader
         self.interval = interval
-        self.told: MachineState | None = None
-        self.wrong: str | None = None
-        self.began: float | None = time.monotonic()  # None while it is not reading
+        self.latest: MachineState | None = None
+        self.failure: str | None = None
+        self.began: float | None = time.monotonic()
         self._stop = threading.Event()
 
     def run(self) -> None:
         while not self._stop.is_set():
             self.began = time.monotonic()
             try:
-                self.told, self.wrong = self.reader.read(), None
-            except Exception as error:  # whatever a sensor or its library raises
-                self.told, self.wrong = None, " ".join(f"{type(error).__name__}: {error}".split())
+                self.latest, self.failure = self.reader.read(), None
+            except Exception as error:  # sensors and their libraries raise anything
+                self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
             self.began = None
             self._stop.wait(self.interval)
 
@@ -39,10 +42,10 @@ class Poll(threading.Thread):
 
 
 class Watch:
-    """The latest state of the machine, by readers that run in threads of their own.
+    """The latest state of the machine, from readers that run in threads of their own.
 
-    A reader that fails is left out until it tells something again, and so is one that takes longer than the timeout.
-    Each is told of once. A `Scripted` reader is read at the moment that is asked for, and in no thread.
+    A reader that fails, or takes longer than the timeout, is left out until it answers again; `problems` names it once.
+    A `Scripted` reader needs no thread: it is read when the state is asked for.
 
     Args:
         readers: of the machine.
@@ -54,7 +57,7 @@ class Watch:
         self.timeout = timeout
         self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
         self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
-        self._told_of: set[str] = set()
+        self._reported: set[str] = set()
         self._problems: list[str] = []
         for poll in self.polls:
             poll.start()
@@ -66,7 +69,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Let the threads end. One that is blocked is a daemon, and ends with the program."""
+        """Let the threads end. They are daemons, so a blocked one ends with the program."""
         for poll in self.polls:
             poll.stop()
 
@@ -76,26 +79,26 @@ class Watch:
         Args:
             seconds, tokens: since generation began, for scripts.
         """
-        told = []
+        states = []
         for script in self.scripts:
             script.moment = tokens if script.unit == "tokens" else seconds
-            told.append(script.read())
+            states.append(script.read())
         for poll in self.polls:
-            began, wrong, state = poll.began, poll.wrong, poll.told
+            began, failure, state = poll.began, poll.failure, poll.latest
             if began is not None and time.monotonic() - began > self.timeout:
-                self._tell(poll, f"no answer for {self.timeout:g} s")
-            elif wrong is not None:
-                self._tell(poll, wrong)
+                self._report(poll, f"no answer for {self.timeout:g} s")
+            elif failure is not None:
+                self._report(poll, failure)
             elif state is not None:
-                told.append(state)
-        return merged(told)
+                states.append(state)
+        return merged(states)
 
     def problems(self) -> list[str]:
-        """What went wrong since this was last asked; each reader's first trouble alone."""
+        """What went wrong since the last call; only the first problem of each reader."""
         found, self._problems = self._problems, []
         return found
 
-    def _tell(self, poll: Poll, what: str) -> None:
-        if poll.reader.name not in self._told_of:
-            self._told_of.add(poll.reader.name)
-            self._problems.append(f"{poll.reader.name} cannot be read ({what}); going on without it")
+    def _report(self, poll: Poll, problem: str) -> None:
+        if poll.reader.name not in self._reported:
+            self._reported.add(poll.reader.name)
+            self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
