@@ -43,6 +43,7 @@ SHORTER = {
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12 --max-tokens 8",
     "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
+    "convert --format": "--manage attention",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
