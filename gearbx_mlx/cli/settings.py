@@ -88,8 +88,9 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
         return {"action": "store_true", **keywords}
     if kind in (int, float):
         keywords["type"] = kind
-    if item.metadata["choices"]:
-        keywords["choices"] = item.metadata["choices"]
+    if choices := item.metadata["choices"]:
+        # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
+        keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
     return keywords | item.metadata["argparse"]
 
 
