@@ -186,7 +186,8 @@ def fresh_demo():
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run a command as a user does, in this process: exit status, stdout, stderr."""
+    """Run a command as a user does, in this process: exit status, stdout, stderr without lines of progress."""
+    monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", float("inf"))  # or a slow machine would have more lines
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
         main = commands.command(name)

@@ -266,12 +266,12 @@ def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_pa
 
 
 def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
-    import gearbx_mlx.cli.options as options
+    from gearbx_mlx.commands import generate
 
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(options, "check_numbers", broken)
+    monkeypatch.setattr(generate, "settle", broken)
     result = command("generate")
     assert (result.status, result.err.splitlines()) == (
         1,

@@ -329,7 +329,7 @@ class TestFunction:
     @pytest.mark.parametrize(
         ("keywords", "words"),
         [
-            ({"gear": "4,16"}, "there is no keyword gear; choose from auto_bits"),
+            ({"gear": "4,16"}, "there is no setting 'gear'; choose from auto_bits"),
             ({"format": "round"}, "--format is round; choose from planes, affine"),
             ({"q_group_size": 48}, "--q-group-size is 48; choose from 32, 64, 128"),
             ({"dtype": "int8"}, "--dtype is int8; choose from float32, bfloat16, float16"),

@@ -15,8 +15,9 @@ from msgspec import structs
 from mutations import damaged
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.conversion.converter import BASE_FILE, JOURNAL, Converter, Plan
+from gearbx_mlx.convert import main
 from gearbx_mlx.gears.manifest import MANIFEST
 from gearbx_mlx.gears.saved import open_gears
 from gearbx_mlx.gears.saved_check import check_model
@@ -42,7 +43,7 @@ def checkpoints(tmp_path_factory):
             sys.argv = ["convert", "--model", str(folder / "original"), "--mlx-path", str(folder / "geared")]
             sys.argv += ["--format", format, "--gears", FORMATS[format], "--q-group-size", "32"]
             with pytest.raises(SystemExit) as stopped:
-                convert.main()
+                main()
             sys.argv = before
             assert stopped.value.code == 0
             made[format] = folder / "geared"

@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -316,6 +318,12 @@ class TestArguments:
         assert high[0].gear == "high"
         assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear  # back to low after four tokens
         assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
+
+    @pytest.mark.parametrize("name", ["analyze", "calibrate", "convert", "evaluate", "generate"])
+    def test_a_function_stays_a_function_once_the_command_is_imported(self, name):
+        code = f"import gearbx_mlx, gearbx_mlx.{name}; import inspect; print(inspect.isfunction(gearbx_mlx.{name}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("True\n", "")
 
     def test_generate_returns_the_text(self, fresh_demo, capsys):
         gearbox = Gearbox(fresh_demo.model, "16")

@@ -29,13 +29,13 @@ def evaluate(command, small, out, *flags):
 def finished(small, tmp_path_factory) -> Path:
     import sys
 
-    from gearbx_mlx import evaluate
+    from gearbx_mlx.evaluate import main
 
     out = tmp_path_factory.mktemp("results") / "out"
     before, sys.argv = sys.argv, ["evaluate", "--data", str(HELD_OUT), "--model", str(small), "--out", str(out)]
     sys.argv += map(str, SIZES)
     with pytest.raises(SystemExit) as stopped:
-        evaluate.main()
+        main()
     sys.argv = before
     assert stopped.value.code == 0
     return out

@@ -1,11 +1,11 @@
 """Flags of a budget in memory or bits, in the place of quality floors."""
 
-import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import GearbxError
 from .floors import CODEBOOKS, FloorSettings
-from .settings import Settings, name
+from .settings import Settings, flag
 from .sizes import parse_bytes
 
 
@@ -22,9 +22,21 @@ class Budget:
 class BudgetSettings(Settings):
     """A budget as given."""
 
-    memory_budget: str | None = None
-    target_bpw: float | None = None
-    prompts: str | None = name()
+    title: ClassVar[str] = "budget (format codebook or codebook-library; instead of floors)"
+
+    memory_budget: str | None = flag(
+        None,
+        "Such as 3GB: find the floors whose model fits, while it is encoded too, and makes sense.",
+        metavar="SIZE",
+    )
+    target_bpw: float | None = flag(
+        None, "The same for bits per weight of the layers that change gear.", metavar="BITS"
+    )
+    prompts: str | None = flag(
+        None,
+        "One prompt per line, or JSON Lines, on which the original is compared. Default: some that ship.",
+        named=True,
+    )
 
     @property
     def wanted(self) -> bool:
@@ -46,19 +58,3 @@ class BudgetSettings(Settings):
         if floors.wanted:
             raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
         return Budget(size, self.target_bpw, self.prompts)
-
-
-def add_budget_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("budget (format codebook or codebook-library; in the place of floors)")
-    group.add_argument(
-        "--memory-budget",
-        metavar="SIZE",
-        help="Such as 3GB: find the floors whose model fits, while it is encoded too, and makes sense.",
-    )
-    group.add_argument(
-        "--target-bpw", type=float, metavar="BITS", help="The same for bits per weight of the layers that change gear."
-    )
-    group.add_argument(
-        "--prompts",
-        help="One prompt per line, or JSON Lines, on which the original is compared. Default: some that ship.",
-    )

@@ -1,34 +1,25 @@
-"""Flags of the calibration text, for commands that reduce single layers."""
+"""The calibration text of commands that reduce single layers."""
 
-import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..kernels.names import KERNELS
-from .settings import Settings, name, number, one_of
-
-SAMPLES, LENGTH = 8, 256
+from .settings import Settings, flag
 
 
 @dataclass(frozen=True)
 class CalibrationTextSettings(Settings):
     """The text (None: the one that ships), its windows and their most tokens, and the kernels that read it."""
 
-    data: str | None = name()
-    num_samples: int = number(SAMPLES, 1)
-    sequence_length: int = number(LENGTH, 1)
-    kernels: str = one_of("auto", *KERNELS)
+    title: ClassVar[str] = "calibration text"
 
-
-def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("calibration text")
-    group.add_argument(
-        "--data",
-        help="A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
+    data: str | None = flag(
+        None,
+        "A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
+        named=True,
     )
-    group.add_argument("--num-samples", type=int, help=f"Windows of the text. Default: {SAMPLES}")
-    group.add_argument("--sequence-length", type=int, help=f"Most tokens of a window. Default: {LENGTH}")
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        help="As for generate. Activations are not rounded, because only weights are measured. Default: auto",
+    num_samples: int = flag(8, "Windows of the text.", least=1)
+    sequence_length: int = flag(256, "Most tokens of a window.", least=1)
+    kernels: str = flag(
+        "auto", "As for generate. Activations are not rounded, because only weights are measured.", choices=KERNELS
     )

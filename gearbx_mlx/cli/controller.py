@@ -1,13 +1,13 @@
 """Flags of the controller, which caps the gears by speed and by the machine's state."""
 
-import argparse
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import GearbxError
 from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
 from ..machine.scripted import Scripted
-from .settings import Settings, flag_of, name
+from .settings import Settings, flag, flag_of
 
 NESTED = "planes"  # the format in which further bits take hardly more memory
 CAP_BITS = (4, 5, 6, 8)
@@ -20,11 +20,30 @@ class ControllerSettings(Settings):
     target_tps: tokens per second. machine: a file that plays the machine's state. cap_bits: bits with commas between.
     """
 
-    target_tps: float | None = None
-    watch_machine: bool = False
-    machine: str | None = name()
-    cap_bits: str | None = None
-    time_layers: bool = False
+    title: ClassVar[str] = "controller"
+
+    target_tps: float | None = flag(
+        None,
+        "Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks at this "
+        "machine's heat, battery and memory too.",
+        metavar="N",
+    )
+    watch_machine: bool = flag(False, "Cap by heat, battery and memory, at any speed.")
+    machine: str | None = flag(
+        None,
+        "Play the machine's state from a file (docs/machine.md) instead of reading it.",
+        metavar="FILE",
+        named=True,
+    )
+    cap_bits: str | None = flag(
+        None,
+        "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
+        f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
+        metavar="BITS",
+    )
+    time_layers: bool = flag(
+        False, "Lower a block at once when its time jumps over its moving average. On a CPU; it costs some speed."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,31 +92,3 @@ class ControllerSettings(Settings):
         if not self.wanted or has_gears or format != NESTED:
             return ()
         return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
-
-
-def add_controller_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("controller")
-    group.add_argument(
-        "--target-tps",
-        type=float,
-        metavar="N",
-        help="Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks "
-        "at this machine's heat, battery and memory too.",
-    )
-    group.add_argument("--watch-machine", action="store_true", help="Cap by heat, battery and memory, at any speed.")
-    group.add_argument(
-        "--machine",
-        metavar="FILE",
-        help="Play the machine's state from a file (docs/machine.md) instead of reading it.",
-    )
-    group.add_argument(
-        "--cap-bits",
-        metavar="BITS",
-        help="Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
-        f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
-    )
-    group.add_argument(
-        "--time-layers",
-        action="store_true",
-        help="Lower a block at once when its time jumps over its moving average. On a CPU; it costs some speed.",
-    )

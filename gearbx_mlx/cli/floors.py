@@ -1,11 +1,11 @@
 """Flags of quality floors."""
 
-import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..bit_selection.floors import LAZY, STRICT, Floors
 from ..errors import GearbxError
-from .settings import Settings
+from .settings import Settings, flag
 
 CODEBOOKS = ("codebook", "codebook-library")
 
@@ -14,9 +14,22 @@ CODEBOOKS = ("codebook", "codebook-library")
 class FloorSettings(Settings):
     """Floors as given; a floor implies `auto_bits`."""
 
-    auto_bits: bool = False
-    min_cos_strict: float | None = None
-    min_cos_lazy: float | None = None
+    title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
+
+    auto_bits: bool = flag(
+        False, "Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those."
+    )
+    min_cos_strict: float | None = flag(
+        None,
+        "Floor of attention, shared experts, dense MLPs and the head; implies --auto-bits. "
+        f"Default: XFP_MIN_COS_STRICT or {STRICT}",
+        metavar="COSINE",
+    )
+    min_cos_lazy: float | None = flag(
+        None,
+        f"Floor of routed experts; implies --auto-bits. Default: XFP_MIN_COS_LAZY or {LAZY}",
+        metavar="COSINE",
+    )
 
     @property
     def wanted(self) -> bool:
@@ -34,25 +47,3 @@ class FloorSettings(Settings):
         if format not in CODEBOOKS:
             raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
         return floors
-
-
-def add_floor_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("quality floors (format codebook or codebook-library)")
-    group.add_argument(
-        "--auto-bits",
-        action="store_true",
-        help="Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those.",
-    )
-    group.add_argument(
-        "--min-cos-strict",
-        type=float,
-        metavar="COSINE",
-        help="Floor of attention, shared experts, dense MLPs and the head; implies --auto-bits. "
-        f"Default: XFP_MIN_COS_STRICT or {STRICT}",
-    )
-    group.add_argument(
-        "--min-cos-lazy",
-        type=float,
-        metavar="COSINE",
-        help=f"Floor of routed experts; implies --auto-bits. Default: XFP_MIN_COS_LAZY or {LAZY}",
-    )

@@ -1,10 +1,10 @@
 """Flags of the gate, and the thresholds that route a model."""
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..errors import GearbxError
 from ..files.reading import read_as
@@ -13,7 +13,7 @@ from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
 from ..routing.prompt import first_gear
 from ..routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
-from .settings import LARGEST_SHOWN, Settings, number
+from .settings import LARGEST_SHOWN, Settings, flag
 
 AUTO = "auto"
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
@@ -23,9 +23,17 @@ MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 class GateSettings(Settings):
     """Settings of the gate as given: None means the file's, or the default."""
 
-    window: int | None = number(None, 1, LARGEST_SHOWN)
-    hysteresis: float | None = number(None, 0, sys.float_info.max)
-    min_gear_duration: int | None = number(None, 1)
+    title: ClassVar[str] = "gate"
+
+    window: int | None = flag(
+        None, f"Tokens in the rolling mean. Default: {DEFAULT_WINDOW}", least=1, most=LARGEST_SHOWN
+    )
+    hysteresis: float | None = flag(None, f"Bits. Default: {DEFAULT_HYSTERESIS}", least=0, most=sys.float_info.max)
+    min_gear_duration: int | None = flag(
+        None,
+        f"Tokens for which a gear stays engaged at least. Default: {DEFAULT_MIN_GEAR_DURATION}",
+        least=1,
+    )
 
     def filled(self, file: ThresholdFile | None = None) -> "Gate":
         """Every setting: as given, else as calibrated, else by default."""
@@ -60,30 +68,14 @@ class Routing(Gate):
 class RoutingSettings(Settings):
     """Thresholds as given (a file, or bits with commas between; None: the paper's), and the gear to begin in."""
 
-    thresholds: str | None = None
-    initial_gear: str = AUTO
+    title: ClassVar[str] = "routing"
 
-
-def add_gate_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gate")
-    group.add_argument("--window", type=int, help=f"Tokens in the rolling mean. Default: {DEFAULT_WINDOW}")
-    group.add_argument("--hysteresis", type=float, help=f"Bits. Default: {DEFAULT_HYSTERESIS}")
-    group.add_argument(
-        "--min-gear-duration",
-        type=int,
-        help=f"Tokens for which a gear stays engaged at least. Default: {DEFAULT_MIN_GEAR_DURATION}",
-    )
-
-
-def add_routing_flags(parser: argparse.ArgumentParser) -> None:
-    add_gate_flags(parser)
-    group = parser.add_argument_group("routing")
-    group.add_argument(
-        "--thresholds",
+    thresholds: str | None = flag(
+        None,
+        "File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
         metavar="FILE|BITS",
-        help="File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
     )
-    group.add_argument("--initial-gear", help="Name or bits; auto: chosen by the prompt. Default: auto")
+    initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.")
 
 
 def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | None:

@@ -1,9 +1,8 @@
 """Flags of the gears, as given and as they are once the checkpoint is known."""
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bit_selection.floors import Floors
 from ..errors import GearbxError
@@ -11,7 +10,7 @@ from ..formats import DEFAULT_FORMAT, FORMATS
 from ..gears.ladder import Ladder
 from ..gears.names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, MANAGE, RESIDENCIES
 from ..kernels.names import ACTIVATIONS, KERNELS
-from .settings import Settings, flag_of, name, one_of
+from .settings import Settings, flag, flag_of
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
@@ -19,18 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LayoutSettings(Settings):
-    """How gears are stored, as given; None: as the checkpoint or the manifest says, else the default."""
+class FormatSettings(Settings):
+    """How layers are stored, as given; None: as the checkpoint or the manifest says, else the default."""
 
-    gears: str | None = None
-    format: str | None = one_of(None, *FORMATS)
-    manage: str | None = one_of(None, *MANAGE)
-    q_group_size: int | None = one_of(None, *GROUP_SIZES)
+    title: ClassVar[str] = "gears"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gears is not None:
-            Ladder.parse(self.gears)
+    format: str | None = flag(None, f"How gears are stored. Default: {DEFAULT_FORMAT}", choices=tuple(FORMATS))
+    manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE)
+    q_group_size: int | None = flag(
+        None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES
+    )
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
         """Format, manage and group size: those of `source`, which flags may repeat and not change, else the defaults.
@@ -48,21 +45,63 @@ class LayoutSettings(Settings):
             wanted = getattr(self, field)
             there = default if source is None else getattr(source, key)
             if source is not None and wanted not in (None, there):
-                flag = flag_of(field)
-                raise GearbxError(f"{flag} is {wanted}, and {why} {there}; leave out {flag}")
+                name = flag_of(field)
+                raise GearbxError(f"{name} is {wanted}, and {why} {there}; leave out {name}")
             found[key] = there if wanted is None else wanted
         return found
+
+
+@dataclass(frozen=True)
+class LayoutSettings(FormatSettings):
+    """How gears are stored, and which; as given."""
+
+    gears: str | None = flag(
+        None,
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gears is not None:
+            Ladder.parse(self.gears)
 
 
 @dataclass(frozen=True)
 class GearFlags(Settings):
     """How the gears run, as given."""
 
-    manifest: str | None = name()
-    residency: str = one_of("resident", *RESIDENCIES)
-    kernels: str = one_of("auto", *KERNELS)
-    activations: str = one_of(DEFAULT_ACTIVATIONS, *ACTIVATIONS)
-    low_model: str | None = name()
+    title: ClassVar[str] = "gearbox"
+
+    manifest: str | None = flag(
+        None,
+        "Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+        metavar="FILE",
+        named=True,
+    )
+    residency: str = flag(
+        "resident",
+        "Where idle gears are: in memory, offloaded out of MLX's memory (host), or read again from disk.",
+        choices=RESIDENCIES,
+    )
+    kernels: str = flag(
+        "auto",
+        "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU that "
+        "has them, except for the original weights alone (--gears 16), which stay mlx-lm bit for bit.",
+        choices=KERNELS,
+    )
+    activations: str = flag(
+        DEFAULT_ACTIVATIONS,
+        "What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to 16 or 8 "
+        "bits for each group of inputs, which is faster.",
+        choices=tuple(ACTIVATIONS),
+    )
+    low_model: str | None = flag(
+        None,
+        "The same model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it: it is the lowest gear.",
+        metavar="PATH",
+        named=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -97,61 +136,6 @@ class GearSettings:
         if self.precision is None:
             return {}
         return {"sensitivity": self.precision.sensitivity, "bounds": self.precision.bounds}
-
-
-def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("gears")
-    group.add_argument(
-        "--gears",
-        help="Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}",
-    )
-
-
-def add_layout_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", choices=list(FORMATS), help=f"How gears are stored. Default: {DEFAULT_FORMAT}")
-    group.add_argument("--manage", choices=MANAGE, help="Linear layers that change gear. Default: all")
-    group.add_argument(
-        "--q-group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        help=f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}",
-    )
-
-
-def add_gear_flags(parser: argparse.ArgumentParser) -> None:
-    add_ladder_flags(parser)
-    group = parser.add_argument_group("gearbox")
-    add_layout_flags(group)
-    group.add_argument(
-        "--manifest",
-        metavar="FILE",
-        help="Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
-    )
-    group.add_argument(
-        "--residency",
-        choices=RESIDENCIES,
-        help="Where idle gears are: in memory, offloaded out of MLX's memory (host), or read again from disk. "
-        "Default: resident",
-    )
-    group.add_argument(
-        "--kernels",
-        choices=KERNELS,
-        help="MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU "
-        "that has them, except for the original weights alone (--gears 16), which stay mlx-lm bit for bit. "
-        "Default: auto",
-    )
-    group.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        help="What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to 16 or "
-        f"8 bits for each group of inputs, which is faster. Default: {DEFAULT_ACTIVATIONS}",
-    )
-    group.add_argument(
-        "--low-model",
-        metavar="PATH",
-        help="The same model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it: it is the lowest gear.",
-    )
 
 
 def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:

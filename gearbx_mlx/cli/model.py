@@ -1,33 +1,27 @@
-"""Flags that name a model. Names and defaults are mlx-lm's where it has them."""
+"""The model. Names and defaults of flags are mlx-lm's where it has them."""
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..gears.names import DTYPES
-from .settings import Settings, name, one_of
+from .settings import Settings, flag
 
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
     """Which model to load (None: the one that ships), and the type to compute in."""
 
-    model: str | None = name()
-    trust_remote_code: bool = False
-    adapter_path: str | None = name()
-    extra_eos_token: tuple[str, ...] | list[str] = ()
-    dtype: str = one_of("auto", "auto", *DTYPES)
+    title: ClassVar[str] = "model"
 
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", help="Local directory or Hub repository. Default: the model that ships with gearbx-mlx."
+    model: str | None = flag(
+        None, "Local directory or Hub repository. Default: the model that ships with gearbx-mlx.", named=True
     )
-    group.add_argument("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
-    group.add_argument("--adapter-path", help="Optional path for the trained adapter weights and config.")
-    group.add_argument("--extra-eos-token", nargs="+", help="Add tokens to the list of eos tokens.")
-    group.add_argument(
-        "--dtype",
-        choices=["auto", *DTYPES],
-        help="Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears. Default: auto",
+    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
+    adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
+    extra_eos_token: Sequence[str] = flag((), "Add tokens to the list of eos tokens. Default: none", nargs="+")
+    dtype: str = flag(
+        "auto",
+        "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
+        choices=("auto", *DTYPES),
     )

@@ -1,12 +1,13 @@
 """Flags that say how gears become tokens."""
 
-import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..decoding.modes import MODES
 from ..errors import GearbxError
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
-from .settings import Settings, name
+from .pair import SMALL_MODEL
+from .settings import Settings, flag
 
 TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
 
@@ -15,12 +16,29 @@ TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
 class ModeSettings(Settings):
     """The mode as given (None: as files, model and small model say), and the settings of single modes."""
 
-    mode: str | None = None
-    telemetry_only: bool = False
-    gear: str | None = name()
-    curve: str | None = name()
-    draft_length: int | None = None
-    small_model: str | None = name()
+    title: ClassVar[str] = "mode"
+
+    mode: str | None = flag(
+        None,
+        "route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
+        "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
+        "same --gears, --kernels and --dtype. static: one gear throughout. pair: --model and --small-model take "
+        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, else route",
+        choices=tuple(MODES),
+    )
+    telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.")
+    gear: str | None = flag(None, "For --mode static: name or bits of the gear. Default: the top gear", named=True)
+    curve: str | None = flag(
+        None,
+        "For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears are "
+        "then the default. Default: what ships for the demo model, or a rule for any model.",
+        metavar="FILE",
+        named=True,
+    )
+    draft_length: int | None = flag(
+        None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N"
+    )
+    small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,29 +57,3 @@ class ModeSettings(Settings):
     def observes(self) -> bool:
         """Whether no layer may change gear."""
         return self.telemetry_only or self.mode == TELEMETRY_ONLY
-
-
-def add_mode_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mode")
-    group.add_argument(
-        "--mode",
-        choices=list(MODES),
-        help="route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
-        "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype. static: one gear throughout. pair: --model and --small-model take "
-        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, else route",
-    )
-    group.add_argument("--telemetry-only", action="store_true", help="Shift nothing, show the gear that would be used.")
-    group.add_argument("--gear", help="For --mode static: name or bits of the gear. Default: the top gear")
-    group.add_argument(
-        "--curve",
-        metavar="FILE",
-        help="For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose "
-        "gears are then the default. Default: what ships for the demo model, or a rule for any model.",
-    )
-    group.add_argument(
-        "--draft-length",
-        type=int,
-        metavar="N",
-        help=f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.",
-    )

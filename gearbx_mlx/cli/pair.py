@@ -1,6 +1,5 @@
 """Two models that take turns: what the commands share."""
 
-import argparse
 import math
 from dataclasses import dataclass
 
@@ -17,25 +16,11 @@ from ..routing.pair import (
 )
 from .gate import GateSettings
 
-
-def add_pair_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("two models that take turns (EAD)")
-    group.add_argument(
-        "--small-model",
-        help="Local directory or Hub repository of a smaller model with the tokenizer of --model. For it --thresholds "
-        f"is bits, 0 (large alone) to inf (small alone; default: {BITS:g}, scaled to the vocabulary), --window "
-        f"{DEFAULT_WINDOW} and --min-gear-duration {DEFAULT_MIN_DURATION} unless given.",
-    )
-
-
-def add_sweep_flags(parser: argparse.ArgumentParser) -> None:
-    """Of the evaluation, which takes several thresholds."""
-    add_pair_flags(parser)
-    parser.add_argument(
-        "--answers-only",
-        action="store_true",
-        help="With --small-model: of questions and answers count the answers, which alone are written in generation.",
-    )
+SMALL_MODEL = (
+    "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds is "
+    f"bits, 0 (large alone) to inf (small alone; default: {BITS:g}, scaled to the vocabulary), --window "
+    f"{DEFAULT_WINDOW} and --min-gear-duration {DEFAULT_MIN_DURATION} unless given."
+)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """Flags of the prompt and of the text's length, and a prompt as tokens."""
 
-import argparse
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import GearbxError, about, one_line
 from ..files.reading import parse_json, typed
-from .settings import Settings
+from .settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
 
@@ -16,10 +15,12 @@ DEFAULT_MAX_TOKENS = 100
 class PromptSettings(Settings):
     """How a prompt becomes tokens, and how many may follow it (-1: as many as fit the context)."""
 
-    system_prompt: str | None = None
-    ignore_chat_template: bool = False
-    chat_template_config: str | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    title: ClassVar[str] = "prompt"
+
+    system_prompt: str | None = flag(None, "System prompt to be used for the chat template")
+    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template.")
+    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`.")
+    max_tokens: int = flag(DEFAULT_MAX_TOKENS, "Tokens to generate, -1: as many as fit the context.", also=("-m",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,16 +34,6 @@ class PromptSettings(Settings):
         """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
         with about("--chat-template-config"):
             return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompt")
-    group.add_argument("--system-prompt", help="System prompt to be used for the chat template")
-    group.add_argument(
-        "--ignore-chat-template", action="store_true", help="Use the raw prompt without the chat template."
-    )
-    group.add_argument("--chat-template-config", help="JSON of additional arguments for `apply_chat_template`.")
-    group.add_argument("--max-tokens", "-m", type=int, help="Tokens to generate, -1: as many as fit the context.")
 
 
 def read_prompt(text: str) -> str:

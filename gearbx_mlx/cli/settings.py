@@ -1,15 +1,17 @@
-"""What flags and settings have in common.
+"""Flags and settings are one thing: a field of a frozen dataclass.
 
-A group of flags becomes a frozen dataclass whose fields have the flags' names, defaults and bounds. A parser made by
-`new_parser` leaves flags that were not given out of its result, so that each default stands once: in the dataclass.
+`flag` makes a field with everything that argparse and the check of its value need. `parser_of` makes a command's parser
+from the groups of settings that the command has. A flag that is not given is not in the parser's result, so that each
+default stands once, at its field.
 """
 
 import argparse
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError
 
@@ -17,13 +19,79 @@ T = TypeVar("T")
 LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
 
 
-def new_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+def flag(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    least: float | None = None,
+    most: float = math.inf,
+    choices: tuple[Any, ...] = (),
+    named: bool = False,
+    also: tuple[str, ...] = (),
+    exclusive: str = "",
+    **argparse_keywords: Any,
+) -> Any:
+    """A field that is a flag.
+
+    Args:
+        default: a required flag has none.
+        help: the default is added to it, unless it names one.
+        least, most: bounds of a number; NaN is outside.
+        choices: the values that it can have.
+        named: a path or the name of a model, which is not empty.
+        also: further names of the flag.
+        exclusive: at most one flag of those with the same word here may be given.
+        argparse_keywords: of `add_argument`: metavar, nargs, type.
+    """
+    if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
+        help = f"{help} Default: {default}"
+    rules = {"help": help, "choices": choices, "named": named, "also": also, "exclusive": exclusive}
+    if least is not None:
+        rules["bounds"] = least, most
+    return field(default=default, metadata=rules | {"argparse": argparse_keywords})
+
+
+def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command whose settings are a dataclass of groups of settings."""
+    parser = argparse.ArgumentParser(
         prog=f"python -m gearbx_mlx.{command}",
         description=description,
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
     )
+    for group in get_type_hints(kind).values():
+        add_flags(parser.add_argument_group(group.title), group)
+    return parser
+
+
+def add_flags(group: Any, kind: "type[Settings]") -> None:
+    """Add the flags of some settings to a parser, or to a group of one."""
+    exclusive: dict[str, Any] = {}
+    types = get_type_hints(kind)
+    for item in fields(kind):
+        rules = item.metadata
+        if "help" not in rules:
+            continue
+        place = group
+        if word := rules["exclusive"]:
+            place = exclusive.setdefault(word, None) or group.add_mutually_exclusive_group()
+            exclusive[word] = place
+        names = (*rules["also"], flag_of(item.name))
+        place.add_argument(*names, dest=item.name, help=rules["help"], **argparse_keywords(item, types[item.name]))
+
+
+def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
+    """Keywords of `add_argument` for a field: its type, choices and whether it is required."""
+    kind = next(part for part in get_args(annotation) or (annotation,) if part is not NoneType)
+    keywords: dict[str, Any] = {"required": item.default is MISSING}
+    if kind is bool and "type" not in item.metadata["argparse"]:
+        return {"action": "store_true", **keywords}
+    if kind in (int, float):
+        keywords["type"] = kind
+    if choices := item.metadata["choices"]:
+        # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
+        keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
+    return keywords | item.metadata["argparse"]
 
 
 def flag_of(name: str) -> str:
@@ -31,28 +99,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def number(default: Any, least: float, greatest: float = math.inf) -> Any:
-    """A field whose value, unless it is None, is from `least` to `greatest`; NaN is refused."""
-    return field(default=default, metadata={"bounds": (least, greatest)})
-
-
-def one_of(default: Any, *choices: Any) -> Any:
-    """A field whose value, unless it is None, is one of the choices."""
-    return field(default=default, metadata={"choices": choices})
-
-
-def name(default: str | None = None) -> Any:
-    """A field for a path or the name of a model, which is not empty."""
-    return field(default=default, metadata={"named": True})
-
-
 @dataclass(frozen=True)
 class Settings:
-    """Settings that check their own fields.
+    """A group of flags and settings that checks its own fields. `title` stands above the flags in `--help`.
 
     Raises:
         GearbxError: a value outside of its field's bounds or choices, or an empty name.
     """
+
+    title: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -61,11 +116,17 @@ class Settings:
                 continue
             if "bounds" in rules:
                 check_bounds(item.name, value, *rules["bounds"])
-            if "choices" in rules and value not in rules["choices"]:
-                choices = ", ".join(map(str, rules["choices"]))
-                raise GearbxError(f"{flag_of(item.name)} is {value}; choose from {choices}")
-            if "named" in rules and not str(value).strip():
+            if rules.get("choices"):
+                check_choice(item.name, value, rules["choices"])
+            if rules.get("named") and not str(value).strip():
                 raise GearbxError(f"{flag_of(item.name)} is empty; name something, or leave the flag out")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises GearbxError for a value, or one of several, that is no choice."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if one not in choices:
+            raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
 def check_bounds(name: str, value: float, least: float, greatest: float = math.inf) -> None:

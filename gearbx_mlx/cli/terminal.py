@@ -16,7 +16,6 @@ from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
 from ..telemetry.colors import gear_color
 from . import progress, streams
 from .signals import INTERRUPTED
-from .sizes import human_bytes as human_bytes
 
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2

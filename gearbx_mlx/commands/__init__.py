@@ -7,6 +7,7 @@ interrupted import prints a traceback of its own.
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from ..cli import signals, terminal
 
@@ -20,3 +21,18 @@ def command(name: str) -> Callable[[], None]:
         return signals.run_to_end(lambda: body.run(settings))
 
     return lambda: terminal.run(run)
+
+
+def lazily(name: str, home: str) -> Callable[[str], Any]:
+    """A module's `__getattr__`: the function `name` of the module `home`, imported when it is first asked for.
+
+    The function of a command has the name of the command's module. As the module's attribute it stays
+    `gearbx_mlx.NAME` when that module is imported as well.
+    """
+
+    def find(wanted: str) -> Any:
+        if wanted != name:
+            raise AttributeError(f"module 'gearbx_mlx.{name}' has no attribute '{wanted}'")
+        return getattr(import_module(home), name)
+
+    return find

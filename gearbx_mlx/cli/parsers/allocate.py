@@ -3,14 +3,15 @@
 import argparse
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...bit_selection.allocation import EXCHANGES
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
 from ...gears.names import DEFAULT_LADDER
-from ..calibration_text import CalibrationTextSettings, add_text_flags
-from ..model import ModelSettings, add_model_flags
-from ..settings import Settings, command_settings, flag_of, name, new_parser, number
+from ..calibration_text import CalibrationTextSettings
+from ..model import ModelSettings
+from ..settings import Settings, command_settings, flag, flag_of, parser_of
 from ..sizes import parse_bytes
 
 UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
@@ -35,15 +36,28 @@ class Target:
 class AllocationSettings(Settings):
     """Which tables to find, and where they are stored; out: None means the manifest itself."""
 
-    manifest: str = name("manifest.json")
-    out: str | None = name()
-    gears: str = DEFAULT_LADDER
-    target_bpw: str | None = None
-    target_bytes: str | None = None
-    target_kl: str | None = None
-    target_tps: str | None = None
-    any_bits: bool = False
-    exchanges: int = number(EXCHANGES, 0)
+    title: ClassVar[str] = "allocation"
+
+    manifest: str = flag("manifest.json", "From gearbx_mlx.sensitivity.", named=True)
+    out: str | None = flag(None, "File to write. Default: the manifest itself", named=True)
+    gears: str = flag(DEFAULT_LADDER, "A table for each but 16.")
+    target_bpw: str | None = flag(
+        None,
+        "Bits per weight, scales included; one for each table, with commas. Default: those of the uniform gear",
+        metavar="BITS",
+        exclusive="target",
+    )
+    target_bytes: str | None = flag(
+        None, "Of the layers that change gear, such as 3GB; likewise.", metavar="SIZE", exclusive="target"
+    )
+    target_kl: str | None = flag(
+        None, "Most KL from full precision, nats per token; likewise.", metavar="NATS", exclusive="target"
+    )
+    target_tps: str | None = flag(
+        None, "Tokens/s of decoding on this machine; likewise.", metavar="TOKENS", exclusive="target"
+    )
+    any_bits: bool = flag(False, "Ignore the ranges of the manifest.")
+    exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,29 +113,7 @@ class AllocateSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser("allocate", DESCRIPTION)
-    add_model_flags(parser)
-    add_text_flags(parser)
-    group = parser.add_argument_group("allocation")
-    group.add_argument("--manifest", help="From gearbx_mlx.sensitivity. Default: manifest.json")
-    group.add_argument("--out", help="Default: the manifest itself")
-    group.add_argument("--gears", help=f"A table for each but 16. Default: {DEFAULT_LADDER}")
-    target = group.add_mutually_exclusive_group()
-    target.add_argument(
-        "--target-bpw",
-        metavar="BITS",
-        help="Bits per weight, scales included; one for each table, with commas. Default: those of the uniform gear",
-    )
-    target.add_argument("--target-bytes", metavar="SIZE", help="Of the layers that change gear, such as 3GB; likewise.")
-    target.add_argument("--target-kl", metavar="NATS", help="Most KL from full precision, nats per token; likewise.")
-    target.add_argument("--target-tps", metavar="TOKENS", help="Tokens/s of decoding on this machine; likewise.")
-    group.add_argument("--any-bits", action="store_true", help="Ignore the ranges of the manifest.")
-    group.add_argument(
-        "--exchanges",
-        type=int,
-        help=f"Tables to measure in search of a better one, by exchanges of bits. Default: {EXCHANGES}",
-    )
-    return parser
+    return parser_of(AllocateSettings, "allocate", DESCRIPTION)
 
 
 def parse() -> AllocateSettings:

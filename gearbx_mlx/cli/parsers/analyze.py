@@ -2,23 +2,30 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...gears.ladder import Ladder
-from ..gate import GateSettings, RoutingSettings, add_routing_flags
-from ..gears import add_ladder_flags
-from ..model import ModelSettings, add_model_flags
-from ..prompt import PromptSettings, add_prompt_flags
-from ..settings import Settings, command_settings, name, new_parser, number
+from ...gears.names import DEFAULT_LADDER
+from ..gate import GateSettings, RoutingSettings
+from ..model import ModelSettings
+from ..prompt import PromptSettings
+from ..settings import Settings, command_settings, flag, parser_of
 
 
 @dataclass(frozen=True)
 class AnalysisSettings(Settings):
     """Which prompts, which gears, and where the report goes."""
 
-    prompts: str = name("")
-    num_prompts: int | None = number(None, 1)
-    out: str = name("analysis")
-    gears: str | None = None
+    title: ClassVar[str] = "analysis"
+
+    prompts: str = flag(help="One prompt per line, or JSON Lines as of GSM8K.", named=True)
+    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
+    gears: str | None = flag(
+        None,
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,18 +43,11 @@ class AnalyzeSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "analyze", "Run prompts with telemetry only: every token is recorded, and no layer changes gear."
+    return parser_of(
+        AnalyzeSettings,
+        "analyze",
+        "Run prompts with telemetry only: every token is recorded, and no layer changes gear.",
     )
-    add_model_flags(parser)
-    add_prompt_flags(parser)
-    group = parser.add_argument_group("analysis")
-    group.add_argument("--prompts", required=True, help="One prompt per line, or JSON Lines as of GSM8K.")
-    group.add_argument("--num-prompts", type=int, help="Use only this many prompts, the first ones.")
-    group.add_argument("--out", help="Directory for trace, summary and pictures. Default: analysis")
-    add_ladder_flags(parser)
-    add_routing_flags(parser)
-    return parser
 
 
 def parse() -> AnalyzeSettings:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
-from ..settings import Settings, name, new_parser, number, settings_of
+from ..settings import Settings, add_flags, flag, settings_of
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
@@ -19,13 +19,13 @@ class KernelBenchmark(Settings):
 
     what: ClassVar[str] = "kernels"
 
-    rows: int = number(4096, 1, 2**20)
-    cols: int = number(4096, GROUP)
-    vectors: int = number(1, 1, 2**10)
-    megabytes: int = number(256, 1, 2**20)
-    native_only: bool = False
-    trials: int = number(5, 1, MOST)
-    json: str | None = name()
+    rows: int = flag(4096, "Rows of the matrix.", least=1, most=2**20)
+    cols: int = flag(4096, "Columns of the matrix.", least=GROUP)
+    vectors: int = flag(1, "Vectors in one call.", least=1, most=2**10)
+    megabytes: int = flag(256, "Weights read in a trial.", least=1, most=2**20)
+    native_only: bool = flag(False, "Leave MLX's own kernels out.")
+    trials: int = flag(5, "Counted trials.", least=1, most=MOST)
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
 
     def __post_init__(self) -> None:
         if self.cols < GROUP or self.cols % GROUP:
@@ -37,12 +37,12 @@ class KernelBenchmark(Settings):
 class ModelBenchmark(Settings):
     """What is decoded. model: None means a random Llama of `shape`; gears: None means the checkpoint's, or 4,8,16."""
 
-    model: str | None = name()
-    shape: str = "1024x8"
-    gears: str | None = None
-    tokens: int = number(16, 1, MOST)
-    trials: int = number(5, 1, MOST)
-    json: str | None = name()
+    model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
+    shape: str = flag("1024x8", "WIDTHxLAYERS of the random Llama.")
+    gears: str | None = flag(None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16")
+    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
+    trials: int = flag(5, "Counted trials.", least=1, most=MOST)
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class DecodeBenchmark(ModelBenchmark):
 
     what: ClassVar[str] = "decode"
 
-    context: int = number(0, 0)
+    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0)
 
 
 @dataclass(frozen=True)
@@ -87,30 +87,11 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser("benchmark", "Time kernels and gears on this machine.")
+    description = "Time kernels and gears on this machine."
+    parser = argparse.ArgumentParser(prog="python -m gearbx_mlx.benchmark", description=description)
     commands = parser.add_subparsers(dest="what", required=True)
-    absent = argparse.SUPPRESS  # a flag that is not given is not in the result
-    kernels = commands.add_parser(
-        "kernels", help="Matrix times vector, for each format, against the read bandwidth.", argument_default=absent
-    )
-    kernels.add_argument("--rows", type=int, help="Default: 4096")
-    kernels.add_argument("--cols", type=int, help="Default: 4096")
-    kernels.add_argument("--vectors", type=int, help="In one call. Default: 1")
-    kernels.add_argument("--megabytes", type=int, help="Weights read in a trial. Default: 256")
-    kernels.add_argument("--native-only", action="store_true", help="Leave MLX's own kernels out.")
-    decode = commands.add_parser("decode", help="Tokens per second of each gear.", argument_default=absent)
-    decode.add_argument("--context", type=int, help="Tokens in the KV cache before the first one. Default: 0")
-    routing = commands.add_parser(
-        "routing", help="What entropy, monitor, gate and record add to a token.", argument_default=absent
-    )
-    for command in (decode, routing):
-        command.add_argument("--model", help="Local directory or Hub repository. Default: a random Llama of --shape")
-        command.add_argument("--shape", help="WIDTHxLAYERS of the random Llama. Default: 1024x8")
-        command.add_argument("--gears", help="Default: those of a geared checkpoint, or 4,8,16")
-        command.add_argument("--tokens", type=int, help="Tokens in a trial. Default: 16")
-    for command in (kernels, decode, routing):
-        command.add_argument("--trials", type=int, help="Counted trials. Default: 5")
-        command.add_argument("--json", metavar="FILE", help="Write all rows as JSON.")
+    for what, kind in KINDS.items():
+        add_flags(commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS), kind)
     return parser
 
 

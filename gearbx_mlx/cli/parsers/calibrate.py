@@ -2,16 +2,17 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...errors import GearbxError
 from ...evaluation.wish import Wish
 from ...routing.calibration import check_shares
-from ..floors import FloorSettings, add_floor_flags
-from ..gate import GateSettings, add_gate_flags
-from ..gears import GearFlags, LayoutSettings, add_gear_flags
-from ..model import ModelSettings, add_model_flags
-from ..prompt import PromptSettings, add_prompt_flags
-from ..settings import LARGEST_SHOWN, Settings, command_settings, name, new_parser, number, one_of
+from ..floors import FloorSettings
+from ..gate import GateSettings
+from ..gears import GearFlags, LayoutSettings
+from ..model import ModelSettings
+from ..prompt import PromptSettings
+from ..settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
 
 MODES = ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
 METHODS = SHARE, PERCENTILE, MEDIAN, MANUAL = "share", "percentile", "median", "manual"
@@ -22,12 +23,18 @@ TOPS = (16, 8)
 class TargetSettings(Settings):
     """A budget instead of thresholds, and the text to find the policy on."""
 
-    target_agreement: float | None = None
-    target_kl: float | None = None
-    target_bytes: float | None = None
-    data: str | None = name()
-    tokens: int = number(2000, 1, LARGEST_SHOWN)
-    context: int = number(256, 2, LARGEST_SHOWN)
+    title: ClassVar[str] = "a budget instead of thresholds"
+
+    target_agreement: float | None = flag(
+        None, "Least share of tokens on which the top gear agrees.", exclusive="target"
+    )
+    target_kl: float | None = flag(None, "Most mean KL from the top gear, nats.", exclusive="target")
+    target_bytes: float | None = flag(None, "Most weight bytes read per token.", exclusive="target")
+    data: str | None = flag(
+        None, "Text to calibrate on. Default: what the top gear writes after the prompts.", named=True
+    )
+    tokens: int = flag(2000, "Predictions on this text.", least=1, most=LARGEST_SHOWN)
+    context: int = flag(256, "Tokens in a window of this text.", least=2, most=LARGEST_SHOWN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,15 +51,35 @@ class TargetSettings(Settings):
 class CalibrationSettings(Settings):
     """What to find, how, on which prompts; and the file to write."""
 
-    mode: str = one_of(ROUTE, *MODES)
-    top: int = one_of(16, *TOPS)
-    method: str = one_of(SHARE, *METHODS)
-    shares: str | None = None
-    prompts: str | None = name()
-    num_prompts: int | None = number(None, 1)
-    trivial: str | None = name()
-    hard: str | None = name()
-    out: str | None = name()
+    title: ClassVar[str] = "calibration"
+
+    mode: str = flag(
+        ROUTE,
+        "route, kickdown: thresholds. lossless: the gear that drafts, its curve, and the bound, those that read the "
+        "fewest bytes of weights per token; of --gears, or of several ladders.",
+        choices=MODES,
+    )
+    top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
+    method: str = flag(
+        SHARE,
+        "share: a given share of tokens per gear. percentile: 30th and 60th of the prompts' own tokens. median: of "
+        "generated tokens, and 2.5 times it. manual: trivial against hard prompts.",
+        choices=METHODS,
+    )
+    shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
+    prompts: str | None = flag(
+        None, "One prompt per line, or JSON Lines as of GSM8K. Default: three that ship.", named=True
+    )
+    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    trivial: str | None = flag(
+        None, "Prompts that are easy, for --method manual. Default: three that ship.", named=True
+    )
+    hard: str | None = flag(None, "Prompts that are hard, for --method manual. Default: three that ship.", named=True)
+    out: str | None = flag(
+        None,
+        "File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget",
+        named=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,57 +123,11 @@ class CalibrateSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
+    return parser_of(
+        CalibrateSettings,
         "calibrate",
         "Find entropy thresholds between the gears, for generate --thresholds; or when to stop drafting, for generate "
         "--mode lossless --curve.",
-    )
-    add_model_flags(parser)
-    add_prompt_flags(parser)
-    add_gear_flags(parser)
-    add_floor_flags(parser)
-    add_gate_flags(parser)
-    add_target_flags(parser)
-    add_calibration_flags(parser)
-    return parser
-
-
-def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("a budget instead of thresholds")
-    wish = group.add_mutually_exclusive_group()
-    wish.add_argument("--target-agreement", type=float, help="Least share of tokens on which the top gear agrees.")
-    wish.add_argument("--target-kl", type=float, help="Most mean KL from the top gear, nats.")
-    wish.add_argument("--target-bytes", type=float, help="Most weight bytes read per token.")
-    group.add_argument("--data", help="Text to calibrate on. Default: what the top gear writes after the prompts.")
-    group.add_argument("--tokens", type=int, help="Predictions on this text. Default: 2000")
-    group.add_argument("--context", type=int, help="Tokens in a window of this text. Default: 256")
-
-
-def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--mode",
-        choices=MODES,
-        help="route, kickdown: thresholds. lossless: the gear that drafts, its curve, and the bound, those that read "
-        "the fewest bytes of weights per token; of --gears, or of several ladders. Default: route",
-    )
-    group.add_argument(
-        "--top", type=int, choices=TOPS, help="Bits of the top gear, for lossless without --gears. Default: 16"
-    )
-    group.add_argument(
-        "--method",
-        choices=METHODS,
-        help="share: a given share of tokens per gear. percentile: 30th and 60th of the prompts' own tokens. median: "
-        "of generated tokens, and 2.5 times it. manual: trivial against hard prompts. Default: share",
-    )
-    group.add_argument("--shares", help="Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
-    group.add_argument("--prompts", help="One prompt per line, or JSON Lines as of GSM8K. Default: three that ship.")
-    group.add_argument("--num-prompts", type=int, help="Use only this many prompts, the first ones.")
-    group.add_argument("--trivial", help="Prompts that are easy, for --method manual. Default: three that ship.")
-    group.add_argument("--hard", help="Prompts that are hard, for --method manual. Default: three that ship.")
-    group.add_argument(
-        "--out",
-        help="File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget",
     )
 
 

@@ -2,16 +2,17 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...bit_selection.floors import Floors
 from ...errors import GearbxError
 from ...formats import DEFAULT_FORMAT
 from ...gears.ladder import Ladder
 from ...gears.names import DEFAULT_LADDER, DTYPES
-from ..budget import Budget, BudgetSettings, add_budget_flags
-from ..floors import FloorSettings, add_floor_flags
-from ..gears import LayoutSettings, add_ladder_flags, add_layout_flags, quality_ladder
-from ..settings import Settings, command_settings, name, new_parser, one_of
+from ..budget import Budget, BudgetSettings
+from ..floors import FloorSettings
+from ..gears import LayoutSettings, quality_ladder
+from ..settings import Settings, command_settings, flag, parser_of
 
 DESCRIPTION = (
     "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
@@ -27,13 +28,23 @@ class ConversionSettings(Settings):
     is written for mlx-lm.
     """
 
-    model: str | None = name()
-    mlx_path: str = name("mlx_model")
-    revision: str | None = name()
-    trust_remote_code: bool = False
-    dtype: str | None = one_of(None, *DTYPES)
-    upload_repo: str | None = name()
-    manifest: str | None = name()
+    title: ClassVar[str] = "conversion"
+
+    model: str | None = flag(
+        None, "Local directory or Hub repository. Default: the model that ships.", named=True, also=("--hf-path",)
+    )
+    mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
+    revision: str | None = flag(None, "Of a Hub repository: a branch, a tag or a commit.", named=True)
+    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
+    dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
+    upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
+    manifest: str | None = flag(
+        None,
+        "From gearbx_mlx.allocate. Instead of gears, write one of its tables (--gears 4) as a checkpoint for mlx-lm, "
+        "with every layer at its own bits.",
+        metavar="FILE",
+        named=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,27 +91,7 @@ class ConvertSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser("convert", DESCRIPTION)
-    parser.add_argument(
-        "--hf-path", "--model", dest="model", help="Local directory or Hub repository. Default: the model that ships."
-    )
-    parser.add_argument("--mlx-path", help="Path to save the MLX model. Default: mlx_model")
-    parser.add_argument("--revision", help="Of a Hub repository: a branch, a tag or a commit.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Enable trusting remote code for tokenizer")
-    parser.add_argument("--dtype", choices=DTYPES, help="Type to save the original weights in. Default: theirs")
-    parser.add_argument("--upload-repo", help="The Hugging Face repo to upload the model to.")
-    add_ladder_flags(parser)
-    group = parser.add_argument_group("gearbox")
-    add_layout_flags(group)
-    group.add_argument(
-        "--manifest",
-        metavar="FILE",
-        help="From gearbx_mlx.allocate. Instead of gears, write one of its tables (--gears 4) as a checkpoint for "
-        "mlx-lm, with every layer at its own bits.",
-    )
-    add_floor_flags(parser)
-    add_budget_flags(parser)
-    return parser
+    return parser_of(ConvertSettings, "convert", DESCRIPTION)
 
 
 def parse() -> ConvertSettings:

@@ -3,15 +3,16 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...errors import GearbxError
-from ..floors import FloorSettings, add_floor_flags
-from ..gate import GateSettings, add_gate_flags
-from ..gears import GearFlags, LayoutSettings, add_gear_flags
-from ..model import ModelSettings, add_model_flags
-from ..pair import add_sweep_flags, turns_of
-from ..prompt import PromptSettings, add_prompt_flags
-from ..settings import LARGEST_SHOWN, Settings, command_settings, name, new_parser, number, one_of
+from ..floors import FloorSettings
+from ..gate import GateSettings
+from ..gears import GearFlags, LayoutSettings
+from ..model import ModelSettings
+from ..pair import SMALL_MODEL, turns_of
+from ..prompt import PromptSettings
+from ..settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
 
 POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless", "lossless-fixed")
 WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own
@@ -23,26 +24,34 @@ REFERENCE_DTYPES = ("float32", "float16")
 class AnswerSettings(PromptSettings):
     """How a problem becomes tokens, and how long its answer may be."""
 
-    max_tokens: int = 256
+    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
 
 
 @dataclass(frozen=True)
 class ComparisonSettings(Settings):
     """The policies to compare along a text, and the shares of tokens in the higher of two gears."""
 
-    policy: Sequence[str] | None = None
-    share: str = "0.25,0.5"
-    between: str | None = None
-    context: int | None = number(None, 2, LARGEST_SHOWN)
-    tokens: int = number(2000, 1, LARGEST_SHOWN)
-    seed: int = number(0, 0, 2**63)
-    reference_dtype: str = one_of("float32", *REFERENCE_DTYPES)
+    title: ClassVar[str] = "evaluation"
+
+    policy: Sequence[str] | None = flag(
+        None,
+        "Policies to compare; every report has static and random as well. Default: all",
+        choices=POLICIES,
+        nargs="+",
+    )
+    share: str = flag("0.25,0.5", "Shares of tokens in the higher gear.")
+    between: str | None = flag(None, "The two gears. Default: the lowest and the top gear", metavar="LOW,HIGH")
+    context: int | None = flag(
+        None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
+    )
+    tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
+    seed: int = flag(0, "Seed of the random gate and of the noise. Default: 0", least=0, most=2**63)
+    reference_dtype: str = flag(
+        "float32", "Type in which the top gear's log-probabilities are stored on disk.", choices=REFERENCE_DTYPES
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unknown = [policy for policy in self.policy or () if policy not in POLICIES]
-        if unknown:
-            raise GearbxError(f"--policy is {unknown[0]}; choose from {', '.join(POLICIES)}")
         self.shares()
 
     def shares(self) -> list[float]:
@@ -62,14 +71,24 @@ class ComparisonSettings(Settings):
 class TaskSettings(Settings):
     """The data, the task on it, and the models: one in gears, or two that take turns."""
 
-    data: str = name("")
-    out: str = name("evaluation")
-    task: str = one_of(TEXT, *TASKS)
-    num_problems: int = number(50, 1)
-    num_shots: int = number(0, 0)
-    thresholds: str | None = name()
-    small_model: str | None = name()
-    answers_only: bool = False
+    title: ClassVar[str] = "task"
+
+    data: str = flag(help="A text, or JSON Lines with text, or question and answer (GSM8K).", named=True)
+    out: str = flag("evaluation", "Directory for the report.", named=True)
+    task: str = flag(TEXT, "gsm8k: the model writes greedily, and its final number is right or wrong.", choices=TASKS)
+    num_problems: int = flag(50, "Task gsm8k: problems to solve.", least=1)
+    num_shots: int = flag(0, "Task gsm8k: first problems of the file to show as examples. Default: 0", least=0)
+    thresholds: str | None = flag(
+        None,
+        "For route and kickdown; with --small-model, for both tasks, a sweep: inf,1,0.5,0. Default: the papers'",
+        metavar="FILE|BITS",
+        named=True,
+    )
+    small_model: str | None = flag(None, SMALL_MODEL, named=True)
+    answers_only: bool = flag(
+        False,
+        "With --small-model: of questions and answers count the answers, which alone are written in generation.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,53 +121,11 @@ class EvaluateSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
+    return parser_of(
+        EvaluateSettings,
         "evaluate",
         "Read a text under several policies, one token at a time on a KV cache, and compare each token's distribution "
         "with the top gear's. Give the same command again after an interrupt, and it continues.",
-    )
-    add_model_flags(parser)
-    add_gear_flags(parser)
-    add_floor_flags(parser)
-    add_gate_flags(parser)
-    add_sweep_flags(parser)
-    add_comparison_flags(parser)
-    add_prompt_flags(parser)
-    add_task_flags(parser)
-    return parser
-
-
-def add_comparison_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("evaluation")
-    group.add_argument("--data", required=True, help="A text, or JSON Lines with text, or question and answer (GSM8K).")
-    group.add_argument("--out", help="Directory for the report. Default: evaluation")
-    group.add_argument(
-        "--policy",
-        nargs="+",
-        choices=POLICIES,
-        help="Policies to compare; every report has static and random as well. Default: all",
-    )
-    group.add_argument("--share", help="Shares of tokens in the higher gear. Default: 0.25,0.5")
-    group.add_argument("--between", metavar="LOW,HIGH", help="The two gears. Default: the lowest and the top gear")
-    group.add_argument("--context", type=int, help="Tokens in a window. Default: 256, or the model's context if less")
-    group.add_argument("--tokens", type=int, help="Predictions in all. Default: 2000")
-    group.add_argument("--seed", type=int, help="Seed of the random gate and of the noise. Default: 0")
-    group.add_argument(
-        "--reference-dtype",
-        choices=REFERENCE_DTYPES,
-        help="Type in which the top gear's log-probabilities are stored on disk. Default: float32",
-    )
-
-
-def add_task_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("task gsm8k: the model writes greedily, and its final number is right or wrong")
-    group.add_argument("--task", choices=TASKS, help="Default: text")
-    group.add_argument("--num-problems", type=int, help="Problems to solve. Default: 50")
-    group.add_argument("--num-shots", type=int, help="First problems of the file to show as examples. Default: 0")
-    group.add_argument(
-        "--thresholds",
-        metavar="FILE|BITS",
-        help="For route and kickdown; with --small-model, for both tasks, a sweep: inf,1,0.5,0. Default: the papers'",
     )
 
 

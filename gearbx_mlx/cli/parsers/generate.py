@@ -2,19 +2,19 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...errors import GearbxError
-from ..controller import ControllerSettings, add_controller_flags
-from ..floors import FloorSettings, add_floor_flags
-from ..gate import AUTO, GateSettings, RoutingSettings, add_routing_flags
-from ..gears import GearFlags, LayoutSettings, add_gear_flags
-from ..model import ModelSettings, add_model_flags
-from ..modes import ModeSettings, add_mode_flags
-from ..output import OutputSettings, add_output_flags
-from ..pair import add_pair_flags
-from ..prompt import PromptSettings, add_prompt_flags
-from ..sampling import CacheSettings, SamplingSettings, add_cache_flags, add_sampling_flags
-from ..settings import Settings, command_settings, flag_of, name, new_parser
+from ..controller import ControllerSettings
+from ..floors import FloorSettings
+from ..gate import AUTO, GateSettings, RoutingSettings
+from ..gears import GearFlags, LayoutSettings
+from ..model import ModelSettings
+from ..modes import ModeSettings
+from ..output import OutputSettings
+from ..prompt import PromptSettings
+from ..sampling import CacheSettings, SamplingSettings
+from ..settings import Settings, command_settings, flag, flag_of, parser_of
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -26,9 +26,15 @@ DEFAULT_PROMPT = (
 class InputSettings(Settings):
     """What is to be answered, how the answer begins, and what was read before."""
 
-    prompt: str = DEFAULT_PROMPT
-    prefill_response: str | None = None
-    prompt_cache_file: str | None = name()
+    title: ClassVar[str] = "input"
+
+    prompt: str = flag(
+        DEFAULT_PROMPT, "Message to be processed ('-' reads from stdin). Default: a word problem", also=("-p",)
+    )
+    prefill_response: str | None = flag(None, "Prefill response to be used for the chat template")
+    prompt_cache_file: str | None = flag(
+        None, "A file containing saved KV caches to avoid recomputing them", named=True
+    )
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,16 @@ class GenerateSettings:
             "telemetry_only": self.mode.telemetry_only,
             "gear": self.mode.gear,
         }
-        for flag, value in single.items():
+        for setting, value in single.items():
             if value:
-                raise GearbxError(f"{flag_of(flag)} is of one model; leave it out with --small-model")
+                raise GearbxError(f"{flag_of(setting)} is of one model; leave it out with --small-model")
         if self.routing.initial_gear not in (AUTO, "small", "large"):
             raise GearbxError(f"--initial-gear {self.routing.initial_gear}: a pair has {AUTO}, small, large")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
+    return parser_of(
+        GenerateSettings,
         "generate",
         "Generate text with a model that changes the precision of its weights while it writes.",
         "In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead. In mode "
@@ -78,22 +85,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "native kernels (on a GPU, say) several rows are rounded otherwise than one, so that a near-tie between two "
         "tokens may end differently; the summary counts near-ties.",
     )
-    add_model_flags(parser)
-    add_prompt_flags(parser)
-    prompt = parser.add_argument_group("input")
-    prompt.add_argument("--prompt", "-p", help="Message to be processed ('-' reads from stdin)")
-    prompt.add_argument("--prefill-response", help="Prefill response to be used for the chat template")
-    prompt.add_argument("--prompt-cache-file", help="A file containing saved KV caches to avoid recomputing them")
-    add_sampling_flags(parser)
-    add_cache_flags(parser)
-    add_gear_flags(parser)
-    add_floor_flags(parser)
-    add_routing_flags(parser)
-    add_mode_flags(parser)
-    add_pair_flags(parser)
-    add_controller_flags(parser)
-    add_output_flags(parser)
-    return parser
 
 
 def parse() -> GenerateSettings:

@@ -2,17 +2,17 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...bit_selection.mlx_sensitivities import HIGH, LOW
 from ...errors import GearbxError
 from ...gears.ladder import DENSE, Ladder
-from ..calibration_text import CalibrationTextSettings, add_text_flags
-from ..gears import LayoutSettings, add_layout_flags
-from ..model import ModelSettings, add_model_flags
+from ..calibration_text import CalibrationTextSettings
+from ..gears import FormatSettings
+from ..model import ModelSettings
 from ..output import check_distinct
-from ..settings import Settings, command_settings, name, new_parser
+from ..settings import Settings, command_settings, flag, parser_of
 
-DEFAULT_BITS = "3,4,5,6,8"
 DESCRIPTION = (
     "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
     "alone is reduced. To continue an interrupted run, give the same command again."
@@ -23,12 +23,22 @@ DESCRIPTION = (
 class MeasurementSettings(Settings):
     """What to measure, how, and where to write it."""
 
-    bits: str = DEFAULT_BITS
-    out: str = name("manifest.json")
-    fast: bool = False
-    compare: bool = False
-    sensitivities: str | None = name()
-    write_sensitivities: str | None = name()
+    title: ClassVar[str] = "sensitivity"
+
+    bits: str = flag("3,4,5,6,8", "Widths, ascending.")
+    out: str = flag("manifest.json", "File to write.", named=True)
+    fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.", exclusive="how")
+    compare: bool = flag(False, "Measure, and print how well the fast way ranks the layers.", exclusive="how")
+    sensitivities: str | None = flag(
+        None,
+        "Take a file of mlx_lm.dynamic_quant instead of measuring.",
+        metavar="FILE",
+        named=True,
+        exclusive="how",
+    )
+    write_sensitivities: str | None = flag(
+        None, "Write such a file, for mlx_lm.dynamic_quant.", metavar="FILE", named=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,29 +67,11 @@ class SensitivitySettings:
     model: ModelSettings
     text: CalibrationTextSettings
     measurement: MeasurementSettings
-    layout: LayoutSettings
+    layout: FormatSettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = new_parser("sensitivity", DESCRIPTION)
-    add_model_flags(parser)
-    add_text_flags(parser)
-    group = parser.add_argument_group("sensitivity")
-    group.add_argument("--bits", help=f"Widths, ascending. Default: {DEFAULT_BITS}")
-    add_layout_flags(group)
-    group.add_argument("--out", help="Default: manifest.json")
-    how = group.add_mutually_exclusive_group()
-    how.add_argument(
-        "--fast", action="store_true", help="To first order, from one backward pass, as in mlx_lm.dynamic_quant."
-    )
-    how.add_argument(
-        "--compare", action="store_true", help="Measure, and print how well the fast way ranks the layers."
-    )
-    how.add_argument(
-        "--sensitivities", metavar="FILE", help="Take a file of mlx_lm.dynamic_quant instead of measuring."
-    )
-    group.add_argument("--write-sensitivities", metavar="FILE", help="Write such a file, for mlx_lm.dynamic_quant.")
-    return parser
+    return parser_of(SensitivitySettings, "sensitivity", DESCRIPTION)
 
 
 def parse() -> SensitivitySettings:
