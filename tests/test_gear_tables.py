@@ -54,7 +54,7 @@ class TestTablesThatCannotBe:
         ("table", "told"),
         [
             ({"lowest": {UP: 4}}, "no gear 'lowest' in the ladder 4,8,16"),
-            ({"low": {"nowhere": 4}}, "the table of low has nowhere, which is no layer that changes gear"),
+            ({"low": {"nowhere": 4}}, "the table of low has nowhere, which is not a layer that changes gear"),
             ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
         ],
     )

@@ -33,7 +33,7 @@ def model_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
-    """The type of a parameter in the checkpoint, or ("") of most of the model, whatever type it computes in."""
+    """The type of a parameter in the checkpoint, or ("") of most of the model; it may compute in another."""
     stored: Mapping[str, mx.Dtype] = getattr(model, STORED, {})
     if path in stored:
         return stored[path]

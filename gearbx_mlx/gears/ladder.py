@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import GearbxError
 
 QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
-DENSE = 16  # the weights as they are, in whatever type the checkpoint has
+DENSE = 16  # the weights as they are, in the type of the checkpoint
 WIDTHS = (*QUANTIZED, DENSE)
 SUPPORTED = ", ".join(map(str, WIDTHS))
 
