@@ -105,64 +105,77 @@ def measure_least(results):
     return measured_tables(model, texts_of(tokenizer), {("every layer at its min_bits", None): least})[0]
 
 
+def allocation_table(found):
+    head = ["", "bits per weight", "KL, calibration text", "of uniform", "KL, held out", "of uniform", "perplexity"]
+    rows = [
+        [
+            row["name"],
+            f"{row['bits_per_weight']:.3f}",
+            f"{row['calibration']['kl']:.5f}",
+            f"{row['of_uniform']['calibration']:.2f}",
+            f"{row['held_out']['kl']:.5f}",
+            f"**{row['of_uniform']['held_out']:.2f}**",
+            f"{row['held_out']['perplexity_change']:+.2f} %",
+        ]
+        for row in found["rows"]
+    ]
+    return table(head, rows)
+
+
+def classes_table(manifest):
+    rows = []
+    for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
+        members = [layer for layer in manifest.layers.values() if layer.kind == kind]
+        least = [layer.min_bits for layer in members]
+        counted = ", ".join(f"{least.count(bits)} at {bits}" for bits in sorted({*least}))
+        kls = (f"{sum(layer.kl[bits] for layer in members):.2g}" for bits in manifest.bits)
+        rows.append([kind, len(members), counted, *kls])
+    return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
+
+
+def least_table(results):
+    row = json.loads((results / "least.json").read_text())
+    head = ["", "bits per weight", "KL, calibration text", "perplexity", "KL, held out", "perplexity"]
+    kls = [
+        figure
+        for text in ("calibration", "held_out")
+        for figure in (f"{row[text]['kl']:.4f}", f"{row[text]['perplexity_change']:+.2f} %")
+    ]
+    return table(head, [[row["name"], f"{row['bits_per_weight']:.3f}", *kls]])
+
+
+def clamps_table(manifest):
+    tried = [layer for layer in manifest.layers.values() if layer.kl_clamped]
+    lowest = str(manifest.bits[0])
+    better = sum(len(layer.kl_clamped) > 1 for layer in tried)
+    kept = sum(layer.clamp is not None for layer in tried)
+    rows = [[len(manifest.layers), len(tried), better, kept]]
+    return table(["layers", "heavier tails", f"lower KL at {lowest} bits", "at every width, so clamped"], rows)
+
+
+def cost_table(manifest):
+    shares = manifest.cost
+    rows = [["blocks", "calls of managed layers", "multiplications of managed layers"]]
+    return table(rows[0], [[f"{shares[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]])
+
+
+def ranks_table(manifest):
+    known = manifest.cost["spearman"]
+    return table([f"{bits} bits" for bits in known], [[f"{value:.2f}" for value in known.values()]])
+
+
 def tables_of(results):
+    """Name of a table in docs/sensitivity.md to its text."""
     found = json.loads((results / "allocation.json").read_text())
     manifest = read_precision(results / "manifest.json")
-
-    def allocation():
-        head = ["", "bits per weight", "KL, calibration text", "of uniform", "KL, held out", "of uniform", "perplexity"]
-        rows = [
-            [
-                row["name"],
-                f"{row['bits_per_weight']:.3f}",
-                f"{row['calibration']['kl']:.5f}",
-                f"{row['of_uniform']['calibration']:.2f}",
-                f"{row['held_out']['kl']:.5f}",
-                f"**{row['of_uniform']['held_out']:.2f}**",
-                f"{row['held_out']['perplexity_change']:+.2f} %",
-            ]
-            for row in found["rows"]
-        ]
-        return table(head, rows)
-
-    def classes():
-        rows = []
-        for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
-            members = [layer for layer in manifest.layers.values() if layer.kind == kind]
-            least = [layer.min_bits for layer in members]
-            counted = ", ".join(f"{least.count(bits)} at {bits}" for bits in sorted({*least}))
-            kls = (f"{sum(layer.kl[bits] for layer in members):.2g}" for bits in manifest.bits)
-            rows.append([kind, len(members), counted, *kls])
-        return table(["class", "layers", "min_bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
-
-    def least():
-        row = json.loads((results / "least.json").read_text())
-        head = ["", "bits per weight", "KL, calibration text", "perplexity", "KL, held out", "perplexity"]
-        kls = [
-            figure
-            for text in ("calibration", "held_out")
-            for figure in (f"{row[text]['kl']:.4f}", f"{row[text]['perplexity_change']:+.2f} %")
-        ]
-        return table(head, [[row["name"], f"{row['bits_per_weight']:.3f}", *kls]])
-
-    def clamps():
-        tried = [layer for layer in manifest.layers.values() if layer.kl_clamped]
-        lowest = str(manifest.bits[0])
-        better = sum(len(layer.kl_clamped) > 1 for layer in tried)
-        kept = sum(layer.clamp is not None for layer in tried)
-        rows = [[len(manifest.layers), len(tried), better, kept]]
-        return table(["layers", "heavier tails", f"lower KL at {lowest} bits", "at every width, so clamped"], rows)
-
-    def cost():
-        shares = manifest.cost
-        rows = [["blocks", "calls of managed layers", "multiplications of managed layers"]]
-        return table(rows[0], [[f"{shares[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]])
-
-    def ranks():
-        known = manifest.cost["spearman"]
-        return table([f"{bits} bits" for bits in known], [[f"{value:.2f}" for value in known.values()]])
-
-    return {function.__name__: function for function in (allocation, classes, least, clamps, cost, ranks)}
+    return {
+        "allocation": lambda: allocation_table(found),
+        "classes": lambda: classes_table(manifest),
+        "least": lambda: least_table(results),
+        "clamps": lambda: clamps_table(manifest),
+        "cost": lambda: cost_table(manifest),
+        "ranks": lambda: ranks_table(manifest),
+    }
 
 
 def draw(results, path):

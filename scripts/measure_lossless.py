@@ -210,19 +210,42 @@ def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
     return chi_square(counts, expected, draws)
 
 
+def compare_lengths(args, gearbox, tokenizer, prompts, texts, rule, draft):
+    """The rule and fixed lengths of draft on the same prompts, in the same draft gear; nothing without --lengths."""
+    lengths = list(map(int, filter(None, args.lengths.split(","))))
+    rules = {"curve": rule, **{length: FixedLength(length) for length in lengths}}
+    compared = {
+        name: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, other, draft, f"compared: {name}")
+        for name, other in rules.items()
+        if lengths
+    }
+    result = {"compared": compared.pop("curve", None), "fixed": compared}
+    if compared:
+        result["best_fixed"] = min(compared, key=lambda length: compared[length]["weight_bytes_per_token"])
+    return result
+
+
+def compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, prompts, texts):
+    """mlx-lm's own speculative decoding with a second copy of the model in the draft gear, by length of draft."""
+    second = Gearbox(load(args.model)[0], ladder, **settings)
+    return {
+        length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
+        for length in map(int, args.speculative.split(","))
+    }
+
+
 def main():
     args = parse_arguments()
     curve = calibrated(args) if args.calibrate else args.curve
     made = read_draft_file(curve) if curve else None
     ladder = Ladder(made.gears) if made else Ladder.parse(args.gears or "4,8,16")
-    geared = {"kernels": args.kernels, "activations": args.activations, "group_size": args.q_group_size}
+    settings = {"kernels": args.kernels, "activations": args.activations, "group_size": args.q_group_size}
     model, tokenizer = load(args.model)
-    gearbox = Gearbox(model, ladder, **geared)
+    gearbox = Gearbox(model, ladder, **settings)
     top = gearbox.ladder.top
     rule, draft = find_rule(gearbox, curve)
     draft = gearbox.ladder.find(draft) if draft else gearbox.ladder[0]
     prompts = [encode(tokenizer, prompt) for prompt in read_prompts(Path(args.prompts))[: args.num_prompts]]
-
     gearbox.shift(top)
     texts = []
     for prompt in track(prompts, "the top gear alone"):
@@ -243,23 +266,10 @@ def main():
         "curve": run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, rule, draft, "lossless"),
     }
     prompts, texts = prompts[: args.num_compared], texts[: args.num_compared]
-    lengths = list(map(int, filter(None, args.lengths.split(","))))
-    rules = {"curve": rule, **{length: FixedLength(length) for length in lengths}}  # in the same draft gear
-    compared = {
-        name: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, other, draft, f"compared: {name}")
-        for name, other in rules.items()
-        if lengths
-    }
-    result["compared"], result["fixed"] = compared.pop("curve", None), compared
-    if result["fixed"]:
-        result["best_fixed"] = min(result["fixed"], key=lambda n: result["fixed"][n]["weight_bytes_per_token"])
+    result |= compare_lengths(args, gearbox, tokenizer, prompts, texts, rule, draft)
     if args.speculative:
-        other, _ = load(args.model)
-        second = Gearbox(other, ladder, **geared)
-        result["mlx_lm_speculative"] = {
-            length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
-            for length in map(int, args.speculative.split(","))
-        }
+        speculative = compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, prompts, texts)
+        result["mlx_lm_speculative"] = speculative
     if args.draws:
         result["chi_square"] = [
             draw_pairs(gearbox, prompt, rule, draft, args.temp, args.draws, f"draws, prompt {number}")

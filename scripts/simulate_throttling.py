@@ -2,9 +2,8 @@
 
     python scripts/simulate_throttling.py docs/images/throttling.png --page docs/machine.md --json throttling.json
 
-The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token
-takes a fixed time, the time to read its bytes of weights at a bandwidth that the script throttles, and some noise. With
---real-time the script waits for the simulated time of every token.
+The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token takes
+a fixed time, the time to read its weights at a throttled bandwidth, and some noise. --real-time waits for that time.
 """
 
 import argparse
@@ -35,8 +34,7 @@ PROMPTS = (
     "A train goes 60 miles in an hour. How many miles does it go in a day, if it rests for 8 hours?",
 )
 GEARS, CAP_BITS = "8", (4, 5, 6)  # a single gear: only the controller changes anything
-SETTLED = 0.10  # share of the target: the speed has settled when it stays this near to it
-IN_TOKENS = 60
+SETTLED, IN_TOKENS = 0.10, 60  # the speed has settled when it stays this near to the target, as a share of it
 
 
 @dataclass

@@ -95,6 +95,47 @@ def pass_milliseconds(gearbox, gear, rows):
     return statistics.median(times)
 
 
+def time_texts(gearbox, narrow, draft, tokenizer, prompts, made, bounds, max_tokens):
+    """Time every prompt in the top gear alone, and with drafts to each bound, in turn.
+
+    Returns:
+        tokens and seconds of the top gear's texts, the same for each bound, and how many texts are the demo model's.
+    """
+
+    def lossless(prompt, bound):
+        geared = LosslessModel(
+            gearbox,
+            ProductRule(made.rule().agreement, bound),
+            draft=draft,
+            stop_tokens=tokenizer.eos_token_ids,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+        )
+        return generated(geared, tokenizer, prompt, max_tokens)
+
+    alone, as_demo = [], 0
+    drafted = {bound: [] for bound in bounds}
+    lossless(prompts[0], bounds[0])  # a warm-up
+    for prompt in track(prompts, "timing"):
+        gearbox.shift(gearbox.ladder.top)
+        alone.append(generated(gearbox.model, tokenizer, prompt, max_tokens))
+        as_demo += alone[-1][0] == generated(narrow.model, tokenizer, prompt, max_tokens)[0]
+        for bound in bounds:
+            drafted[bound].append(lossless(prompt, bound))
+    return alone, drafted, as_demo
+
+
+def compare(alone, runs):
+    """Texts with drafts beside those of the top gear alone: how many are identical, and how fast they are."""
+    ratios = [before / seconds for (_, before), (_, seconds) in zip(alone, runs)]
+    return {
+        "identical": sum(tokens == expected for (tokens, _), (expected, _) in zip(runs, alone)),
+        "tokens_per_second": 1 / statistics.median(seconds for _, seconds in runs),
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+    }
+
+
 def main():
     args = parse_arguments()
     made = read_draft_file(args.curve)
@@ -106,28 +147,7 @@ def main():
     gearbox = Gearbox(widened(load()[0], args.times), gears, kernels="native", activations=args.activations)
     top, draft = gearbox.ladder.top, gearbox.ladder.find(made.draft)
     narrow.shift(narrow.ladder.top)
-
-    def lossless(prompt, bound):
-        geared = LosslessModel(
-            gearbox,
-            ProductRule(made.rule().agreement, bound),
-            draft=draft,
-            stop_tokens=tokenizer.eos_token_ids,
-            prompt_tokens=len(prompt),
-            max_tokens=args.max_tokens,
-        )
-        return generated(geared, tokenizer, prompt, args.max_tokens)
-
-    alone, as_demo = [], 0
-    drafted = {bound: [] for bound in bounds}
-    lossless(prompts[0], bounds[0])  # a warm-up
-    for prompt in track(prompts, "timing"):
-        gearbox.shift(top)
-        alone.append(generated(gearbox.model, tokenizer, prompt, args.max_tokens))
-        as_demo += alone[-1][0] == generated(narrow.model, tokenizer, prompt, args.max_tokens)[0]
-        for bound in bounds:
-            drafted[bound].append(lossless(prompt, bound))
-    top_seconds = [seconds for _, seconds in alone]
+    alone, drafted, as_demo = time_texts(gearbox, narrow, draft, tokenizer, prompts, made, bounds, args.max_tokens)
     result = {
         "times": args.times,
         "parameters": sum(array.size for _, array in tree_flatten(gearbox.model.parameters())),
@@ -139,22 +159,14 @@ def main():
         "prompts": len(prompts),
         "tokens": sum(len(tokens) for tokens, _ in alone),
         "identical_to_the_demo_model": as_demo,
-        "tokens_per_second_top": 1 / statistics.median(top_seconds),
+        "tokens_per_second_top": 1 / statistics.median(seconds for _, seconds in alone),
         "milliseconds": {
             "draft": pass_milliseconds(gearbox, draft, 1),
             **{f"top, {rows} rows": pass_milliseconds(gearbox, top, rows) for rows in (1, 4, 8, 16)},
         },
-        "bounds": {},
+        "bounds": {bound: compare(alone, runs) for bound, runs in drafted.items()},
         "date": time.strftime("%Y-%m-%d"),
     }
-    for bound, runs in drafted.items():
-        ratios = [before / seconds for before, (_, seconds) in zip(top_seconds, runs)]
-        result["bounds"][bound] = {
-            "identical": sum(tokens == expected for (tokens, _), (expected, _) in zip(runs, alone)),
-            "tokens_per_second": 1 / statistics.median(seconds for _, seconds in runs),
-            "ratio": statistics.median(ratios),
-            "spread": [min(ratios), max(ratios)],
-        }
     text = json.dumps(result, indent=2) + "\n"
     print(text)
     if args.json:

@@ -18,6 +18,7 @@ SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes",
 @pytest.fixture
 def bench(monkeypatch):
     """The script, called with flags: its exit status."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # where its other part is
     spec = importlib.util.spec_from_file_location("bench_metal", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bench_metal", module)

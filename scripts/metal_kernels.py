@@ -1,0 +1,131 @@
+"""The Metal kernels that bench_metal.py checks and times: how each packs a matrix, dequantizes it and multiplies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats.codebook_packing import LAYOUT
+from gearbx_mlx.formats.planes import Planes, split
+from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
+from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+
+AFFINE = (2, 3, 4, 5, 6, 8)
+CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
+STACKS = ((4, 4), (4, 1, 1, 2))
+
+Arrays = list[mx.array]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A format at some bits.
+
+    pack: a matrix (O, I) to arrays. dense: arrays and I to the dequantized matrix (O, I), float32. product: x (V, I),
+    arrays and a variant to the result. multiple: the columns have to be a multiple of it.
+    """
+
+    format: str
+    bits: str
+    pack: Callable[[mx.array], Arrays]
+    dense: Callable[[Arrays, int], mx.array]
+    product: Callable[[mx.array, Arrays, str], mx.array]
+    multiple: int = 1
+
+
+def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
+    count = len(widths)
+
+    def pack(weight: mx.array) -> Arrays:
+        made = split(weight, widths, group_size)
+        return [*made.weights, made.scales, *made.biases]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size).dequantize(sum(widths))
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).run()
+
+    return Kernel("planes", "+".join(map(str, widths)), pack, dense, product, group_size)
+
+
+def affine_kernel(bits: int, group_size: int) -> Kernel:
+    """MLX's own weights, as a stack of one plane."""
+    stack = planes_kernel((bits,), group_size)
+
+    def pack(weight: mx.array) -> Arrays:
+        return list(mx.quantize(weight, group_size, bits))
+
+    return Kernel("affine", str(bits), pack, stack.dense, stack.product, group_size)
+
+
+def mlx_kernel(bits: int, group_size: int) -> Kernel:
+    """MLX's own kernel, to compare the others with."""
+    affine = affine_kernel(bits, group_size)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return mx.quantized_matmul(x, *a, group_size=group_size, bits=bits)
+
+    return Kernel("affine", str(bits), affine.pack, affine.dense, product, group_size)
+
+
+def rowwise_kernel(bits: int) -> Kernel:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = rowwise.quantize(weight, bits)
+        return [rowwise.pack_symmetric_codes(codes, bits), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return rowwise_launch(x, *a, bits, x.shape[-1], variant=variant).run()
+
+    return Kernel("rowwise", str(bits), pack, dense, product)
+
+
+def groupwise_kernel() -> Kernel:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = groupwise.quantize(weight)
+        return [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
+        return groupwise.dequantize(codes, a[1], columns)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return groupwise_launch(x, *a, x.shape[-1], variant=variant).run()
+
+    return Kernel("groupwise", str(groupwise.BITS), pack, dense, product)
+
+
+def codebook_kernel(format: str, bits: int) -> Kernel:
+    """Codebooks with outliers: one per row, or a library."""
+    module, launch = CODEBOOKS[format]
+    names: list[str] = []
+
+    def pack(weight: mx.array) -> Arrays:
+        arrays = module.encode(weight, bits)
+        names[:] = arrays
+        return list(arrays.values())
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return module.decode(dict(zip(names, a)), bits, columns)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return launch(x, dict(zip(names, a)), bits, variant=variant).run()
+
+    return Kernel(format, str(bits), pack, dense, product)
+
+
+def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
+    """Every kernel, with MLX's own at the same bits."""
+    rowwise_bits = tuple(rowwise.Q_MAX)
+    return [
+        *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
+        *((planes_kernel(widths, group_size), mlx_kernel(sum(widths), group_size)) for widths in STACKS),
+        *((rowwise_kernel(bits), mlx_kernel(bits, group_size)) for bits in rowwise_bits),
+        (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
+        *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
+        *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
+    ]
