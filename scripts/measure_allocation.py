@@ -21,12 +21,14 @@ from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import Exact
 from gearbx_mlx.bit_selection.sensitivity_fast import first_order
-from gearbx_mlx.cli.calibration_text import LENGTH, SAMPLES
+from gearbx_mlx.cli.calibration_text import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot
 
+TEXT = CalibrationTextSettings()
+SAMPLES, LENGTH = TEXT.num_samples, TEXT.sequence_length
 HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
 SMALLEST_DRAWN = 1e-7  # nats; the picture is logarithmic

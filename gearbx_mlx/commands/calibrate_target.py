@@ -128,8 +128,8 @@ class Search:
         """
         least, most = 0.0, math.inf
         for candidate in promising:
-            if not least <= candidate.predicted.weight_bytes <= most:
-                continue  # too near to the one that fell short
+            if candidate.mode != STATIC and not least <= candidate.predicted.weight_bytes <= most:
+                continue  # too near to the one that fell short; of a static gear the prediction is exact
             chosen = self.verified(candidate, progress)
             if self.wish.met_by(chosen.outcome):
                 return chosen
