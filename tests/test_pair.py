@@ -371,7 +371,7 @@ class TestGenerate:
             (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
             (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
             (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
-            (["--small-model", "S", "--min-gear-duration", 0], ["minimum gear duration is 0"]),
+            (["--small-model", "S", "--min-gear-duration", 0], ["--min-gear-duration is 0; give 1 or more"]),
             (["--small-model", "S", "--window", 0], ["window is 0"]),
             (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
             (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),

@@ -7,7 +7,6 @@ import mlx.nn as nn
 
 from ..bit_selection.floors import Floors
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
-from ..bit_selection.selecting import select_bits, selection_lines
 from ..errors import GearbxError, about
 from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox
@@ -120,6 +119,8 @@ def require_gearbox(settings: GearSettings, model: nn.Module, checkpoint: str | 
 
 def predicate_of_floors(model: nn.Module, settings: GearSettings, floors: Floors) -> Predicate:
     """Which layers change gear, each with the fewest bits that reach its floor; prints what was chosen."""
+    from ..bit_selection.selecting import select_bits, selection_lines  # codebooks: few runs need them
+
     with progress_bar() as progress:
         selection = select_bits(model, settings.format, settings.manage, floors, progress)
     for line in selection_lines(selection):

@@ -21,7 +21,6 @@ from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..loading import gears_of, model_name
-from . import generate_pair
 from .written_text import show_summary, write_out
 
 
@@ -31,6 +30,8 @@ def run(settings: GenerateSettings) -> int:
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     if settings.mode.small_model is not None:
+        from . import generate_pair  # which one model need not wait for
+
         return generate_pair.run(settings, settings.mode.small_model, prompt, trace, summary)
     choice, gears = settle(settings)
     cache, model_path = load_cache(settings.input.prompt_cache_file, settings.model.model)
