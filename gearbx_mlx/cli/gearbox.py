@@ -77,7 +77,7 @@ def make_gearbox(
     Args:
         checkpoint: what the model was loaded from; None: the demo model.
         dtype: the type to compute in.
-        observe: watch only, whatever the model can do.
+        observe: return an observer for any model.
 
     Raises:
         GearbxError: settings that do not fit the model.

@@ -27,23 +27,24 @@ def run(settings: ConvertSettings) -> int:
     return 0
 
 
-def convert(model: str | Path | None = None, **keywords: Any) -> Path:
+def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
     """The directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
 
     An interrupted conversion is continued when the function is called again with the same arguments. Progress and
     notes go to stderr.
 
     Args:
-        model: a local directory or a Hub repository; None: the demo model.
-        keywords: the command's flags by name, with its defaults: mlx_path ("mlx_model"), gears ("4,8,16"), format,
-            manage, q_group_size, dtype, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
-            min_cos_lazy, memory_budget, target_bpw, prompts.
+        hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
+        mlx_path: the directory to write.
+        keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
+            dtype, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict, min_cos_lazy,
+            memory_budget, target_bpw, prompts.
 
     Raises:
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
             or a directory that exists or cannot be written.
     """
-    settings = command_settings(ConvertSettings, {"model": model, **keywords})
+    settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
     out = write_checkpoint(settings)
     upload(out, settings.conversion.upload_repo)
     return out

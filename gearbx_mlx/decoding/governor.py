@@ -40,7 +40,7 @@ class Governor:
         gearbox: of the model.
         target_tps: tokens per second; None: the machine's state alone caps.
         watch: of the machine; None: speed alone caps.
-        sensitivity: cost of a layer at so many bits; by kind and place of the layer, if not given.
+        sensitivity: cost of a layer at a number of bits; by kind and place of the layer, if not given.
         bounds: of layers that may not have all bits that they are stored at.
         time_layers: lower a block whose time jumps. On a CPU alone, and there it costs some speed.
         clock: seconds.

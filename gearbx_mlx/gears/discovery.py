@@ -142,16 +142,14 @@ def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
     largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
     separate = separate_head(path for path, _ in model.named_modules())
     # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
-    asks_it = any("as_linear(" in source(kind) for kind in {type(module) for module in model.modules()})
-    return largest[0] if len(largest) == 1 and asks_it and not separate else None
+    uses_it = any(calls_as_linear(kind) for kind in {type(module) for module in model.modules()})
+    return largest[0] if len(largest) == 1 and uses_it and not separate else None
 
 
-def source(kind: type) -> str:
-    """The source code of a class, or "" where Python does not have it."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
+def calls_as_linear(kind: type) -> bool:
+    """Whether a class of modules multiplies by an embedding through its method."""
+    functions = (value for value in vars(kind).values() if inspect.isfunction(value))
+    return any("as_linear" in function.__code__.co_names for function in functions)
 
 
 def discover(

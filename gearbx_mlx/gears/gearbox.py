@@ -29,36 +29,37 @@ from .sources import FromFiles, Original, Source
 class Gearbox(GearCosts):
     """Puts one of several precisions into a model, and back.
 
-    The model is in the ladder's top gear after construction. Gears are made when they are first engaged, kept, and
-    swapped as a whole: a shift that fails leaves the model in the gear it had. A top gear of 16 bits is the original
-    arrays. A half-precision model is put into float32 on a CPU when the ladder has quantized gears (`dtype`).
+    A gear is made when it is first engaged, and kept. A shift swaps all layers, or none: if it fails, the model stays
+    in the gear that it had. After construction the model is in the top gear. A top gear of 16 bits has the original
+    arrays. On a CPU, a half-precision model is put into float32 if the ladder has quantized gears (`dtype`).
 
-    A model that `load` got from a geared checkpoint has its gears in the files: they are read when first engaged, the
-    model is in the lowest after construction, and ladder, format, manage and group size are the checkpoint's.
+    A model that `load` got from a geared checkpoint has its gears in the files. They are read when they are first
+    engaged. After construction this model is in the lowest gear; ladder, format, manage and group size are those of
+    the checkpoint.
 
     Args:
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
         ladder: a Ladder, or text such as "4,8,16", which is the default; of a geared checkpoint some of its gears.
-        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise", "groupwise", "codebook",
-            "codebook-library", or a Format.
+        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
+            "groupwise", "codebook", "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
-        residency: of gears that are not engaged: "resident", "host" or "disk".
+        residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk".
         checkpoint: the model's directory, for "disk".
-        dtype: what to compute in: "auto", "float32", "bfloat16" or "float16".
-        kernels: "mlx": MLX's own, with which the top gear is mlx-lm bit for bit. "native": compiled on this machine,
-            for a CPU, where the top gear then differs from mlx-lm in the last bits, or Metal kernels. "auto": native on
-            a CPU that has them, where the ladder has quantized gears.
-        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are;
-            "int16", "int8": rounded to so many bits, with a step per token and group of inputs. 16 bits are nearer than
-            bfloat16 activations would be; 8 (W4A8, W8A8) are faster still and further off: docs/performance.md.
-        tables: name of a gear to path to bits, for layers that have not the gear's own bits in it.
-        widths: further bits that every layer is stored at, so that `cap` can put it there.
-        low_model: a quantized model whose layers, and whatever else a quantizer changed, are the lowest gear.
+        dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
+        kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": for a CPU, compiled on this
+            machine (the top gear then differs from mlx-lm in the last bits), or for Metal. "auto": native on a CPU
+            that has them, if the ladder has quantized gears.
+        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are.
+            "int16", "int8": activations rounded to 16 or 8 bits, with one step for each token and group of inputs. 16
+            bits are more exact than bfloat16 activations; 8 are faster and less exact (docs/performance.md).
+        tables: name of a gear to path to bits, for layers that have other bits than the gear.
+        widths: further bits at which every layer is stored, so that `cap` can put it there.
+        low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
 
     Raises:
-        GearbxError: an argument that does not exist, bits that the format has not, a quantized model, no layer to
-            manage, a table of another gear or layer.
+        GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
+            layer to manage, a table of another gear or layer.
     """
 
     def __init__(

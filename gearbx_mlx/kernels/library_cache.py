@@ -131,7 +131,7 @@ def hash_file(file: Path) -> bytes:
 
 def replace(source: Path, target: Path) -> None:
     """Move a file to its place, whole: after a crash the place has all of the old file or all of the new one."""
-    source.chmod(0o600)  # whatever the umask: a file that others may write to is never used
+    source.chmod(0o600)  # with any umask: a file that others may write to is never used
     with source.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(source, target)
