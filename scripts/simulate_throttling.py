@@ -2,8 +2,8 @@
 
     python scripts/simulate_throttling.py docs/images/throttling.png --page docs/machine.md --json throttling.json
 
-The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token takes
-a fixed time, the time to read its weights at a throttled bandwidth, and some noise. --real-time waits for that time.
+The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token is a
+fixed time, the time to read its weights at a throttled bandwidth, and noise. --real-time waits for that time.
 """
 
 import argparse
