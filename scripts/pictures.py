@@ -54,6 +54,11 @@ def codebook(results: Path) -> None:
         run("scripts/measure_codebook.py", what, "--page", "docs/codebook.md")
 
 
+def startup(results: Path) -> None:
+    """the table of starting times in docs/performance.md"""
+    run("scripts/time_startup.py", "--page", "docs/performance.md")
+
+
 def evidence(results: Path) -> None:
     """kl_*.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
     run("scripts/write_evidence.py", str(results), "docs/evidence.md", "docs/pair.md")
@@ -77,6 +82,7 @@ TASKS = {
         Task(throttling, 4),
         Task(sensitivity, 30),
         Task(codebook, 30),
+        Task(startup, 1),
         Task(evidence, 1, needs_results=True),
     )
 }

@@ -85,6 +85,15 @@ def test_a_config_that_does_not_fit(command, copied, change):
     assert_refused(command("generate", "--model", copied), copied, "cannot load")
 
 
+def test_a_checkpoint_that_lacks_weights(command, copied):
+    """mlx-lm names them on lines of their own; here they are on the one line."""
+    arrays = mx.load(str(copied / "model.safetensors"))
+    missing = ["model.layers.3.mlp.up_proj.weight", "model.norm.weight"]
+    kept = {name: array for name, array in arrays.items() if name not in missing}
+    mx.save_safetensors(str(copied / "model.safetensors"), kept, {"format": "mlx"})
+    assert_refused(command("generate", "--model", copied), str(copied), *missing)
+
+
 def test_a_file_as_model(command, copied):
     assert_refused(command("generate", "--model", copied / "config.json"), "is a file")
 
