@@ -1,11 +1,13 @@
 """The house: what stands where, how long it is, and what is loaded before a command needs it."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
+import grimp
 import pytest
 
 import gearbx_mlx
@@ -36,6 +38,12 @@ def test_no_function_is_longer_than_50_lines_and_no_run_than_40():
     }
     limits = {name: 40 if name.startswith("commands/") and name.endswith(": run") else 50 for name in lengths}
     assert {name: lines for name, lines in lengths.items() if lines > limits[name]} == {}
+
+
+def test_no_imports_go_in_a_circle():
+    graph = grimp.build_graph("gearbx_mlx")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_only_commands_stand_at_the_top():
