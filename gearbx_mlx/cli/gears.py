@@ -52,8 +52,10 @@ class FormatSettings(Settings):
 
 
 @dataclass(frozen=True)
-class LayoutSettings(FormatSettings):
-    """How gears are stored, and which; as given."""
+class LadderSettings(Settings):
+    """Which gears, as given."""
+
+    title: ClassVar[str] = "gears"
 
     gears: str | None = flag(
         None,
@@ -65,6 +67,11 @@ class LayoutSettings(FormatSettings):
         super().__post_init__()
         if self.gears is not None:
             Ladder.parse(self.gears)
+
+
+@dataclass(frozen=True)
+class LayoutSettings(LadderSettings, FormatSettings):
+    """Which gears, and how they are stored; as given."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
     """Run the prompts, and write trace, summary and pictures; an interrupt writes them as far as they came."""
-    ladder = settle_gears(settings.model.model, LayoutSettings(gears=settings.analysis.gears)).gears
+    ladder = settle_gears(settings.model.model, LayoutSettings(gears=settings.ladder.gears)).gears
     check_routing(settings.routing, ladder)
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)

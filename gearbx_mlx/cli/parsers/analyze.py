@@ -4,9 +4,8 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...gears.ladder import Ladder
-from ...gears.names import DEFAULT_LADDER
 from ..gate import GateSettings, RoutingSettings
+from ..gears import LadderSettings
 from ..model import ModelSettings
 from ..prompt import PromptSettings
 from ..settings import Settings, command_settings, flag, parser_of
@@ -21,16 +20,6 @@ class AnalysisSettings(Settings):
     prompts: str = flag(help="One prompt per line, or JSON Lines as of GSM8K.", named=True)
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
-    gears: str | None = flag(
-        None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gears is not None:
-            Ladder.parse(self.gears)
 
 
 @dataclass(frozen=True)
@@ -39,6 +28,7 @@ class AnalyzeSettings:
     prompt: PromptSettings
     gate: GateSettings
     routing: RoutingSettings
+    ladder: LadderSettings
     analysis: AnalysisSettings
 
 
