@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,6 +78,11 @@ class RoutingSettings(Settings):
     )
     initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.")
 
+    @cached_property
+    def source(self) -> ThresholdFile | tuple[float, ...] | None:
+        """What --thresholds names, read once. Raises GearbxError as `read_thresholds`."""
+        return read_thresholds(self.thresholds)
+
 
 def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | None:
     """What --thresholds names: a file, or numbers with commas between.
@@ -106,7 +112,7 @@ def parse_gate(text: str) -> ThresholdFile:
 
 def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
     """Raises GearbxError for thresholds or a first gear that no model can have in this ladder."""
-    thresholds = read_thresholds(settings.thresholds)
+    thresholds = settings.source
     if isinstance(thresholds, tuple):
         check_thresholds(thresholds, len(ladder))
     if settings.initial_gear != AUTO:
@@ -124,7 +130,7 @@ def routing_for(
     Raises:
         GearbxError: thresholds that do not fit the ladder or the model.
     """
-    source = read_thresholds(settings.thresholds)
+    source = settings.source
     if isinstance(source, ThresholdFile):
         try:
             thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())

@@ -14,7 +14,7 @@ from ..gears.ladder import DENSE, Ladder
 from ..gears.observer import Observer
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
-from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, read_thresholds, routing_for
+from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, routing_for
 from .modes import TELEMETRY_ONLY, ModeSettings
 from .settings import flag_of
 
@@ -50,7 +50,7 @@ def choose_mode(
         GearbxError: flags that exclude each other, a flag of another mode, a file that is no drafting file.
     """
     mode, curve = TELEMETRY_ONLY if settings.observes else settings.mode, settings.curve
-    made = calibrated(routing.thresholds)
+    made = calibrated(routing)
     if isinstance(made, DraftFile):
         if mode not in (None, LOSSLESS):
             raise GearbxError(f"{routing.thresholds}: is for --mode lossless; leave out the other mode")
@@ -67,15 +67,14 @@ def choose_mode(
     return choice
 
 
-def calibrated(thresholds: str | None) -> DraftFile | ThresholdFile | None:
+def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
     """The file that --thresholds names, if it names one: it may say for which mode and gears it was made."""
-    if thresholds is None:
+    if routing.thresholds is None:
         return None
     try:
-        return read_draft_file(thresholds)
+        return read_draft_file(routing.thresholds)
     except GearbxError:
-        found = read_thresholds(thresholds)
-        return found if isinstance(found, ThresholdFile) else None
+        return routing.source if isinstance(routing.source, ThresholdFile) else None
 
 
 def ladder_for_drafts(curve: str | None, model: str | None) -> str | None:
