@@ -188,7 +188,7 @@ class Directory:
             program.chmod(0o755)
 
     def result(self, line: Line) -> subprocess.CompletedProcess:
-        """What a line came to, after those before it on its page."""
+        """The result of a line, run after the lines before it on its page."""
         for each in lines(self.page):
             if each not in self.done and why_not_run(each) is None and is_run(each):
                 self.done[each] = self.run(each)

@@ -109,7 +109,7 @@ def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
 
 
 def report(allocator: Allocator, gear: int, table: Table) -> None:
-    """Print what a table came to, beside the uniform gear."""
+    """Print the size and the quality of a table, beside those of the uniform gear."""
     exact = allocator.exact
     uniform = exact.measure_caps({layer.path: gear for layer in exact.gearbox.layers})
     plain = 8 * uniform_bytes(exact.gearbox, gear) / allocator.weights
