@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.quant.dynamic_quant import estimate_sensitivities
 
 from ..errors import GearbxError
-from ..gears.activations import on_cpu
+from ..kernels.dispatch import on_cpu
 
 
 def first_order(

@@ -28,14 +28,12 @@ def settle_gears(
     flags: GearFlags | None = None,
     floors: FloorSettings = NO_FLOORS,
     default: str | None = DEFAULT_LADDER,
-    by_quality: bool = False,
 ) -> GearSettings:
     """The settings of a gearbox: of a geared checkpoint, else as flags and manifest say, else by default.
 
     Args:
         model: path or Hub repository; None: the demo model.
         default: the ladder where neither a flag nor the checkpoint has one; None: none.
-        by_quality: the bits of every layer will be found, as floors find them.
 
     Raises:
         GearbxError: a flag that differs from the checkpoint or the manifest, or floors where bits are given.
@@ -59,7 +57,7 @@ def settle_gears(
     else:
         filled = layout.filled(None, "")
     if ladder is None and default is not None:
-        ladder = quality_ladder(filled["format"] if saved is None else None, by_quality or floors.wanted, default)
+        ladder = quality_ladder(filled["format"] if saved is None else None, floors.wanted, default)
     return GearSettings(
         ladder=None if ladder is None else Ladder.parse(ladder),
         **filled,

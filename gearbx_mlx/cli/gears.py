@@ -10,6 +10,7 @@ from ..formats import DEFAULT_FORMAT, FORMATS
 from ..gears.ladder import Ladder
 from ..gears.names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, MANAGE, RESIDENCIES
 from ..kernels.names import ACTIVATIONS, KERNELS
+from .floors import CODEBOOKS
 from .settings import Settings, flag, flag_of
 
 if TYPE_CHECKING:
@@ -147,6 +148,6 @@ class GearSettings:
 
 def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
-    if format not in ("codebook", "codebook-library"):
+    if format not in CODEBOOKS:
         return default
     return "2,16" if by_quality else "4,16"

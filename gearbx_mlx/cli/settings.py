@@ -70,12 +70,11 @@ def add_flags(group: Any, kind: "type[Settings]") -> None:
     types = get_type_hints(kind)
     for item in fields(kind):
         rules = item.metadata
-        if "help" not in rules:
-            continue
-        place = group
-        if word := rules["exclusive"]:
-            place = exclusive.setdefault(word, None) or group.add_mutually_exclusive_group()
-            exclusive[word] = place
+        place, word = group, rules["exclusive"]
+        if word:
+            if word not in exclusive:
+                exclusive[word] = group.add_mutually_exclusive_group()
+            place = exclusive[word]
         names = (*rules["also"], flag_of(item.name))
         place.add_argument(*names, dest=item.name, help=rules["help"], **argparse_keywords(item, types[item.name]))
 
@@ -129,14 +128,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
-def check_bounds(name: str, value: float, least: float, greatest: float = math.inf) -> None:
+def check_bounds(name: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds."""
     try:
-        inside = least <= value <= greatest
+        inside = least <= value <= most
     except TypeError:  # from a program
         inside = False
     if not inside:
-        upper = f" to {greatest:g}" if greatest < LARGEST_SHOWN else " or more"
+        upper = f" to {most:g}" if most < LARGEST_SHOWN else " or more"
         raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
 
 

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
+from ..kernels.dispatch import on_cpu
 from . import names
 
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
@@ -39,10 +40,6 @@ def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
         return stored[path]
     found = dict(tree_flatten(model.parameters())).get(path)
     return found.dtype if found is not None else model_dtype(model)
-
-
-def on_cpu() -> bool:
-    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.Module] = ()) -> mx.Dtype:
