@@ -3,17 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, float64
+from conftest import ON_A_CPU, float64, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx.kernels import dispatch
 
 pytestmark = [ON_A_CPU, pytest.mark.usefixtures("native")]
-
-
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
 
 
 @settings(max_examples=60)

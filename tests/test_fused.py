@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import programs
 import pytest
-from conftest import ON_A_CPU, PROMPT, float64, tiny_model
+from conftest import ON_A_CPU, PROMPT, float64, normal, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.activations import swiglu
@@ -26,10 +26,6 @@ TYPES = [mx.float32, mx.bfloat16, mx.float16]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
 pytestmark = ON_A_CPU
-
-
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
 
 
 @pytest.mark.usefixtures("native")
