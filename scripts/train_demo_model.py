@@ -4,9 +4,9 @@
     python scripts/train_demo_model.py --data DIR --out gearbx_mlx/demo_model
 
 DIR contains gsm8k_train.jsonl (openai/grade-school-math, MIT), grimms_fairy_tales.txt (Project Gutenberg) and
-tinyshakespeare.txt (public domain). The last 5 % of each file is the validation split. Training stops early when the
-validation loss has not improved for --patience evaluations, and writes the best weights. The same command continues an
-interrupted run from its last checkpoint.
+tinyshakespeare.txt (public domain). The last 5 % of each file is the validation split. Training writes the
+weights of the lowest validation loss. It stops early after --patience evaluations without a lower one. The same command
+continues an interrupted run from its last checkpoint.
 """
 
 import argparse

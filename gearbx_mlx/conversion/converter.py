@@ -283,5 +283,5 @@ class Converter:
             if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in managed):
                 raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
             if not named <= {*unit.base, *unit.gears}:
-                raise GearbxError(f"{journal}: {shown(name)} names arrays that it has not written; {REMOVE}")
+                raise GearbxError(f"{journal}: {shown(name)} names arrays that are not its own; {REMOVE}")
         os.truncate(journal, length)
