@@ -2,9 +2,15 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+
+from gearbx_mlx.gears.array_hashes import hash_place
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.saved import places_of
+from gearbx_mlx.gears.tensor_entries import hash_of, read_entries
 
 DEEP = "[" * 10000 + "]" * 10000
 NUMBERS = [0, 1, -1, 3, 7, 32, 2**31, 2**70, -(10**400), 0.5, -0.0, 1e308]
@@ -80,3 +86,21 @@ def damaged(draw: st.DrawFn, content: Any) -> str:
             swapped = replaced(content, place, value_at(content, other))
             return json.dumps(replaced(swapped, other, value_at(content, place)))
     return json.dumps(replaced(content, place, draw(st.sampled_from(ODD))))
+
+
+def sign_files(directory: Path) -> None:
+    """Let gears.json have the hashes of the files as they are now, those of single arrays aside."""
+    content = json.loads((directory / MANIFEST).read_text())
+    content["gears_hash"] = hash_of(directory / GEARS_FILE)
+    content["base"] = {name: hash_of(directory / name) for name in content["base"]}
+    (directory / MANIFEST).write_text(json.dumps(content))
+
+
+def sign_arrays(directory: Path) -> None:
+    """Let gears.json have all hashes of the files as they are now, as who made them with malice would."""
+    sign_files(directory)
+    content = json.loads((directory / MANIFEST).read_text())
+    for name in (GEARS_FILE, *content["base"]):
+        places = places_of(directory / name, *read_entries(directory / name))
+        content["hashes"] |= {array: hash_place(place) for array, place in places.items()}
+    (directory / MANIFEST).write_text(json.dumps(content))

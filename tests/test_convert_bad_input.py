@@ -74,8 +74,8 @@ class TestLoading:
         self.refused(geared, "gears.json: missing beside gears.safetensors")
 
     def test_a_newer_version(self, geared):
-        change_manifest(geared, version=2)
-        self.refused(geared, "gears.json: of version 2, and this gearbx-mlx reads up to 1; upgrade gearbx-mlx")
+        change_manifest(geared, version=3)
+        self.refused(geared, "gears.json: of version 3, and this gearbx-mlx reads up to 2; upgrade gearbx-mlx")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
     def test_a_damaged_manifest(self, geared, text):

@@ -12,7 +12,7 @@ from conftest import PROMPT, save_model, tiny_model, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from mutations import damaged
+from mutations import damaged, sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
@@ -271,6 +271,7 @@ class TestArraysThatKernelsIndexWith:
         damaged_name = f"{UP}@{bits}.{name}"
         arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
         mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
+        sign_arrays(directory)
         with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
             arrays_of(directory)
         assert "download it again" in str(raised.value)

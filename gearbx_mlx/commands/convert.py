@@ -16,11 +16,15 @@ from ..errors import GearbxError, one_line
 from ..loading import DEMO_MODEL, find, gears_of
 from .convert_gears import write_gears
 from .convert_manifest import write_manifest_table
+from .convert_verify import verify
 
 INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole yet
 
 
 def run(settings: ConvertSettings) -> int:
+    if settings.conversion.verify is not None:
+        print(verify(settings.conversion.verify))
+        return 0
     out = write_checkpoint(settings)
     print(out)
     upload(out, settings.conversion.upload_repo)

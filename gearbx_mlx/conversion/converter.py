@@ -23,7 +23,7 @@ from ..gears.activations import dtype_name, stored_dtype
 from ..gears.discovery import Layer, Predicate, discover, widths_of, with_bits
 from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
-from ..gears.manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
+from ..gears.manifest import GEARS_FILE, MANIFEST, Hash, Manifest, SavedLayer
 from ..gears.offload import EMPTY, put
 from ..gears.tensor_entries import Entry, hash_of
 from ..gears.values import DtypeName, GroupSize, Width
@@ -61,8 +61,8 @@ class Unit(Struct, frozen=True):
     """A line of the journal after the first, which has the plan: a parameter that is done.
 
     unit, shape, dtype: its name, shape and type. sample: bits of the float32 values that the fingerprint takes.
-    base, gears: the arrays that were written, by name. names: of a managed layer, as in `SavedLayer.gears`.
-    stock_bits: those of the layer in the base, where mlx-lm runs it quantized.
+    base, gears: the arrays that were written, by name. hashes: of their bytes. names: of a managed layer, as in
+    `SavedLayer.gears`. stock_bits: those of the layer in the base, where mlx-lm runs it quantized.
     """
 
     unit: str
@@ -71,6 +71,7 @@ class Unit(Struct, frozen=True):
     sample: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=SAMPLED)]
     base: Mapping[str, Entry]
     gears: Mapping[str, Entry]
+    hashes: Mapping[str, Hash]
     names: Mapping[Width, Mapping[str, str]] = {}
     stock_bits: Width | None = None
 
@@ -172,8 +173,10 @@ class Converter:
             ),
             stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in self.layers),
             base={BASE_FILE: hash_of(self.work / BASE_FILE)},
+            gears_hash=hash_of(self.work / GEARS_FILE),
             layers={layer.path: self._saved(layer) for layer in self.layers},
             unmanaged=self.unmanaged,
+            hashes={name: hash for unit in self.done.values() for name, hash in unit.hashes.items()},
         )
         (self.work / MANIFEST).write_text(manifest.as_json(), encoding="utf-8")
         return manifest
@@ -234,13 +237,15 @@ class Converter:
         return base, gears, {"names": names, "stock_bits": wanted[0] if stock else None}
 
     def _write(self, unit: str, original: mx.array, base: Arrays, gears: Arrays, more: Mapping[str, Any]) -> None:
+        written, beside = self.files["base"].append(base.items()), self.files["gears"].append(gears.items())
         done = Unit(
             unit=unit,
             shape=original.shape,
             dtype=dtype_name(original.dtype),
             sample=np.array(sample(original)).view(np.uint32).tolist(),
-            base=self.files["base"].append(base.items()),
-            gears=self.files["gears"].append(gears.items()),
+            base=written[0],
+            gears=beside[0],
+            hashes=written[1] | beside[1],
             **more,
         )
         for file in self.files.values():
@@ -282,6 +287,6 @@ class Converter:
             named = {array for names in unit.names.values() for array in names.values()}
             if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in managed):
                 raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
-            if not named <= {*unit.base, *unit.gears}:
+            if not named <= {*unit.base, *unit.gears} or unit.hashes.keys() != {*unit.base, *unit.gears}:
                 raise GearbxError(f"{journal}: {shown(name)} names arrays that are not its own; {REMOVE}")
         os.truncate(journal, length)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ..errors import GearbxError
+from ..gears.array_hashes import hash_bytes
 from ..gears.tensor_entries import LENGTH, NAMES, Entry, end_of
 
 
@@ -33,16 +34,19 @@ class TensorFile:
         self.file.truncate(LENGTH.size + room + self.end)
         self.file.seek(0, os.SEEK_END)
 
-    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, Entry]:
-        """Write evaluated arrays, and return their entries."""
+    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Write evaluated arrays, and return their entries and their hashes."""
         added: dict[str, Entry] = {}
+        hashes: dict[str, str] = {}
         for name, array in arrays:
-            self.file.write(np.array(array.reshape(-1).view(mx.uint8), copy=False).data)
+            data = np.array(array.reshape(-1).view(mx.uint8), copy=False).data
+            self.file.write(data)
             span = (self.end, self.end + array.nbytes)
             added[name] = Entry(NAMES[array.dtype], array.shape, span)
+            hashes[name] = hash_bytes(data)
             self.end = span[1]
         self.entries |= added
-        return added
+        return added, hashes
 
     def flush(self) -> None:
         """Return when everything is on the disk."""

@@ -57,10 +57,21 @@ class GearModules:
         """As `make`, evaluated."""
         modules = self.make(bits)
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
-        self.source.read(unread)
+        try:
+            self.source.read(unread)
+        except BaseException:
+            self._forget(unread)
+            raise
         for path in unread:
             del self._unread[path]
         return modules
+
+    def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Drop modules that could not be read, so that other gears do not wait for them."""
+        for path, modules in unread.items():
+            dropped = {*map(id, modules)}
+            self.made[path] = {bits: module for bits, module in self.made[path].items() if id(module) not in dropped}
+            del self._unread[path]
 
     def enter(self, bits: Bits) -> None:
         """Bring modules back into memory that were given up."""

@@ -17,7 +17,7 @@ from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
 from .values import DtypeName, Fingerprint, GroupSize, Shape, Width
 
-VERSION = 1
+VERSION = 2  # 1 had no hashes
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it anew with python -m gearbx_mlx.convert"
@@ -63,7 +63,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     format, gears, group_size, manage: as the Gearbox takes them; gears are bits, ascending. dtype: that most of the
     original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
-    base: hash of every file of the base. layers: by path. unmanaged: path to reason.
+    base: hash of every file of the base. layers: by path. unmanaged: path to reason. hashes: SHA-256 of every array in
+    the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two.
     """
 
     format: str
@@ -76,6 +77,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     base: Annotated[Mapping[FileName, Hash], Meta(min_length=1)]
     layers: Annotated[Mapping[str, SavedLayer], Meta(min_length=1)]
     unmanaged: Mapping[str, str] = {}
+    hashes: Mapping[str, Hash] = {}
+    gears_hash: Hash | None = None
     version: int = VERSION
 
     @property

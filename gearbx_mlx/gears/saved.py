@@ -8,13 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
 from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import linear_of
 from .activations import DTYPES
+from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
@@ -45,29 +46,52 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    gears = entries_of(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    gears, start = entries_of(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    places = places_of(directory / GEARS_FILE, gears, start)
+    if manifest.gears_hash not in (None, hash_of(directory / GEARS_FILE)):
+        raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
     base: dict[str, Entry] = {}
     for name, expected in manifest.base.items():
-        base |= entries_of(directory / name, "missing, and the gears beside it need it")
+        entries, start = entries_of(directory / name, "missing, and the gears beside it need it")
         if hash_of(directory / name) != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
             )
+        base |= entries
+        places |= places_of(directory / name, entries, start)
     try:
         check_arrays(manifest, gears, base)
     except GearbxError as error:
         raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
-    return SavedGears(directory, manifest)
+    return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
 
 
-def entries_of(file: Path, missing: str) -> dict[str, Entry]:
-    """The arrays of a file, by name. Raises GearbxError, with `missing` where there is no file."""
+def places_of(file: Path, entries: Mapping[str, Entry], start: int) -> dict[str, Place]:
+    """Name of each array of a file to its place. start: of the data."""
+    return {name: Place(file, *(start + offset for offset in entry.data_offsets)) for name, entry in entries.items()}
+
+
+def entries_of(file: Path, missing: str) -> tuple[dict[str, Entry], int]:
+    """The arrays of a file, by name, and where its data begin.
+
+    Raises:
+        GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
+    """
     try:
-        return read_entries(file)[0]
+        return read_entries(file)
     except FileNotFoundError as error:
         raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
     except GearbxError as error:
         raise GearbxError(f"{error}; {RESTORE}") from error
+
+
+def names_in_every_gear(manifest: Manifest) -> set[str]:
+    """The arrays that no gear changes, and the rows of embeddings, which are looked up in every gear."""
+    changing: set[str] = set()
+    for layer in manifest.layers.values():
+        gears = [names for bits, names in layer.gears.items() if (layer.kind, bits) != ("embedding", DENSE)]
+        changing |= {name for names in gears for name in names.values()}
+    return {*manifest.hashes} - changing
 
 
 class SavedGears:
@@ -75,13 +99,15 @@ class SavedGears:
 
     Args:
         directory, manifest: of the checkpoint.
+        hashes: of its arrays.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest):
-        self.directory, self.manifest = directory, manifest
+    def __init__(self, directory: Path, manifest: Manifest, hashes: ArrayHashes):
+        self.directory, self.manifest, self.hashes = directory, manifest, hashes
         self.format = get_format(manifest.format)
         self._files = (directory / GEARS_FILE, *(directory / name for name in manifest.base))
         self._unread: dict[str, mx.array] = {}
+        self._in_every_gear = names_in_every_gear(manifest)
         # Gears that share an array share it here too, for as long as one of them has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
 
@@ -151,7 +177,10 @@ class SavedGears:
         return self.manifest.layers[layer.path].stored
 
     def read(self, arrays: Any) -> None:
-        """Read arrays into memory. Raises GearbxError where the files cannot be read."""
+        """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
+        wanted = {id(array) for _, array in tree_flatten(arrays)}
+        names = {name for (name, _), array in self._live.items() if id(array) in wanted}
+        self.hashes.verify(names | self._in_every_gear, RESTORE)
         try:
             mx.eval(arrays)
         except RuntimeError as error:

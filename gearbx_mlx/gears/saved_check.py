@@ -44,6 +44,11 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, Entry], base: Mapping[s
     unused = (gears.keys() | (managed & base.keys())) - used
     if unused:
         raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
+    if manifest.version > 1 and manifest.gears_hash is None:
+        raise GearbxError(f"{MANIFEST}: has no field 'gears_hash'")
+    if manifest.version > 1 and manifest.hashes.keys() != entries.keys():
+        differing = min(manifest.hashes.keys() ^ entries.keys())
+        raise GearbxError(f"{MANIFEST}: hashes and the files do not have the same arrays: {shown(differing)}")
     if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):
         raise GearbxError(f"{MANIFEST}: stock is {shown(manifest.stock)}, which the files of the base contradict")
 

@@ -45,6 +45,12 @@ class ConversionSettings(Settings):
         metavar="FILE",
         named=True,
     )
+    verify: str | None = flag(
+        None,
+        "Instead of converting, compare every array of a geared checkpoint with its hash.",
+        metavar="DIR",
+        named=True,
+    )
 
 
 @dataclass(frozen=True)

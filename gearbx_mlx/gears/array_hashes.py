@@ -1,0 +1,85 @@
+"""The hash of every array of a geared checkpoint: damage shows when a layer is first read, and not in a text."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import GearbxError
+
+AT_ONCE = 2**22  # bytes that are read and hashed at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array is: in a file, from byte `begin` to the one before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+def hash_bytes(data: Any) -> str:
+    """The SHA-256 of an array's bytes, in 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_place(place: Place) -> str:
+    """The same of an array in a file. Raises OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    with open(place.file, "rb", buffering=0) as file:
+        file.seek(place.begin)
+        left = place.end - place.begin
+        while left and (part := file.read(min(left, AT_ONCE))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
+
+
+class ArrayHashes:
+    """Compares arrays with their hashes, each once. Threads may share it.
+
+    Args:
+        places: name of an array to its place.
+        expected: name to hash; arrays without one are not compared.
+
+    `pending` are the names that were not compared yet.
+    """
+
+    def __init__(self, places: Mapping[str, Place], expected: Mapping[str, str]):
+        self.places, self.expected = places, expected
+        self.pending = {*expected}
+        self._lock = threading.Lock()
+
+    def verify(self, names: Iterable[str], remedy: str) -> None:
+        """Compare those arrays that were not compared before.
+
+        Raises:
+            GearbxError: an array that cannot be read or has another hash; the message ends with `remedy`.
+        """
+        with self._lock:
+            wanted = sorted(self.pending.intersection(names))
+            for name, is_whole in self.compare(wanted):
+                if not is_whole:
+                    raise GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
+            self.pending.difference_update(wanted)
+
+    def compare(self, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
+        """Each array, and whether its hash is the expected one; on all cores, since hashing is slower than reading.
+
+        Raises:
+            GearbxError: a file cannot be read.
+        """
+        names = list(names)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                for name, found in zip(names, pool.map(hash_place, [self.places[name] for name in names])):
+                    yield name, found == self.expected[name]
+            except OSError as error:
+                raise GearbxError(f"{error.filename}: cannot be read ({error.strerror}); restore it") from error
+            finally:
+                pool.shutdown(cancel_futures=True)

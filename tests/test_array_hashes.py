@@ -1,0 +1,120 @@
+"""Every array of a geared checkpoint has a hash: what is damaged is refused when it is first read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conftest import PROMPT, save_model, tiny_model
+from mutations import sign_files
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.tensor_entries import read_entries
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hashes")
+    save_model(tiny_model(dtype=mx.bfloat16), folder / "original")
+    return gearbx_mlx.convert(folder / "original", folder / "geared", gears="4,8,16", q_group_size=32)
+
+
+@pytest.fixture
+def geared(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
+
+
+def flip_bit(file: Path, array: str) -> None:
+    """Change the first byte of an array, without a trace in the hashes of whole files."""
+    entries, start = read_entries(file)
+    content = bytearray(file.read_bytes())
+    content[start + entries[array].data_offsets[0]] ^= 1
+    file.write_bytes(content)
+    sign_files(file.parent)
+
+
+def test_a_flipped_bit_is_found_when_its_gear_is_engaged(geared):
+    flip_bit(geared / GEARS_FILE, f"{UP}@8.weights.1")
+    model, _ = gearbx_mlx.load(geared)
+    gearbox = Gearbox(model)
+    before = model(PROMPT)
+    with pytest.raises(GearbxError, match=f"{GEARS_FILE}: {UP}@8.weights.1 is damaged"):
+        gearbox.shift(8)
+    assert gearbox.gear.bits == 4
+    assert mx.array_equal(model(PROMPT), before)
+    gearbox.shift(16)  # whose arrays are whole
+
+
+@pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_array_is_compared(tmp_path, format, tied):
+    """Whatever a format makes of them."""
+    save_model(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=tied), tmp_path / "original")
+    gears = {"codebook": "4,5", "groupwise": "4,16"}.get(format, "2,4,16")
+    geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears=gears, format=format)
+    gearbox = Gearbox(gearbx_mlx.load(geared)[0])
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+    assert gearbox.saved.hashes.pending == set()
+
+
+def test_a_flipped_bit_of_the_base_is_found_at_once(geared):
+    flip_bit(geared / "model.safetensors", f"{UP}.weight")
+    model, _ = gearbx_mlx.load(geared)
+    with pytest.raises(GearbxError, match=f"model.safetensors: {UP}.weight is damaged"):
+        Gearbox(model)
+
+
+def test_a_flipped_bit_of_a_norm_is_found_at_once(geared):
+    flip_bit(geared / "model.safetensors", "model.norm.weight")
+    model, _ = gearbx_mlx.load(geared)
+    with pytest.raises(GearbxError, match=r"model.norm.weight is damaged"):
+        Gearbox(model)
+
+
+def test_verify_names_the_first_and_counts_all(geared, command):
+    done = command("convert", "--verify", geared)
+    assert done.status == 0
+    assert done.out.endswith("are what was written\n")
+    flip_bit(geared / GEARS_FILE, f"{UP}@8.weights.1")
+    flip_bit(geared / GEARS_FILE, f"{UP}@16.weight")
+    done = command("convert", "--verify", geared)
+    assert done.status == 2
+    assert "is damaged (2 of " in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_verify_needs_gears_and_hashes(geared, command, tmp_path):
+    save_model(tiny_model(), tmp_path / "plain")
+    assert "holds no gears" in command("convert", "--verify", tmp_path / "plain").err
+    content = json.loads((geared / MANIFEST).read_text())
+    del content["hashes"], content["gears_hash"]
+    (geared / MANIFEST).write_text(json.dumps(content | {"version": 1}))
+    assert "was written before checkpoints had hashes" in command("convert", "--verify", geared).err
+    Gearbox(gearbx_mlx.load(geared)[0])  # it runs as it did
+
+
+@pytest.mark.parametrize("missing", ["hashes", "gears_hash"])
+def test_a_manifest_without_hashes_is_refused(geared, missing):
+    content = json.loads((geared / MANIFEST).read_text())
+    del content[missing]
+    (geared / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(GearbxError, match=missing):
+        gearbx_mlx.load(geared)
+
+
+def test_the_gears_of_another_model_are_refused(checkpoint, tmp_path):
+    save_model(tiny_model(dtype=mx.bfloat16, seed=1), tmp_path / "other")
+    directories = [tmp_path / "other", checkpoint.parent / "original"]
+    ours, other = (
+        gearbx_mlx.convert(directory, tmp_path / f"geared{i}", gears="4,8,16", q_group_size=32)
+        for i, directory in enumerate(directories)
+    )
+    shutil.copyfile(other / GEARS_FILE, ours / GEARS_FILE)
+    with pytest.raises(GearbxError, match=f"{GEARS_FILE}: is not the one that {MANIFEST} was written with"):
+        gearbx_mlx.load(ours)
