@@ -4,16 +4,22 @@
 `--help` should not wait for it. EAGER_IMPORT=1 imports all of them at once.
 """
 
-import os.path
+import os
 import signal
 import sys
 
-program = os.path.basename("".join(sys.argv[:1])).split(".")[0]
-if program in ("-m", "gearbx_mlx") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # A command starts. Until it runs there is nothing to finish, and Ctrl-C ends it without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from importlib.metadata import PackageNotFoundError, version  # noqa: E402 (its import takes time as well)
+def _end_at_once(number: int, frame: object) -> None:
+    """Handles a signal that comes before a command has begun: its imports take time, and there is nothing to finish."""
+    os._exit(128 + number)
+
+
+if "".join(sys.argv[:1]).rpartition("/")[2].partition(".")[0] in ("-m", "gearbx_mlx"):  # a command starts
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(_number, _end_at_once)
+
+from importlib.metadata import PackageNotFoundError, version  # noqa: E402 (it takes time)
 
 import lazy_loader  # noqa: E402
 

@@ -28,3 +28,5 @@ from .routing.gates import ThresholdGate as ThresholdGate
 from .routing.monitor import Monitor as Monitor
 
 __version__: str
+
+def _end_at_once(number: int, frame: object) -> None: ...

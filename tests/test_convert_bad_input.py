@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -162,9 +163,7 @@ class TestConverting:
     def test_a_disk_that_fills_up_at_the_end(self, whole, tmp_path, command, monkeypatch):
         out = tmp_path / "geared"
         with monkeypatch.context() as patch:
-            patch.setattr(
-                shutil, "copyfile", lambda a, b: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
-            )
+            patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
             done = command("convert", "--mlx-path", out)
         self.stopped(done, out, "No space left")
         assert command("convert", "--mlx-path", out).status == 0

@@ -89,7 +89,10 @@ class TestClosedAndFull:
     def test_a_full_file_is_named(self, flag):
         done = run_in_shell("", flag, "/dev/full")
         assert done.returncode == 2
-        assert "error: /dev/full: cannot be written (No space left on device); choose another place" in done.stderr
+        assert (
+            "error: /dev/full: cannot be written (No space left on device); make room or choose another place"
+            in done.stderr
+        )
         assert done.stderr.count("error") == 1
         assert_quiet(done.stderr)
 

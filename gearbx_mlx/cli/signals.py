@@ -1,11 +1,18 @@
-"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. Each ends it as Ctrl-C does."""
+"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. Each ends it as Ctrl-C does.
+
+While a command's imports run there is nothing to finish, and a signal ends the process at once. Then the signal raises
+KeyboardInterrupt, so that files and summary become whole. When the body has ended, the process ends by itself.
+"""
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from .. import _end_at_once
 
 INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -19,6 +26,13 @@ class Signals:
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
         self.received = number
         raise KeyboardInterrupt
+
+    def raise_again(self, unraisable: Any) -> None:
+        """A signal that came while Python ran a callback, where an exception is lost, is sent once more."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt) and self.received is not None:
+            signal.raise_signal(self.received)
+        else:
+            sys.__unraisablehook__(unraisable)
 
 
 def run_to_end(body: Callable[[], int | None]) -> int:
@@ -39,11 +53,13 @@ def handled() -> Iterator[Signals]:
         yield signals
         return
     before = {number: signal.getsignal(number) for number in ENDING}
+    hook, sys.unraisablehook = sys.unraisablehook, signals.raise_again
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signals.end)
     try:
         yield signals
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if handler is _end_at_once else handler)

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..cli.parsers.convert import ConversionSettings, ConvertSettings
 from ..cli.settings import command_settings
+from ..conversion.converter import is_begun
 from ..conversion.model_card import provenance
 from ..errors import GearbxError, one_line
+from ..files.locking import alone_in
 from ..loading import DEMO_MODEL, find, gears_of
 from .convert_gears import write_gears
 from .convert_manifest import write_manifest_table
@@ -63,17 +67,39 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
     model = None if conversion.model is None else str(conversion.model)
     origin = provenance(conversion.upload_repo or out.name, model, source)
     try:
-        if conversion.manifest is None:
-            write_gears(settings, source, work, origin)
-        else:
-            trusted = conversion.trust_remote_code
-            write_manifest_table(conversion.manifest, settings.layout, trusted, source, work, origin)
-        os.replace(work, out)
+        with working_in(work):
+            if out.exists():  # the other process has just finished
+                raise GearbxError(f"--mlx-path {conversion.mlx_path}: is there already; remove it or give another path")
+            if conversion.manifest is None:
+                write_gears(settings, source, work, origin)
+            else:
+                trusted = conversion.trust_remote_code
+                write_manifest_table(conversion.manifest, settings.layout, trusted, source, work, origin)
+            os.replace(work, out)
     except OSError as error:
         raise GearbxError(
             f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
         ) from error
     return out
+
+
+@contextlib.contextmanager
+def working_in(work: Path) -> Iterator[None]:
+    """Make the directory of a conversion and lock it; remove it after a failure from which nobody can go on.
+
+    That is after a mistake, or where nothing is done yet; what was there before stays. After an interrupt or an error
+    of the system, the same command goes on.
+    """
+    work.mkdir(exist_ok=True)
+    with alone_in(work, "a conversion"):
+        was_there = any(work.iterdir())
+        try:
+            yield
+        except BaseException as error:
+            of_the_system = isinstance(error.__cause__ or error, KeyboardInterrupt | OSError | RuntimeError)
+            if not was_there and not (of_the_system and is_begun(work)):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
 
 
 def destination(mlx_path: str | Path) -> tuple[Path, Path]:

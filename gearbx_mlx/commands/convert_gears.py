@@ -22,6 +22,7 @@ from ..conversion.companions import REPORT, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
 from ..errors import GearbxError, one_line
+from ..files.reading import unreadable
 from ..files.writing import write_text
 from ..formats import DEFAULT_FORMAT
 from ..gears.activations import DTYPES
@@ -44,7 +45,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
-    plan = plan_of(settings, {file.name: hash_of(file) for file in sorted(source.glob("model*.safetensors"))})
+    plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
     converter = Converter(model, plan, work)
@@ -62,6 +63,17 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     copy_companions(source, work)
     write_card(converter, manifest, work, origin)
     (work / JOURNAL).unlink()
+
+
+def hashes_of(source: Path) -> dict[str, str]:
+    """The hash of each file of the original's weights, by name. Raises GearbxError where one cannot be read."""
+    hashes = {}
+    for file in sorted(source.glob("model*.safetensors")):
+        try:
+            hashes[file.name] = hash_of(file)
+        except OSError as error:
+            raise unreadable(file, error) from error
+    return hashes
 
 
 def plan_of(settings: ConvertSettings, hashes: dict[str, str]) -> Plan:

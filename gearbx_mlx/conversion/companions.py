@@ -2,12 +2,13 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from ..files.reading import unreadable
+from ..files.writing import PART
 from ..gears.manifest import GEARS_FILE, MANIFEST
 from ..loading import read_config
 from .converter import BASE_FILE, JOURNAL
@@ -15,7 +16,6 @@ from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why
 OWN = {"config.json", BASE_FILE, GEARS_FILE, MANIFEST, JOURNAL, REPORT, CARD}  # what a conversion writes itself
-PART = ".part"  # behind the name of a file that is not whole yet
 
 
 def copy_companions(source: Path, work: Path) -> None:
@@ -24,8 +24,16 @@ def copy_companions(source: Path, work: Path) -> None:
         for file in source.glob(pattern):
             if file.name not in OWN and not file.name.endswith((".safetensors", ".safetensors.index.json")):
                 beside = work / (file.name + PART)
-                shutil.copyfile(file, beside)
+                beside.write_bytes(content_of(file))
                 os.replace(beside, work / file.name)
+
+
+def content_of(file: Path) -> bytes:
+    """Raises GearbxError where a file of the original cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) -> None:

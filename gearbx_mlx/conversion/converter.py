@@ -91,6 +91,12 @@ def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
     return plan, {unit.unit: unit for unit in units}, len(complete.encode())
 
 
+def is_begun(work: Path) -> bool:
+    """Whether a conversion in a directory has done something that another run need not do again."""
+    plan, done, _ = read_journal(work)
+    return bool(done) or (plan is not None and plan.bits is not None)
+
+
 class Converter:
     """Writes a geared checkpoint of a model into a directory of its own.
 

@@ -43,7 +43,8 @@ def write_table(
 
     with contextlib.redirect_stdout(sys.stderr):  # where mlx-lm prints the bits per weight
         model, config = quantize_model(model, config, group_size, min(bits.values()), quant_predicate=bits_of)
-        shutil.rmtree(work, ignore_errors=True)
+        for before in work.iterdir():  # the directory itself is locked
+            shutil.rmtree(before) if before.is_dir() else before.unlink()
         save(work, source, model, tokenizer, config)
     return config
 

@@ -45,6 +45,11 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
     return text
 
 
+def unreadable(path: Path, error: OSError) -> GearbxError:
+    """The error for a file that is there, as far as anybody knows, and cannot be read."""
+    return GearbxError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions")
+
+
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text contains.
 

@@ -1,45 +1,83 @@
 """Output files that are complete or absent: written beside their place, then renamed into it."""
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import GearbxError
+from .locking import lock, lock_if_free
+
+PART = ".part"  # ends the name of a file that is being written
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
-    A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly.
+    A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. What processes
+    left that were killed while they wrote the same file is removed.
 
     Raises:
-        GearbxError: the file cannot be written.
+        GearbxError: the file cannot be written. Errors of other files pass.
     """
     target = Path(os.path.realpath(path))
+    beside: Path | None = None
     try:
         if path.exists() and not path.is_file():
             yield path
             return
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        remove_parts(target)
+        handle, beside = open_part(target)
+        try:
+            yield beside
+            os.chmod(beside, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask())
+            os.replace(beside, target)
+        finally:
+            os.close(handle)
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        if not is_about(error, path, target, beside):
+            raise
+        raise unwritable(path, error) from error
+
+
+def is_about(error: OSError, *paths: Path | None) -> bool:
+    """Whether an error is one of writing to these files: it names one of them, or none, as a failed write does."""
+    return error.filename is None or error.filename in (*map(str, filter(None, paths)), *paths)
+
+
+def open_part(target: Path) -> tuple[int, Path]:
+    """A new file beside the target, and the descriptor that locks it for as long as this process writes it."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=PART, dir=target.parent)
+        lock(handle)
+        if os.fstat(handle).st_nlink:  # else another process took it for a stale one, before it was locked
+            return handle, Path(name)
         os.close(handle)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    beside = Path(name)
-    try:
-        yield beside
-        os.chmod(beside, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask())
-        os.replace(beside, target)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        beside.unlink(missing_ok=True)
+
+
+def remove_parts(target: Path) -> None:
+    """Remove the files beside the target that killed processes left: those that nobody locks."""
+    for part in target.parent.glob(f"{part_prefix(target).translate(LITERAL)}*{PART}"):
+        with contextlib.suppress(OSError), lock_if_free(part) as free:
+            if free:
+                part.unlink()
+
+
+def part_prefix(target: Path) -> str:
+    return f".{target.name[:100]}."
+
+
+LITERAL = str.maketrans({sign: f"[{sign}]" for sign in "*?["})  # for glob
 
 
 def unwritable(path: Path, error: OSError) -> GearbxError:
-    return GearbxError(f"{path}: cannot be written ({error.strerror}); choose another place")
+    remedy = "make room or choose another place" if error.errno in FULL else "choose another place"
+    return GearbxError(f"{path}: cannot be written ({error.strerror or error}); {remedy}")
 
 
 def umask() -> int:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
+from ..files.reading import unreadable
 from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import linear_of
@@ -81,6 +82,8 @@ def entries_of(file: Path, missing: str) -> tuple[dict[str, Entry], int]:
         return read_entries(file)
     except FileNotFoundError as error:
         raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
+    except OSError as error:
+        raise unreadable(file, error) from error
     except GearbxError as error:
         raise GearbxError(f"{error}; {RESTORE}") from error
 

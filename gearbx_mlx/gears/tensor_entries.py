@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 from ..files.problems import shown
 from ..files.reading import Count, parse_json, typed
 
@@ -56,7 +56,7 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
     """The entries of a safetensors file, by name, and the place where its data begin.
 
     Raises:
-        FileNotFoundError: there is no file.
+        OSError: there is no file, or it cannot be read.
         GearbxError: it is something else, or incomplete; the message names the file, but no remedy.
     """
     try:
@@ -65,11 +65,8 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
             header = parse_json(file.read(room))
         header.pop("__metadata__", None)
         return typed(header, dict[str, Entry]), LENGTH.size + room
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError, GearbxError) as error:
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise GearbxError(f"{path}: damaged or truncated ({reason})") from error
+    except (SafetensorError, GearbxError) as error:
+        raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
 
 
 def hash_of(path: Path) -> str:
@@ -79,7 +76,7 @@ def hash_of(path: Path) -> str:
     file would take longer than everything else that loading does.
 
     Raises:
-        FileNotFoundError, GearbxError: as read_entries.
+        OSError, GearbxError: as read_entries.
     """
     entries, start = read_entries(path)
     digest = hashlib.sha256(json.dumps(msgspec.to_builtins(entries), sort_keys=True).encode())

@@ -1,0 +1,130 @@
+"""Output files are whole or absent, and what dead processes left of them is removed."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_model, tiny_model
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.files.locking import alone_in
+from gearbx_mlx.files.writing import replacing, write_text
+
+HOLDING = """
+import sys, pathlib
+from gearbx_mlx.files.locking import alone_in
+from gearbx_mlx.files.writing import replacing
+path = pathlib.Path(sys.argv[1])
+with {holding} as place:
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holding():
+    """Starts a process that is in the middle of a context, and returns it."""
+    started = []
+
+    def start(context: str, path: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDING.format(holding=context), str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[-1].stdout.read(5) == b"ready"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+class TestReplacing:
+    def test_what_a_killed_process_left_is_removed(self, tmp_path, holding):
+        file = tmp_path / "a[1]*.json"
+        process = holding("replacing(path)", file)
+        assert len(names(tmp_path)) == 1
+        write_text(file, "ours")  # while the other one is alive
+        assert len(names(tmp_path)) == 2
+        process.kill()
+        process.communicate()
+        write_text(tmp_path / "a", "of another name")
+        assert len(names(tmp_path)) == 3
+        write_text(file, "again")
+        assert names(tmp_path) == {"a", file.name}
+        assert file.read_text() == "again"
+
+    def test_two_processes_write_one_file(self, tmp_path, holding):
+        file = tmp_path / "a"
+        process = holding("replacing(path)", file)
+        write_text(file, "ours")
+        process.communicate(b"go on")
+        assert process.returncode == 0
+        assert names(tmp_path) == {"a"}
+        assert file.read_text() == ""  # the last one's
+
+    @pytest.mark.parametrize(
+        ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EFBIG, "make room"), (errno.EACCES, "another place")]
+    )
+    def test_a_failed_write_is_blamed_on_the_file(self, tmp_path, number, remedy):
+        file = tmp_path / "a"
+        with pytest.raises(GearbxError, match=f"{file}: cannot be written .*{remedy}"), replacing(file):
+            raise OSError(number, os.strerror(number))
+        assert not names(tmp_path)
+
+    def test_errors_of_other_files_pass(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="missing"), replacing(tmp_path / "a"):
+            (tmp_path / "missing").read_text()
+        assert not names(tmp_path)
+
+
+class TestALock:
+    def test_ends_with_its_process(self, tmp_path, holding):
+        process = holding("alone_in(path, 'a conversion')", tmp_path)
+        words = f"{tmp_path}: another process works on a conversion there"
+        with pytest.raises(GearbxError, match=words), alone_in(tmp_path, "a conversion"):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        with alone_in(tmp_path, "a conversion"):
+            pass
+
+    def test_keeps_a_second_conversion_out(self, tmp_path, holding, command):
+        (tmp_path / "geared.incomplete").mkdir()
+        holding("alone_in(path, 'a conversion')", tmp_path / "geared.incomplete")
+        done = command("convert", "--mlx-path", tmp_path / "geared")
+        assert done.status == 2
+        work = tmp_path / "geared.incomplete"
+        assert done.err == f"error: {work}: another process works on a conversion there; wait for it, or end it\n"
+        assert names(tmp_path) == {"geared.incomplete"}
+
+
+class TestAFailedConversion:
+    def test_leaves_nothing_after_a_mistake(self, tmp_path, command):
+        model = tiny_model()
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+        save_model(model, tmp_path / "original")
+        assert command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared").status == 2
+        assert names(tmp_path) == {"original"}
+
+    def test_leaves_nothing_when_it_has_not_begun(self, tmp_path, command, monkeypatch):
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("gearbx_mlx.commands.convert_gears.load_cast", interrupted)
+        assert command("convert", "--mlx-path", tmp_path / "geared").status == 130
+        assert not names(tmp_path)
+
+    def test_blames_the_file_that_cannot_be_read(self, tmp_path, command):
+        save_model(tiny_model(), tmp_path / "original")
+        (tmp_path / "original" / "tokenizer.model").mkdir()
+        done = command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared")
+        assert done.status == 2
+        assert f"{tmp_path}/original/tokenizer.model: cannot be read (Is a directory); check the path" in done.err
