@@ -37,16 +37,12 @@ THRESHOLDS = {
     **{"method": "share", "gears": [4, 8, 16], "tokens": 9, "window": 3, "hysteresis": 0.1, "min_gear_duration": 4},
 }
 STATES = [{"seconds": 0, "thermal": "fair"}, {"seconds": 30.5, "battery": 0.5, "charging": True, "memory": 0.1}]
-ATTEMPTS = [{"found": "3", "right": True, "tokens": 5, "weight_bytes": 10}] * 2
+ATTEMPT = {"found": "3", "right": True, "tokens": 5, "weight_bytes": 10}
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 
 
 def read_session(file: Path) -> Session:
     return Session(file.parent, INPUTS)
-
-
-def read_attempts(file: Path) -> list[Attempt]:
-    return Session(file.parent.parent, INPUTS).rows("route", list, Attempt, 2)
 
 
 READERS = {
@@ -60,13 +56,13 @@ READERS = {
         lambda file: context_length(read_config(file.parent)),
     ),
     "inputs.json": (INPUTS, read_session),
-    "recordings/route.json": (ATTEMPTS, read_attempts),
 }
 LINES = {
     "states.jsonl": (STATES, Scripted.from_file),
     "prompts.jsonl": ([{"prompt": "Once"}, {"question": "Why?"}], read_prompts),
     "documents.jsonl": ([{"text": "Once"}, ROW], read_documents),
     "problems.jsonl": ([ROW, ROW], lambda file: read_rows(file, ("question", "answer"))),
+    "attempts": ([INPUTS, {"part": "0", "found": ATTEMPT}], lambda file: Journal(file, INPUTS, Attempt)),
     "journal": ([INPUTS, {"part": UP, "found": MEASURED}], lambda file: Journal(file, INPUTS, MeasuredLayer)),
 }
 SEARCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -144,7 +144,8 @@ class TestCommand:
         assert rows["pair-0"]["share_top"] == rows["pair-0"]["parameter_ratio"] == 1.0
         assert 0 < rows["pair-5"]["share_top"] < 1
         assert rows["pair-5"]["caught_up_per_token"] > 0
-        kept = json.loads((tmp_path / "out" / "recordings" / "pair-5.json").read_text())
+        lines = (tmp_path / "out" / "recordings" / "pair-5.jsonl").read_text().splitlines()
+        kept = [json.loads(line)["found"] for line in lines[1:]]
         assert sum(a["large"] for a in kept) / sum(a["tokens"] for a in kept) == rows["pair-5"]["share_top"]
         # Given again with one more threshold, only that one is computed.
         before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "recordings").iterdir()}

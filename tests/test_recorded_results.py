@@ -115,13 +115,16 @@ class TestFinalNumbers:
     def test_damaged_attempts_are_named_in_one_line(self, command, small, tmp_path):
         out = tmp_path / "out"
         assert evaluate(command, small, out, *self.FLAGS, "--policy", "route").status == 0
-        file = out / "recordings" / "route.json"
-        whole = json.loads(file.read_text())
-        for content, words in (
-            ("", "not JSON"),
-            (json.dumps(whole[:1]), "not a list of length >= 2"),
-            (json.dumps([whole[0], whole[1] | {"right": 1}]), "[1].right is 1, not true or false"),
-            (json.dumps([whole[0], {}]), "[1] has no field 'found'"),
+        file = out / "recordings" / "route.jsonl"
+        head, first, second = file.read_text().splitlines()
+        for line, words in (
+            ("{", "not JSON"),
+            (second.replace("false", "1"), "found.right is 1, not true or false"),
+            ('{"part": "1", "found": {}}', "found has no field 'found'"),
         ):
-            file.write_text(content)
-            assert_refused(evaluate(command, small, out, *self.FLAGS, "--policy", "route"), file, words)
+            file.write_text(f"{head}\n{first}\n{line}\n")
+            refused = evaluate(command, small, out, *self.FLAGS, "--policy", "route")
+            assert_refused(refused, f"{file}, line 3", words, "remove this line, and the same command goes on")
+        file.write_text(f"{head}\n{first}\n")
+        assert evaluate(command, small, out, *self.FLAGS, "--policy", "route").status == 0
+        assert file.read_text().splitlines() == [head, first, second]

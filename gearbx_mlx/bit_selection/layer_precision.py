@@ -1,6 +1,5 @@
 """From measured layers to the layers of a precision manifest."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, TypedDict
 
@@ -32,11 +31,6 @@ class MeasuredLayer(TypedDict):
     cost: Annotated[list[float], Meta(min_length=6, max_length=6)]
 
 
-def hash_of_windows(windows: Sequence[Sequence[int]]) -> str:
-    """16 hexadecimal digits of the tokens of a calibration text."""
-    return hashlib.sha256(repr([list(window) for window in windows]).encode()).hexdigest()[:16]
-
-
 def outliers(weight: mx.array) -> tuple[float, float]:
     """The 99.9th percentile of |w| in sigmas, and sigma.
 
@@ -58,12 +52,13 @@ def measure_layers(
     exact: Exact, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
 ) -> None:
     """Measure every layer at every width that it can have; each layer goes into the journal."""
+    exact.continue_after(journal.parts)
     for layer in exact.in_order():
         if layer.path not in journal.parts:
-            before = exact.cost.counts()
+            exact.cost = Cost()  # from zero: sums of parts round alike in runs that were stopped anywhere
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
             found = {width: exact.measure(layer, width) for width in widths}
-            journal.add(layer.path, measured_layer(found, exact.cost, before))
+            journal.add(layer.path, measured_layer(found, exact.cost))
         progress()
 
 
@@ -80,21 +75,21 @@ def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], Non
             continue
         part = clamp_part(layer.path)
         if part not in journal.parts:
-            before = clamped.cost.counts()
+            clamped.cost = Cost()
             found: dict[int, Distance] = {}
             for width, (kl, _) in journal.parts[layer.path]["distances"].items():
                 found[int(width)] = clamped.measure(layer, int(width))
                 if found[int(width)].kl >= kl:
                     break
-            journal.add(part, measured_layer(found, clamped.cost, before))
+            journal.add(part, measured_layer(found, clamped.cost))
         progress()
 
 
-def measured_layer(found: Mapping[int, Distance], cost: Cost, before: Sequence[float]) -> MeasuredLayer:
-    """The part of a layer. before: counts of the cost before the layer was measured."""
+def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
+    """The part of a layer. cost: of this layer."""
     return {
         "distances": {str(width): (there.kl, there.perplexity_change) for width, there in found.items()},
-        "cost": [after - count for after, count in zip(cost.counts(), before)],
+        "cost": [*cost.counts()],
     }
 
 

@@ -7,7 +7,7 @@ k_proj. The result is exact, since the same operations on the same numbers give 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -133,6 +133,7 @@ class Exact:
         self._passed = 0  # blocks that the current pass has computed or skipped
         self._depth: dict[str, int] = {}  # layer to the number of blocks before it
         self._recorded: int | None = None
+        self._counted: set[int] = set()
         gearbox.shift(gearbox.ladder.top)
         gearbox.cap({})
         self._windows = []
@@ -148,12 +149,19 @@ class Exact:
 
     def in_order(self) -> list[Layer]:
         """Layers in the order of their blocks: one recording of a block serves all of its layers."""
-        end = len(self._blocks)
-        return sorted(self.layers.values(), key=lambda layer: self._depth.get(layer.path, end))
+        return sorted(self.layers.values(), key=lambda layer: self.depth(layer.path))
+
+    def depth(self, path: str) -> int:
+        """The number of blocks before a layer."""
+        return self._depth.get(path, len(self._blocks))
+
+    def continue_after(self, paths: Iterable[str]) -> None:
+        """Count no recording of the blocks of these layers: the run that measured the layers has counted it."""
+        self._counted = {self.depth(path) for path in paths if path in self.layers}
 
     def measure(self, layer: Layer, bits: int) -> Distance:
         """The distance of the model in which this layer alone has these bits."""
-        depth = self._depth.get(layer.path, len(self._blocks))
+        depth = self.depth(layer.path)
         if self._recorded != depth:
             self._record(depth)
         self.gearbox.cap({layer.path: bits})
@@ -218,19 +226,20 @@ class Exact:
         self._recorded = depth
         if depth == len(self._blocks):
             return
+        cost = Cost() if depth in self._counted else self.cost
 
         def through(key: Hashable, own: Callable, args: Any, kwargs: Any) -> Any:
             if isinstance(key, str):
                 result = own(*args, **kwargs)
                 window.calls.setdefault(key, []).append(((args, kwargs), result))
-                self.cost.calls += 1
-                self.cost.multiplications += self._sizes[key]
+                cost.calls += 1
+                cost.multiplications += self._sizes[key]
                 return result
             self._passed += 1
             if self._passed <= depth:
                 return window.blocks[self._passed - 1]
             own(*args, **kwargs)
-            self.cost.blocks += 1
+            cost.blocks += 1
             raise _Enough
 
         for window in self._windows:

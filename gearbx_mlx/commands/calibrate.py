@@ -5,8 +5,10 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.output import output_path
-from ..cli.parsers.calibrate import KICKDOWN, LOSSLESS, CalibrateSettings
+from ..cli.parsers.calibrate import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from ..cli.settings import command_settings
+from ..evaluation.journal import JOURNAL, beside
+from ..evaluation.session import remove_session
 from ..files.writing import write_text
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
@@ -15,11 +17,12 @@ from .calibrate_target import calibrate_target
 from .calibrate_thresholds import calibrate_kickdown, calibrate_route
 from .calibration import Calibration
 
+INCOMPLETE = ".incomplete"  # behind the name of a policy: the directory of what was recorded for it
+
 
 def run(settings: CalibrateSettings) -> int:
     out = output_path(settings.calibration.out or default_name(settings))
-    found = calibrated(settings)
-    write_text(out, found.json)
+    found = written(settings, out)
     if found.table is not None:
         terminal.messages.print(found.table)
     for note in found.notes:
@@ -42,11 +45,7 @@ def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
     """
     settings = command_settings(CalibrateSettings, keywords)
     out = settings.calibration.out
-    if out is not None:
-        output_path(out)
-    found = calibrated(settings)
-    if out is not None:
-        write_text(Path(out), found.json)
+    found = calibrated(settings, None) if out is None else written(settings, output_path(out))
     return found.file
 
 
@@ -57,10 +56,22 @@ def default_name(settings: CalibrateSettings) -> str:
     return "drafting.json" if settings.calibration.mode == LOSSLESS else "thresholds.json"
 
 
-def calibrated(settings: CalibrateSettings) -> Calibration:
+def written(settings: CalibrateSettings, out: Path) -> Calibration:
+    """What is found, after writing it. An interrupted run leaves its records beside the file for the next one."""
+    place = beside(out, JOURNAL if settings.target.wish() is None else INCOMPLETE)
+    found = calibrated(settings, place)
+    write_text(out, found.json)
+    if place is not None and place.is_dir():
+        remove_session(place)
+    elif place is not None:
+        place.unlink(missing_ok=True)
+    return found
+
+
+def calibrated(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """What is found. place: of the records, which an earlier run may have begun; None: they are not kept."""
     wish = settings.target.wish()
     if wish is not None:
-        return calibrate_target(settings, wish)
-    if settings.calibration.mode == LOSSLESS:
-        return calibrate_drafting(settings)
-    return calibrate_kickdown(settings) if settings.calibration.mode == KICKDOWN else calibrate_route(settings)
+        return calibrate_target(settings, wish, place)
+    modes = {LOSSLESS: calibrate_drafting, KICKDOWN: calibrate_kickdown, ROUTE: calibrate_route}
+    return modes[settings.calibration.mode](settings, place)

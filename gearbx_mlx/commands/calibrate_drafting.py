@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -14,12 +16,14 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.model import ModelSettings
 from ..cli.parsers.calibrate import CalibrateSettings
-from ..decoding.agreement import draft_files, record_agreement
-from ..gears.ladder import DENSE, Ladder
+from ..decoding.agreement import Agreement, draft_files, record_agreement
+from ..evaluation.journal import Journal
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import DENSE, Gear, Ladder
 from ..gears.saved import saved_gears
 from ..loading import model_name
 from ..routing.draft_file import DraftFile
-from .calibration import Calibration, check_ladder, encoded, prompts_by_kind
+from .calibration import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
 # other modes as well.
@@ -30,20 +34,26 @@ LADDERS = {
 DRAFT_BITS = range(3, 7)
 
 
-def calibrate_drafting(settings: CalibrateSettings) -> Calibration:
-    """The drafting that reads the fewest bytes of weights per token, on the text of the top gear."""
+def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """The drafting that reads the fewest bytes of weights per token, on the text of the top gear.
+
+    Args:
+        place: of the journal, if there is one.
+    """
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
     ladders = [gears.ladder] if gears.ladder else [Ladder.parse(text) for text in LADDERS[settings.calibration.top]]
     check_ladder(ladders[0], "nothing to draft with")
     texts = prompts_by_kind(settings.calibration)["mixed"]
     model, tokenizer, config = load_model(settings.model)
     prompts = encoded(texts, settings.prompt, tokenizer, config)
+    compared = {"gears": [str(ladder) for ladder in ladders]}
+    journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[Agreement])
     files: list[DraftFile] = []
     with terminal.progress_bar() as progress:
         task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
         for ladder in ladders:
             files += files_of(
-                ladder, gears, settings.model, (model, tokenizer), prompts, lambda: progress.advance(task)
+                ladder, gears, settings.model, (model, tokenizer), prompts, journal, lambda: progress.advance(task)
             )
     best = min(files, key=lambda file: file.weight_bytes_per_token)
     line = (
@@ -59,14 +69,15 @@ def files_of(
     gears: GearSettings,
     settings: ModelSettings,
     loaded: tuple[nn.Module, Any],
-    prompts: Sequence[tuple[list[int], int]],
+    prompts: Prompts,
+    journal: Journal,
     advance: Callable[[], object],
 ) -> list[DraftFile]:
     """A file for each gear of a ladder that may draft.
 
     Args:
         loaded: model and tokenizer.
-        prompts: tokens, and how many may follow.
+        journal: gets what is recorded of each prompt.
         advance: called after every prompt.
     """
     model, tokenizer = loaded
@@ -78,15 +89,23 @@ def files_of(
     below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
     drafting = [gear for gear in below if gear.bits in DRAFT_BITS] or below
     recorded: dict[Any, list] = {gear: [] for gear in drafting}
-    for tokens, length in prompts:
-        gearbox.shift(top)
-        text = [response.token for response in stream_generate(model, tokenizer, tokens, length)]
-        for gear, agreement in zip(drafting, record_agreement(gearbox, top, drafting, tokens, text)):
+    for number, prompt in enumerate(prompts):
+        record = partial(agreements, gearbox, tokenizer, top, drafting, *prompt)
+        for gear, agreement in zip(drafting, journal.made(f"gears {ladder}, prompt {number}", record)):
             recorded[gear].append(agreement)
         advance()
     files = list(draft_files(gearbox, top, recorded, model_name(settings.model), gears.group_size, gears.format))
     gearbox.shift(gearbox.ladder.top)
     return files
+
+
+def agreements(
+    gearbox: Gearbox, tokenizer: Any, top: Gear, drafting: Sequence[Gear], tokens: list[int], length: int
+) -> list[Agreement]:
+    """For each gear that may draft, its agreement with what the top gear writes after a prompt."""
+    gearbox.shift(top)
+    text = [response.token for response in stream_generate(gearbox.model, tokenizer, tokens, length)]
+    return record_agreement(gearbox, top, drafting, tokens, text)
 
 
 def times_fewer(weight_bytes: float, file: DraftFile) -> float:

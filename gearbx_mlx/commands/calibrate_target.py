@@ -1,9 +1,11 @@
 """calibrate --target-agreement, --target-kl, --target-bytes: the policy that meets a wish at the least cost."""
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, candidates, in_order
 from ..evaluation.drafting import drafted, sequences_of
+from ..evaluation.inputs import hash_of_tokens
+from ..evaluation.journal import Journal
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, Static
 from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
 from ..evaluation.report import Costs
+from ..evaluation.session import Session
 from ..evaluation.text import read_documents, windows_of
 from ..evaluation.wish import Outcome, Wish
 from ..gears.discovery import vocabulary
@@ -34,7 +39,7 @@ from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
 from ..routing.monitor import DEFAULT_WINDOW
 from ..routing.thresholds import ThresholdFile
-from .calibration import Calibration, encoded, prompts_by_kind
+from .calibration import Calibration, Prompts, encoded, inputs_of, prompts_by_kind
 
 CLEARLY = 1.02  # after a candidate that fell short, the next one reads at least this many times as much, or as little
 DEFAULT_GEARS = "4,5,6,8,16"
@@ -51,25 +56,34 @@ class Chosen:
     file: DraftFile | ThresholdFile
 
 
-def calibrate_target(settings: CalibrateSettings, wish: Wish) -> Calibration:
-    """Record each gear, predict every candidate's outcome, and verify the best ones until one meets the wish."""
+def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None) -> Calibration:
+    """Record each gear, predict every candidate's outcome, and verify the best ones until one meets the wish.
+
+    Args:
+        place: the directory of the records, which serve any wish; None: they are not kept.
+    """
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
-    texts = prompts_by_kind(settings.calibration)["mixed"]
+    asked = prompts_by_kind(settings.calibration)["mixed"]
     documents = read_documents(Path(settings.target.data)) if settings.target.data else None
     model, tokenizer, config = load_model(settings.model)
     gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
-    with tempfile.TemporaryDirectory() as folder, terminal.progress_bar() as progress:
+    prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, config)
+    target = settings.target
+    windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data)) if documents else []
+    depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows), "context": target.context}
+    inputs = inputs_of(settings, gears, {"mixed": prompts}) | depends_on
+    with contextlib.ExitStack() as stack:
+        folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        progress = stack.enter_context(terminal.progress_bar())
+        session = Session(folder, inputs)
         if documents is None:
-            prompts = encoded(texts, settings.prompt, tokenizer, config)
-            windows = [text[: settings.target.context] for text in written(prompts, gearbox, tokenizer, progress)]
-        else:
-            target = settings.target
-            windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data))
-        reference = reference_of(gearbox, windows, Path(folder), progress)
-        recordings = record_gears(gearbox, windows, reference, progress)
+            texts = written(prompts, gearbox, tokenizer, session, progress)
+            windows = [text[: target.context] for text in texts]
+        reference = reference_of(gearbox, windows, session, progress)
+        recordings = record_gears(gearbox, windows, reference, session, progress)
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
-        search = Search(settings, gears, wish, windows, by_bits, reference)
+        search = Search(settings, gears, wish, windows, by_bits, reference, session.journal("verified", Outcome))
         chosen = search.first_that_meets(in_order(found, wish), progress)
     about = {"wish": str(wish), "predicted": vars(chosen.candidate.predicted), "verified": vars(chosen.outcome)}
     return Calibration(
@@ -78,36 +92,49 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish) -> Calibration:
 
 
 def written(
-    prompts: Sequence[tuple[list[int], int]], gearbox: Gearbox, tokenizer: Any, progress: Progress
-) -> Iterator[list[int]]:
+    prompts: Prompts, gearbox: Gearbox, tokenizer: Any, session: Session, progress: Progress
+) -> list[list[int]]:
     """The prompts, each with the text that the top gear writes after it greedily; tokens."""
-    for tokens, length in progress.track(prompts, description="text"):
+
+    def write(number: int) -> list[int]:
+        tokens, length = prompts[number]
         responses = stream_generate(gearbox.model, tokenizer, tokens, length, mode="static", gearbox=gearbox)
-        yield [*tokens, *(response.token for response in responses)]
+        return [*tokens, *(response.token for response in responses)]
+
+    return session.rows("text", write, list[int], progress.track(range(len(prompts)), description="text"))
 
 
-def reference_of(gearbox: Gearbox, windows: Windows, folder: Path, progress: Progress) -> Reference:
+def reference_of(gearbox: Gearbox, windows: Windows, session: Session, progress: Progress) -> Reference:
     """The top gear's log-probabilities."""
     targets = targets_of(windows)
-    steps = progress.track(read_at_once(gearbox, windows, gearbox.ladder.top), len(targets), description="the top gear")
-    Reference.write(folder / "reference.npy", steps, len(targets), "float32")
-    return Reference(folder / "reference.npy", targets)
+
+    def write(place: Path) -> None:
+        steps = read_at_once(gearbox, windows, gearbox.ladder.top)
+        tracked = progress.track(steps, len(targets), description="the top gear")
+        Reference.write(place, tracked, len(targets), "float32")
+
+    return Reference(session.file("reference.npy", write), targets)
 
 
-def record_gears(gearbox: Gearbox, windows: Windows, reference: Reference, progress: Progress) -> dict[Gear, Recording]:
+def record_gears(
+    gearbox: Gearbox, windows: Windows, reference: Reference, session: Session, progress: Progress
+) -> dict[Gear, Recording]:
     """Each gear alone along the windows."""
-    recordings = {}
-    for gear in gearbox.ladder:
+    tokens = len(reference.nll)
+
+    def make(gear: Gear) -> Recording:
         steps = read_at_once(gearbox, windows, gear)
-        recordings[gear] = record(progress.track(steps, len(reference.nll), description=f"{gear.bits} bits"), reference)
-    return recordings
+        return record(progress.track(steps, tokens, description=f"{gear.bits} bits"), reference)
+
+    load = partial(Recording.load, tokens=tokens, gears=len(gearbox.ladder))
+    return {gear: session.recording(f"static-{gear.bits}", partial(make, gear), load) for gear in gearbox.ladder}
 
 
 @dataclass(frozen=True)
 class Search:
     """The search for a candidate that meets the wish not in the prediction alone.
 
-    recordings: bits to the gear alone along the windows.
+    recordings: bits to the gear alone along the windows. outcomes: of candidates in sequential runs.
     """
 
     settings: CalibrateSettings
@@ -116,6 +143,7 @@ class Search:
     windows: Windows
     recordings: Mapping[int, Recording]
     reference: Reference
+    outcomes: Journal
 
     def first_that_meets(self, promising: Sequence[Candidate], progress: Progress) -> Chosen:
         """The best candidate that meets the wish in a sequential run too.
@@ -147,12 +175,19 @@ class Search:
         """A candidate with its outcome in a sequential run, in a gearbox of its own."""
         gearbox = self.gearbox_of(candidate)
         file = self.file_of(candidate, gearbox)
+        part = f"{candidate} {candidate.thresholds}"
+        outcome = self.outcomes.made(part, partial(self.outcome_of, candidate, gearbox, file, progress))
+        return Chosen(candidate, outcome, file)
+
+    def outcome_of(
+        self, candidate: Candidate, gearbox: Gearbox, file: DraftFile | ThresholdFile, progress: Progress
+    ) -> Outcome:
+        """The outcome of a sequential run."""
         steps = steps_of(gearbox, candidate, file, self.windows)
         tracked = progress.track(steps, len(self.reference.nll), description=f"verify {candidate}")
         recording = record(tracked, self.reference)
         read = Costs(gearbox, gearbox.ladder).weight_bytes(recording)
-        outcome = Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
-        return Chosen(candidate, outcome, file)
+        return Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
 
     def gearbox_of(self, candidate: Candidate) -> Gearbox:
         """The candidate's gears, on the model as it is loaded."""

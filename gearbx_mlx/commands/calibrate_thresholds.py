@@ -1,6 +1,8 @@
 """calibrate --mode route and --mode kickdown: entropy thresholds between the gears."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,26 +16,37 @@ from ..cli.parsers.calibrate import KICKDOWN, MANUAL, MEDIAN, PERCENTILE, SHARE,
 from ..decoding.entropy_sampler import sampled_tokens
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.stream import stream_generate
+from ..evaluation.journal import Journal
 from ..gears.discovery import vocabulary
 from ..gears.observer import Observer
 from ..loading import model_name
 from ..routing import calibration
 from ..routing.entropy import entropy_bits
 from ..routing.thresholds import ThresholdFile
-from .calibration import Calibration, bits_line, check_ladder, encoded, prompts_by_kind, shares_note
+from .calibration import (
+    Calibration,
+    Prompts,
+    bits_line,
+    check_ladder,
+    encoded,
+    inputs_of,
+    prompts_by_kind,
+    shares_note,
+)
 
 Entropies = list[list[float]]  # bits, one list for each prompt
 
 
-def calibrate_route(settings: CalibrateSettings) -> Calibration:
-    """Thresholds from the entropies of a model that does not change gear."""
+def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """Thresholds from the entropies of a model that does not change gear. place: of the journal, if there is one."""
     gears, shares = settle(settings)
     gate, method = vars(settings.gate.filled()), settings.calibration.method
     texts = prompts_by_kind(settings.calibration)
     model, tokenizer, config = load_model(settings.model)
     observer = Observer(model, gears.gears, dtype=settings.model.dtype)
     prompts = {kind: encoded(kind_texts, settings.prompt, tokenizer, config) for kind, kind_texts in texts.items()}
-    samples = record_entropies(method, observer, tokenizer, prompts)
+    journal = Journal(place, inputs_of(settings, gears, prompts), list[float])
+    samples = record_entropies(method, observer, tokenizer, prompts, journal)
     vocab_size = vocabulary(model)
     thresholds = find_thresholds(method, samples, shares, vocab_size, gate)
     sequences = [sequence for kind in samples.values() for sequence in kind]
@@ -51,18 +64,20 @@ def calibrate_route(settings: CalibrateSettings) -> Calibration:
     return Calibration(file, bits_line(thresholds), [shares_note(gears.gears, reached, file.tokens)])
 
 
-def calibrate_kickdown(settings: CalibrateSettings) -> Calibration:
-    """Thresholds from every token's entropy in every gear on the way to the top one."""
+def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """Thresholds from every token's entropy in every gear on the way to the top one. place: as for route."""
     gears, shares = settle(settings)
     texts = prompts_by_kind(settings.calibration)["mixed"]
     model, tokenizer, config = load_model(settings.model)
     gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
     climbing = GearedModel(gearbox, rule=lambda entropy, position, gear: True)
+    prompts = encoded(texts, settings.prompt, tokenizer, config)
+    inputs = inputs_of(settings, gears, {"mixed": prompts}) | {"native": gearbox.kernels.native}
+    journal = Journal(place, inputs, list[tuple[float, ...]])
     entropies: list[tuple[float, ...]] = []
     with terminal.progress_bar() as progress:
-        for tokens, length in progress.track(encoded(texts, settings.prompt, tokenizer, config), description="prompts"):
-            sampled = sampled_tokens(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
-            entropies += [token.step.entropies for _, token in sampled]
+        for number, prompt in enumerate(progress.track(prompts, description="prompts")):
+            entropies += journal.made(f"prompt {number}", partial(climbed_entropies, climbing, tokenizer, *prompt))
     thresholds, reached = calibration.kickdown_thresholds(entropies, shares)
     file = ThresholdFile(
         thresholds=list(thresholds),
@@ -81,6 +96,12 @@ def calibrate_kickdown(settings: CalibrateSettings) -> Calibration:
     return Calibration(file, bits_line(thresholds), [shares_note(gears.gears, reached, file.tokens)])
 
 
+def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
+    """Bits of every generated token in every gear."""
+    sampled = sampled_tokens(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
+    return [token.step.entropies for _, token in sampled]
+
+
 def settle(settings: CalibrateSettings) -> tuple[GearSettings, list[float]]:
     """The gears, and the share of tokens for each. Raises GearbxError for gears that need no threshold."""
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
@@ -89,21 +110,22 @@ def settle(settings: CalibrateSettings) -> tuple[GearSettings, list[float]]:
 
 
 def record_entropies(
-    method: str, observer: Observer, tokenizer: Any, prompts: Mapping[str, Sequence[tuple[list[int], int]]]
+    method: str, observer: Observer, tokenizer: Any, prompts: Mapping[str, Prompts], journal: Journal
 ) -> dict[str, Entropies]:
-    """Kind of prompt to entropies.
+    """Kind of prompt to entropies; each prompt's go into the journal.
 
     Args:
-        prompts: kind to prompts: tokens, and how many may follow.
+        prompts: by kind.
     """
     samples: dict[str, Entropies] = {kind: [] for kind in prompts}
     with terminal.progress_bar() as progress:
         for kind, encoded_prompts in prompts.items():
-            for tokens, length in progress.track(encoded_prompts, description=f"{kind} prompts"):
+            tracked = progress.track(encoded_prompts, description=f"{kind} prompts")
+            for number, (tokens, length) in enumerate(tracked):
+                record = partial(generated_entropies, observer, tokenizer, tokens, length)
                 if method == PERCENTILE:
-                    samples[kind].append(prefill_entropies(observer.model, tokens))
-                else:
-                    samples[kind].append(generated_entropies(observer, tokenizer, tokens, length))
+                    record = partial(prefill_entropies, observer.model, tokens)
+                samples[kind].append(journal.made(f"{kind} prompt {number}", record))
     return samples
 
 

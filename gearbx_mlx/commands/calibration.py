@@ -9,14 +9,19 @@ from typing import Any
 from rich.table import Table
 
 from ..cli import prompts
+from ..cli.gears import GearSettings
 from ..cli.loaded import room_for
-from ..cli.parsers.calibrate import MANUAL, CalibrationSettings
+from ..cli.parsers.calibrate import MANUAL, CalibrateSettings, CalibrationSettings
 from ..cli.prompt import PromptSettings, encode_prompt
 from ..errors import GearbxError
+from ..evaluation.inputs import hash_of_tokens
 from ..gears.ladder import Ladder
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from ..telemetry.summary import as_json
+from .evaluation_inputs import gear_inputs, model_inputs
+
+Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,19 @@ def encoded(
     """The tokens of each prompt, and how many tokens may follow it."""
     tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
+
+
+def inputs_of(settings: CalibrateSettings, gears: GearSettings, prompts: Mapping[str, Prompts]) -> dict[str, Any]:
+    """All that the records of prompts depend on. prompts: by kind."""
+    return {
+        "mode": settings.calibration.mode,
+        "method": settings.calibration.method,
+        **model_inputs(settings.model),
+        **gear_inputs(gears),
+        "prompts": {kind: hash_of_tokens([tokens for tokens, _ in encoded]) for kind, encoded in prompts.items()},
+        "max_tokens": settings.prompt.max_tokens,
+        "extra_eos_token": [*settings.model.extra_eos_token],
+    }
 
 
 def check_ladder(ladder: Ladder, missing: str) -> None:

@@ -1,5 +1,6 @@
 """evaluate --task gsm8k: the model writes answers, and their final numbers are right or wrong."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..cli.prompt import PromptSettings, encode_prompt
 from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation import gsm8k
+from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.session import Session
 from ..evaluation.tables import Report
 from ..evaluation.text import read_rows
@@ -21,7 +23,6 @@ from ..gears.discovery import vocabulary
 from .evaluation_inputs import about, inputs_of
 
 Problems = list[dict[str, str]]
-Prompt = tuple[list[int], int, str]  # tokens, how many may be written after them, the worked answer
 
 
 def measured(settings: EvaluateSettings, out: Path) -> Report:
@@ -44,14 +45,15 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     )
     modes = gsm8k.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
     prompts = prompts_of(settings.prompt, tokenizer, config, examples, problems)
-    session = Session(out, inputs_of(settings, gears) | lengths(settings) | vars(routing))
+    depends_on = answers_inputs(settings, prompts) | {"native": gearbox.kernels.native} | vars(routing)
+    session = Session(out, inputs_of(settings, gears) | depends_on)
     attempts: dict[str, list[gsm8k.Attempt]] = {}
     with terminal.progress_bar() as progress:
         try:
             for name, mode in modes.items():
-                shown = progress.track(prompts, description=name)
-                solve = partial(gsm8k.solve, gearbox, tokenizer, shown, mode)
-                attempts[name] = session.rows(name, solve, gsm8k.Attempt, len(prompts))
+                numbers = progress.track(range(len(prompts)), description=name)
+                solve = partial(gsm8k.solve, gearbox, tokenizer, prompts, mode)
+                attempts[name] = session.rows(name, solve, gsm8k.Attempt, numbers)
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
@@ -71,13 +73,15 @@ def note_or_raise(attempts: dict[str, Any], out: Path) -> None:
         raise KeyboardInterrupt
 
 
-def lengths(settings: EvaluateSettings) -> dict[str, int]:
-    """The numbers that answers depend on."""
+def answers_inputs(settings: EvaluateSettings, prompts: Sequence[gsm8k.Prompt]) -> dict[str, Any]:
+    """What answers depend on besides the models."""
     task = settings.task
     return {
         "num_problems": task.num_problems,
         "num_shots": task.num_shots,
         "max_tokens": settings.prompt.max_tokens,
+        "prompts": hash_of_tokens([tokens for tokens, _, _ in prompts]),
+        "extra_eos_token": [*settings.model.extra_eos_token],
     }
 
 
@@ -96,7 +100,7 @@ def problems_of(task: TaskSettings) -> tuple[Problems, Problems]:
 
 def prompts_of(
     settings: PromptSettings, tokenizer: Any, config: dict, examples: Problems, problems: Problems
-) -> list[Prompt]:
+) -> list[gsm8k.Prompt]:
     """The prompt of each problem."""
     templated = tokenizer.has_chat_template and not settings.ignore_chat_template
     texts = [row["question"] if templated and not examples else gsm8k.prompt_of(row, examples) for row in problems]

@@ -11,15 +11,16 @@ from ..cli.pair import Turns, turns_of
 from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
 from ..errors import GearbxError
 from ..evaluation import gsm8k_pair, pair
-from ..evaluation.inputs import model_contents, versions
+from ..evaluation.inputs import hash_of_tokens, model_contents
 from ..evaluation.session import Session, fingerprint
 from ..evaluation.tables import Report
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
 from ..gears.activations import dtype_name, model_dtype
 from ..loading import model_name
 from ..routing.pair import NAMES
-from .evaluate_gsm8k import Prompt, lengths, note_or_raise, problems_of, prompts_of
+from .evaluate_gsm8k import answers_inputs, note_or_raise, problems_of, prompts_of
 from .evaluate_text import context_for
+from .evaluation_inputs import model_inputs
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
 
@@ -58,10 +59,11 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
     if not windows:
         raise GearbxError(f"{task.data}: no question leaves room for its answer in {context} tokens; raise --context")
     depends_on = {"context": context, "tokens": tokens, "answers_only": task.answers_only}
-    Session(out, inputs_of(settings, turns) | depends_on)
+    read = {"windows": hash_of_tokens([window for window, _ in windows])}
+    session = Session(out, inputs_of(settings, turns) | depends_on | read)
     with terminal.progress_bar() as progress:
         tracked = progress.track(windows, description="both models")
-        recording = pair.record_pair(models.small, models.large, tracked, models.vocab_size)
+        recording = pair.record_pair(models.small, models.large, tracked, models.vocab_size, session)
     thresholds = turns.sweep(models.vocab_size)
     policies = pair.sweep(
         recording, thresholds, turns.window, turns.min_duration, models.parameters, models.weight_bytes
@@ -77,21 +79,20 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
 
 
 def answers_report(
-    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[Prompt], out: Path
+    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[gsm8k_pair.Prompt], out: Path
 ) -> dict[str, Any]:
     """The models write answers. The session keeps every row as soon as it is complete."""
     seed = settings.comparison.seed
-    session = Session(out, inputs_of(settings, turns) | lengths(settings) | {"seed": seed})
-    solve = partial(gsm8k_pair.solve, models.small, models.large, models.tokenizer)
+    session = Session(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
+    solve = partial(gsm8k_pair.solve, models.small, models.large, models.tokenizer, prompts, turns.window)
     attempts: dict[str, list[gsm8k_pair.PairAttempt]] = {}
     thresholds: dict[str, float] = {}
     complete = False
     with terminal.progress_bar() as progress:
 
         def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
-            tracked = progress.track(prompts, description=name)
-            make = partial(solve, tracked, turns.window, gate_of)
-            attempts[name] = session.rows(name, make, gsm8k_pair.PairAttempt, len(prompts))
+            numbers = progress.track(range(len(prompts)), description=name)
+            attempts[name] = session.rows(name, partial(solve, gate_of), gsm8k_pair.PairAttempt, numbers)
             thresholds[name] = threshold
             return attempts[name]
 
@@ -114,15 +115,12 @@ def answers_report(
 def inputs_of(settings: EvaluateSettings, turns: Turns) -> dict[str, Any]:
     """All that results depend on but the thresholds: a sweep may be extended."""
     return {
-        "model contents": model_contents(settings.model.model),
+        **model_inputs(settings.model),
         "small model contents": model_contents(settings.task.small_model),
         "data contents": fingerprint(Path(settings.task.data)),
         "task": settings.task.task,
-        "dtype": settings.model.dtype,
-        "adapter_path": settings.model.adapter_path,
         "window": turns.window,
         "min_duration": turns.min_duration,
-        **versions(),
     }
 
 

@@ -8,6 +8,7 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
 from ..errors import GearbxError
+from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.plans import entries
 from ..evaluation.report import COLUMNS, FIRST, markdown
 from ..evaluation.runs import Runs
@@ -39,7 +40,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     context = context_for(comparison.context, config)
     windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
     gate = vars(settings.gate.filled())
-    session = Session(out, inputs(settings, gears, between, context, gate))
+    depends_on = {"windows": hash_of_tokens(windows), "native": gearbox.kernels.native}
+    session = Session(out, inputs(settings, gears, between, context, gate) | depends_on)
     with terminal.progress_bar() as progress:
         runs = Runs(
             session,

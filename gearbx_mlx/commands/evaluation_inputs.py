@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.gears import GearSettings
+from ..cli.model import ModelSettings
 from ..cli.parsers.evaluate import EvaluateSettings
-from ..evaluation.inputs import model_contents, versions
+from ..evaluation.inputs import adapter_contents, model_contents, versions
 from ..evaluation.session import fingerprint
 from ..loading import model_name
 
@@ -13,20 +14,36 @@ from ..loading import model_name
 def inputs_of(settings: EvaluateSettings, gears: GearSettings) -> dict[str, Any]:
     """The inputs that every task on one model depends on."""
     return {
-        "model contents": model_contents(settings.model.model),
         "data contents": fingerprint(Path(settings.task.data)),
         "task": settings.task.task,
-        "gears": str(gears.gears),
+        **model_inputs(settings.model),
+        **gear_inputs(gears),
+    }
+
+
+def model_inputs(settings: ModelSettings) -> dict[str, Any]:
+    """The inputs that every result of a model depends on."""
+    return {
+        "model contents": model_contents(settings.model),
+        "dtype": settings.dtype,
+        "adapter_path": settings.adapter_path,
+        "adapter contents": adapter_contents(settings.adapter_path),
+        **versions(),
+    }
+
+
+def gear_inputs(gears: GearSettings) -> dict[str, Any]:
+    """The inputs that every result of a model in gears depends on."""
+    return {
+        "gears": str(gears.ladder),
         "format": gears.format,
         "manage": gears.manage,
         "q_group_size": gears.group_size,
         "kernels": gears.kernels,
         "activations": gears.activations,
-        "dtype": settings.model.dtype,
-        "adapter_path": settings.model.adapter_path,
+        **({"low model contents": model_contents(gears.low_model)} if gears.low_model else {}),
         **({"floors": vars(gears.floors)} if gears.floors else {}),
         **({"manifest contents": fingerprint(Path(gears.manifest))} if gears.manifest else {}),
-        **versions(),
     }
 
 

@@ -15,7 +15,6 @@ from ..bit_selection.layer_precision import (
     MeasuredLayer,
     estimated_precisions,
     flagged,
-    hash_of_windows,
     layer_precisions,
     measure_clamped,
     measure_layers,
@@ -30,14 +29,13 @@ from ..cli.output import output_path
 from ..cli.parsers.sensitivity import SensitivitySettings
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..errors import GearbxError
-from ..evaluation.journal import Journal
+from ..evaluation.inputs import hash_of_tokens, versions
+from ..evaluation.journal import JOURNAL, Journal, beside
 from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
 from ..loading import model_name
-
-JOURNAL = ".journal"  # behind the name of a manifest that is not whole yet
 
 Windows = Sequence[Sequence[int]]
 Kls = dict[str, dict[int, float]]  # path to bits to nats
@@ -45,7 +43,8 @@ Kls = dict[str, dict[int, float]]  # path to bits to nats
 
 def run(settings: SensitivitySettings) -> int:
     wanted, text = settings.measurement, settings.text
-    out, journal = output_path(wanted.out), output_path(wanted.out + JOURNAL)
+    out = output_path(wanted.out)
+    journal = beside(out, JOURNAL)
     other = None if wanted.write_sensitivities is None else output_path(wanted.write_sensitivities)
     known = None if wanted.sensitivities is None else read_sensitivities(Path(wanted.sensitivities))
     model, tokenizer, config = load_original(settings.model)
@@ -57,7 +56,8 @@ def run(settings: SensitivitySettings) -> int:
     if other is not None:
         write_text(other, json.dumps(sensitivities_of(manifest.layers)))
     write_text(out, manifest.as_json())
-    journal.unlink(missing_ok=True)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
     messages.print(classes_table(manifest))
     lowest = manifest.bits[0]
     bound = sum(least_bits(layer.kl, layer.perplexity_change) > lowest for layer in manifest.layers.values())
@@ -72,18 +72,18 @@ def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows)
     return {
         "model": model_name(settings.model.model),
         "fingerprint": model_fingerprint(model),
-        "calibration": hash_of_windows(windows),
+        "calibration": hash_of_tokens(windows),
         "tokens": sum(len(window) - 1 for window in windows),
         **settings.layout.filled(None, ""),
         "bits": settings.measurement.widths,
     }
 
 
-def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path) -> PrecisionManifest:
+def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None) -> PrecisionManifest:
     """The manifest of a model whose layers are reduced one at a time.
 
     Args:
-        file: the journal, which an interrupted run is continued from.
+        file: the journal, which an interrupted run is continued from, if there is one.
     """
     inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
     layout = settings.layout.filled(None, "")
@@ -108,7 +108,7 @@ def measure(
     bits: Sequence[int],
     run_with: dict[str, Any],
     inputs: Mapping[str, Any],
-    file: Path,
+    file: Path | None,
     progress: Progress,
 ) -> tuple[float, dict[str, LayerPrecision], dict[str, Any]]:
     """The perplexity at full precision, every layer's precision, and what measuring cost over all runs.
@@ -120,7 +120,8 @@ def measure(
     """
     gearbox = single_layer_gearbox(model, bits, clamps={}, **run_with)
     clamps = flagged(gearbox.layers)
-    journal = Journal(file, {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"]}, MeasuredLayer)
+    depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"], **versions()}
+    journal = Journal(file, depends_on, MeasuredLayer)
     exact = exact_of(gearbox, windows, progress)
     task = progress.add_task("layers", total=len(gearbox.layers))
     measure_layers(exact, bits, journal, lambda: progress.advance(task))

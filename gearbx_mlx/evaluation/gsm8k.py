@@ -25,6 +25,8 @@ from .text import PROMPT
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 NEXT_PROBLEM = "\nQuestion:"
 
+Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -81,19 +83,11 @@ def attempt(responses: Iterable[GearResponse], answer: str) -> Attempt:
     return Attempt(None if found is None else str(found), found == final_number(answer), count, read)
 
 
-def solve(
-    gearbox: Gearbox, tokenizer: Any, prompts: Iterable[tuple[Sequence[int], int, str]], mode: Mode
-) -> list[Attempt]:
-    """The attempts of a mode, one for each prompt.
-
-    Args:
-        prompts: of each its tokens, how many tokens to write, and the worked answer.
-    """
-    attempts = []
-    for tokens, length, answer in prompts:
-        responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
-        attempts.append(attempt(responses, answer))
-    return attempts
+def solve(gearbox: Gearbox, tokenizer: Any, prompts: Sequence[Prompt], mode: Mode, number: int) -> Attempt:
+    """The attempt of a mode at the prompt of this number."""
+    tokens, length, answer = prompts[number]
+    responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
+    return attempt(responses, answer)
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:

@@ -14,10 +14,9 @@ from ..files.reading import Count
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
-from .gsm8k import Attempt, attempt, score
+from .gsm8k import Attempt, Prompt, attempt, score
 from .tables import INCOMPLETE, Columns, markdown_table, percent
 
-Prompts = Iterable[tuple[Sequence[int], int, str]]
 REFERENCE = f"pair-{0:g}"  # the large model alone
 
 
@@ -33,26 +32,24 @@ def solve(
     small: nn.Module,
     large: nn.Module,
     tokenizer: Any,
-    prompts: Prompts,
+    prompts: Sequence[Prompt],
     window: int,
     gate_of: Callable[[int], tuple[Gate, int]],
-) -> list[PairAttempt]:
-    """The attempts of a gate, one for each prompt.
+    number: int,
+) -> PairAttempt:
+    """The attempt of a gate at the prompt of this number.
 
     Args:
-        prompts: of each its tokens, how many tokens to write, and the worked answer.
         gate_of: from a prompt's number to the gate and the model that begins.
     """
-    attempts = []
-    for number, (tokens, length, answer) in enumerate(prompts):
-        gate, first = gate_of(number)
-        taken: list[GearResponse] = []
-        mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
-        responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
-        tried = attempt(noted(responses, taken), answer)
-        by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-        attempts.append(PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken)))
-    return attempts
+    tokens, length, answer = prompts[number]
+    gate, first = gate_of(number)
+    taken: list[GearResponse] = []
+    mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
+    responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
+    tried = attempt(noted(responses, taken), answer)
+    by_large = sum(response.gear == NAMES[LARGE] for response in taken)
+    return PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))
 
 
 def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
@@ -67,7 +64,7 @@ def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gat
 
 
 def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
-    """The control: a coin for each prompt."""
+    """The control: a coin for each prompt, whose tosses do not depend on the prompts before it."""
 
     def gate_of(number: int) -> tuple[Gate, int]:
         coin = Coin(share, min_duration, seed=1000 * seed + number)

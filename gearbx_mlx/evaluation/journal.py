@@ -1,8 +1,9 @@
 """A file beside an output that takes long to make: a line for each part that is done."""
 
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -11,9 +12,12 @@ from msgspec import Struct
 from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import json_lines, read_text
+from ..files.writing import check_writable
 
 F = TypeVar("F")
+JOURNAL = ".journal"  # behind the name of an output that is not complete yet
 REMOVE = "remove it, and the same command begins anew"
+REMOVE_LINE = "remove this line, and the same command goes on"
 
 
 class Part(Struct, Generic[F], frozen=True):
@@ -27,28 +31,30 @@ class Journal:
     """Keeps what was measured, so that a rerun with the same inputs does not measure it again.
 
     Args:
-        file: the journal continues where it ends; a line that is not complete is cut off.
+        file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept.
         inputs: all that the parts depend on, as JSON can express it.
-        found: the type of the value of a part.
+        found: the type of the value of a part: a dataclass, or what JSON can express.
 
     Raises:
         GearbxError: the file cannot be read or written, has a damaged line, or is of other inputs: the message names
             the first one that changed.
     """
 
-    def __init__(self, file: Path, inputs: Mapping[str, Any], found: Any = Any):
+    def __init__(self, file: Path | None, inputs: Mapping[str, Any], found: Any = Any):
         self.file = file
         self.parts: dict[str, Any] = {}
+        if file is None:
+            return
         text = read_text(file, "a journal", REMOVE) if os.path.exists(file) else ""
         complete = text[: text.rfind("\n") + 1]
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):
             check_inputs(before, inputs, f"{file}: holds measurements", "that file")
-        for _, part in json_lines(file, rest, Part[found], REMOVE, first=2):
+        for _, part in json_lines(file, rest, Part[found], REMOVE_LINE, first=2):
             self.parts[part.part] = part.found
+        self.end = len(complete.encode())
         try:
-            file.open("a").close()
-            os.truncate(file, len(complete.encode()))
+            file.open("ab").close()
         except OSError as error:
             raise GearbxError(f"{file}: cannot be written ({error.strerror}); choose another --out") from error
         if not complete:
@@ -59,12 +65,42 @@ class Journal:
         self.parts[part] = found
         self._append({"part": part, "found": found})
 
+    def made(self, part: str, make: Callable[[], Any]) -> Any:
+        """The value of a part, which is made and kept unless it exists."""
+        if part not in self.parts:
+            self.add(part, make())
+        return self.parts[part]
+
     def _append(self, line: Any) -> None:
+        """Return when the line is on the disk. What a killed or failed append left behind is cut off first."""
+        if self.file is None:
+            return
+        data = json.dumps(line, default=dataclasses.asdict).encode() + b"\n"
         try:
-            with self.file.open("a", encoding="utf-8") as opened:
-                opened.write(json.dumps(line) + "\n")
+            with self.file.open("ab") as opened:
+                opened.truncate(self.end)
+                opened.write(data)
+                opened.flush()
+                os.fsync(opened.fileno())
         except OSError as error:
-            raise GearbxError(f"{self.file}: cannot be written ({error.strerror}); make room") from error
+            raise GearbxError(
+                f"{self.file}: cannot be written ({error.strerror}); make room, and the same command goes on"
+            ) from error
+        self.end += len(data)
+
+
+def beside(out: Path, ending: str) -> Path | None:
+    """Where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps nothing.
+
+    Raises:
+        GearbxError: a place that cannot be written to.
+    """
+    if out.exists() and not out.is_file():
+        return None
+    place = Path(f"{os.path.realpath(out) if out.is_symlink() else out}{ending}")
+    if not os.path.isdir(place):  # unlike Path.is_dir, also for a name that is too long
+        check_writable(place)
+    return place
 
 
 def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], holder: str, outdated: str) -> None:

@@ -6,6 +6,8 @@ the gate. Each model reads the text once, and the gate is replayed over the reco
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +18,8 @@ from ..routing.monitor import Monitor
 from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from .chance import Chance, against_chance
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
-from .replay import Recording
+from .replay import Recording, load_shaped
+from .session import Session
 from .tables import Columns, change_of_kl, kilobytes, markdown_table, percent, three_digits
 
 
@@ -33,6 +36,21 @@ class PairRecording:
     top_probability: np.ndarray
     vocab_size: int
 
+    def save(self, file: Any) -> None:
+        both: dict[str, Any] = {
+            name: np.stack([array, getattr(self.large, name)]) for name, array in vars(self.small).items()
+        }
+        np.savez(file, top_probability=self.top_probability, **both)
+
+    @classmethod
+    def load(cls, file: Path, tokens: int, vocab_size: int) -> "PairRecording":
+        """The recording in a file, with this number of predictions. Raises GearbxError if it is damaged."""
+        of_both = {name: (2, *shape) for name, shape in Recording.shapes(tokens, 2).items()}
+        loaded = load_shaped(file, {"top_probability": (tokens,), **of_both})
+        top_probability = loaded.pop("top_probability")
+        small, large = (Recording(**{name: both[gear] for name, both in loaded.items()}) for gear in (SMALL, LARGE))
+        return cls(small, large, top_probability, vocab_size)
+
 
 def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
     """Log-probabilities (n - 1, V), float64, of the token after each of a window's n tokens but the last."""
@@ -41,31 +59,52 @@ def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> 
 
 
 def record_pair(
-    small: nn.Module, large: nn.Module, windows: Iterable[tuple[Sequence[int], int]], vocab_size: int
+    small: nn.Module,
+    large: nn.Module,
+    windows: Iterable[tuple[Sequence[int], int]],
+    vocab_size: int,
+    session: Session | None = None,
 ) -> PairRecording:
     """Let both models read every window from its beginning.
 
     Args:
         windows: tokens, and how many of them are the prompt, in which predictions do not count.
+        session: keeps the recording of each window as soon as it is made.
     """
-    rows: tuple[list[tuple], list[tuple]] = ([], [])
-    top: list[np.ndarray] = []
+    parts = []
     for number, (window, prompt) in enumerate(windows):
         start = max(prompt - 1, 0)
-        p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
-        top.append(np.exp(p.max(axis=-1)))
-        for gear, logprobs in ((SMALL, q), (LARGE, p)):
-            rows[gear].append(compared(p, logprobs, number, np.array(window[start + 1 :]), gear))
-    recordings = [Recording(*(np.concatenate(column) for column in zip(*part))) for part in rows]
-    return PairRecording(recordings[SMALL], recordings[LARGE], np.concatenate(top), vocab_size)
+        record = partial(record_window, small, large, window, start, number, vocab_size)
+        load = partial(PairRecording.load, tokens=len(window) - 1 - start, vocab_size=vocab_size)
+        parts.append(record() if session is None else session.recording(f"window-{number}", record, load))
+    return joined(parts)
 
 
-def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> tuple[np.ndarray, ...]:
-    """The fields of a Recording for one window: q against the large model's p, both (n, V)."""
+def record_window(
+    small: nn.Module, large: nn.Module, window: Sequence[int], start: int, number: int, vocab_size: int
+) -> PairRecording:
+    """Both models along a window, from its token `start` on."""
+    p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
+    targets = np.array(window[start + 1 :])
+    by_small, by_large = compared(p, q, number, targets, SMALL), compared(p, p, number, targets, LARGE)
+    return PairRecording(by_small, by_large, np.exp(p.max(axis=-1)), vocab_size)
+
+
+def joined(parts: Sequence[PairRecording]) -> PairRecording:
+    """The recordings of windows as one."""
+    small, large = (
+        Recording(*(np.concatenate(column) for column in zip(*(vars(run).values() for run in runs))))
+        for runs in ([part.small for part in parts], [part.large for part in parts])
+    )
+    return PairRecording(small, large, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
+
+
+def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> Recording:
+    """The recording of one window: q against the large model's p, both (n, V)."""
     n = len(targets)
     passes = np.zeros((n, 2), int)
     passes[:, gear] = 1
-    return (
+    return Recording(
         np.full(n, window),
         -q[np.arange(n), targets],
         kl_divergence(p, q),

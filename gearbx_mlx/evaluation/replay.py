@@ -1,7 +1,8 @@
 """A text read one token at a time on a real KV cache, which keeps the entries that a low gear writes."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,15 +59,14 @@ class Recording:
         np.savez(file, **vars(self))
 
     @classmethod
+    def shapes(cls, tokens: int, gears: int) -> dict[str, tuple[int, ...]]:
+        """Name to shape of each array, for these numbers of predictions and gears."""
+        return {field.name: (tokens, gears) if field.name == "passes" else (tokens,) for field in fields(cls)}
+
+    @classmethod
     def load(cls, file: Path, tokens: int, gears: int) -> "Recording":
         """The recording in a file, with these numbers of predictions and gears. Raises GearbxError if it is damaged."""
-        loaded = load_arrays(file)
-        shapes = {field.name: (tokens, gears) if field.name == "passes" else (tokens,) for field in fields(cls)}
-        for name, shape in shapes.items():
-            array = loaded.get(name) if isinstance(loaded, dict) else None
-            if array is None or array.shape != shape or array.dtype.kind not in "bif":
-                raise GearbxError(f"{file}: damaged: '{name}' is not an array of {shape} numbers; {REMAKE}")
-        recording = cls(**{name: loaded[name] for name in shapes})
+        recording = cls(**load_shaped(file, cls.shapes(tokens, gears)))
         if not ((recording.gear >= 0) & (recording.gear < gears)).all():
             raise GearbxError(f"{file}: damaged: 'gear' has a number outside of the ladder; {REMAKE}")
         return recording
@@ -83,6 +83,16 @@ def load_arrays(file: Path) -> Any:
     except Exception as error:  # numpy and zipfile fail in a dozen ways on a damaged file
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
         raise GearbxError(f"{file}: cannot be read as recorded numbers ({reason}); {REMAKE}") from error
+
+
+def load_shaped(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name. Raises GearbxError unless they are numbers of these shapes."""
+    loaded = load_arrays(file)
+    for name, shape in shapes.items():
+        array = loaded.get(name) if isinstance(loaded, dict) else None
+        if array is None or array.shape != shape or array.dtype.kind not in "bif":
+            raise GearbxError(f"{file}: damaged: '{name}' is not an array of {shape} numbers; {REMAKE}")
+    return {name: loaded[name] for name in shapes}
 
 
 def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
@@ -152,19 +162,31 @@ class Reference:
 
     @staticmethod
     def write(path: Path, steps: Iterable[Step], tokens: int, dtype: str) -> None:
-        """Store the log-probabilities.
+        """Store the log-probabilities. It writes row by row: in a sparse memory map, a full disk would end the process.
 
         Args:
-            tokens: number of steps.
+            tokens: number of steps, one or more.
             dtype: float32, or float16 for half the room: each log-probability is then off by up to 1 in 2048.
+
+        Raises:
+            GearbxError: there is not enough room.
         """
-        stored = None
-        for place, step in enumerate(steps):
-            if stored is None:
-                stored = np.lib.format.open_memmap(path, "w+", dtype, (tokens, len(step.logprobs)))
-            stored[place] = step.logprobs
-        if stored is not None:
-            stored.flush()
+        following = iter(steps)
+        first = next(following)
+        shape, kind = (tokens, len(first.logprobs)), np.dtype(dtype)
+        header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+        try:
+            with path.open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for step in itertools.chain([first], following):
+                    file.write(step.logprobs.astype(kind).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise GearbxError(
+                f"{path.parent}: the top gear's log-probabilities take {tokens * shape[1] * kind.itemsize} bytes and "
+                f"cannot be written ({error.strerror}); make room, and the same command goes on"
+            ) from error
 
 
 def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:

@@ -118,12 +118,14 @@ FIRST = ("policy", "share", "kB/token", "KL mean", "agreement", "vs chance", "be
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a Markdown page."""
     floor, reference, (low, high) = report["noise_floor"], report["reference"], report["between"]
+    known = reference["perplexity"] is not None  # else the run was interrupted before
+    perplexity = f", whose perplexity is {reference['perplexity']:.3f}" if known else ""
     lines = [
         f"# {report['model']} on {report['data']}",
         "",
         f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens, one "
-        f"token at a time on a KV cache, against the {reference['bits']}-bit gear, whose perplexity is "
-        f"{reference['perplexity']:.3f}. Policies shift between {low} and {high} bits. KL in nats.",
+        f"token at a time on a KV cache, against the {reference['bits']}-bit gear{perplexity}. "
+        f"Policies shift between {low} and {high} bits. KL in nats.",
         "",
         *markdown_table(COLUMNS, report["policies"]),
         "",

@@ -104,7 +104,8 @@ class Runs:
         def make() -> Recording:
             return record(self.track(steps, len(self.targets), name), self.reference)
 
-        return self.session.recording(name, make, len(self.targets), len(self.gearbox.ladder))
+        tokens, gears = len(self.targets), len(self.gearbox.ladder)
+        return self.session.recording(name, make, lambda file: Recording.load(file, tokens, gears))
 
     def _write_reference(self, place: Path) -> None:
         tracked = self.track(self._static(self.gearbox.ladder.top), len(self.targets), "reference")

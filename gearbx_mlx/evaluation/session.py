@@ -1,19 +1,28 @@
 """A directory in which a long run keeps its results, and from which it continues when it is started again."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-import msgspec
+from typing import Any, Protocol, TypeVar
 
 from ..files.reading import read_json
 from ..files.writing import check_directory, make_directory, replacing, write_text
-from .journal import check_inputs
-from .replay import REMAKE, Recording
+from .journal import Journal, check_inputs
 
 T = TypeVar("T")
+
+
+class Saved(Protocol):
+    """Results that a file of arrays holds."""
+
+    def save(self, file: Any) -> None: ...
+
+
+S = TypeVar("S", bound=Saved)
 
 INPUTS, PARTS = "inputs.json", "recordings"
 SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
@@ -56,6 +65,8 @@ class Session:
             check_inputs(before, inputs, f"{directory}: holds results", "that directory")
         else:
             write_text(file, json.dumps(inputs, indent=2) + "\n")
+        for left in (directory / PARTS).glob(".*.part"):  # by a run that was killed while it wrote
+            left.unlink(missing_ok=True)
 
     def path(self, name: str) -> Path:
         return self.directory / PARTS / name
@@ -68,11 +79,11 @@ class Session:
                 write(place)
         return path
 
-    def recording(self, name: str, make: Callable[[], Recording], tokens: int, gears: int) -> Recording:
-        """A recording with this number of predictions and of gears, made unless it exists.
+    def recording(self, name: str, make: Callable[[], S], load: Callable[[Path], S]) -> S:
+        """A recording, made unless it exists.
 
-        Raises:
-            GearbxError: the file is damaged.
+        Args:
+            load: reads what `save` wrote. Raises GearbxError where the file is damaged.
         """
 
         def write(place: Path) -> None:
@@ -80,17 +91,28 @@ class Session:
             with place.open("wb") as file:
                 recording.save(file)
 
-        return Recording.load(self.file(f"{name}.npz", write), tokens, gears)
+        return load(self.file(f"{name}.npz", write))
 
-    def rows(self, name: str, make: Callable[[], Sequence[T]], kind: type[T], count: int) -> list[T]:
-        """`count` values of a type, made unless they exist.
+    def journal(self, name: str, kind: Any) -> Journal:
+        """A file of the session that is written part by part. kind: of a part's value."""
+        return Journal(self.path(f"{name}.jsonl"), {"rows": name}, kind)
+
+    def rows(self, name: str, make: Callable[[int], T], kind: type[T], numbers: Iterable[int]) -> list[T]:
+        """The values for these numbers: each is made unless it exists, and kept as soon as it is made.
 
         Args:
-            kind: a dataclass.
+            kind: of the values: a dataclass, or what JSON can express.
 
         Raises:
             GearbxError: the file is damaged.
         """
-        path = self.file(f"{name}.json", lambda place: place.write_bytes(msgspec.json.encode(make())))
-        exactly = Annotated[list[kind], msgspec.Meta(min_length=count, max_length=count)]  # type: ignore[valid-type]
-        return read_json(path, exactly, "results", REMAKE)
+        journal = self.journal(name, kind)
+        return [journal.made(str(number), partial(make, number)) for number in numbers]
+
+
+def remove_session(directory: Path) -> None:
+    """Remove the files of a session, and its directory if nothing else is in it."""
+    shutil.rmtree(directory / PARTS, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (directory / INPUTS).unlink()
+        directory.rmdir()

@@ -127,7 +127,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         CalibrateSettings,
         "calibrate",
         "Find entropy thresholds between the gears, for generate --thresholds; or when to stop drafting, for generate "
-        "--mode lossless --curve.",
+        "--mode lossless --curve. To continue an interrupted run, give the same command again.",
     )
 
 
