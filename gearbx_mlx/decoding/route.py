@@ -23,6 +23,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .draft_model import drafted_tokens
 from .entropy import fast_entropy
 from .entropy_sampler import sampled_tokens
+from .finite import check_finite
 from .governor import Governor
 from .mode import AUTO, Mode
 from .response import GearResponse
@@ -117,6 +118,7 @@ def routed(
     before: Gear | None = None
     for response, token, decision in governed(tokens, controller):
         entropy = float(token.entropy)
+        check_finite(response.logprobs, entropy, gearbox, token.step.gear)
         seen = monitor.update(entropy)
         gearbox.shift(gearbox.ladder[gate.update(seen)])
         gearbox.prepare(gearbox.ladder[gate.peek(seen.forecast)])
