@@ -9,6 +9,7 @@ from ..gears.attachment import attached
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
+from .cache_checks import check_quantizable
 from .governor import Governor
 from .mode import Mode
 from .modes import mode_class
@@ -62,6 +63,10 @@ def stream_generate(
         gearbox = controller.gearbox
     chosen = choose_mode(model, gearbox, mode)
     box = chosen.gearbox_for(model, gearbox)
+    if kwargs.get("kv_bits") is not None:
+        small, draft = getattr(chosen, "small_model", None), kwargs.get("draft_model")
+        for each in (each for each in (model, small, draft) if each is not None):
+            check_quantizable(each, kwargs["kv_bits"], kwargs.get("kv_group_size", 64), kwargs.get("max_kv_size"))
     if controller is not None:
         chosen.check_controller(controller, box, kwargs.get("draft_model") is not None)
     return chosen.stream(model, tokenizer, prompt, gearbox=box, controller=controller, max_tokens=max_tokens, **kwargs)
