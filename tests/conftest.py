@@ -73,6 +73,45 @@ ARCHITECTURES = {
     "gpt_neox": COMMON
     | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
 }
+FURTHER = {  # with latent attention, with a state, and with states and entries
+    "deepseek_v3": COMMON
+    | {
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,  # on a CPU, MLX computes experts in float32 only
+    },
+    "mamba": COMMON
+    | {
+        "state_size": 8,
+        "conv_kernel": 4,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+    "lfm2": COMMON
+    | {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+        "num_heads": 2,
+    },
+}
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32, **change: object) -> nn.Module:
@@ -80,7 +119,7 @@ def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     model = module.Model(
-        module.ModelArgs.from_dict({"model_type": architecture} | ARCHITECTURES[architecture] | change)
+        module.ModelArgs.from_dict({"model_type": architecture} | (ARCHITECTURES | FURTHER)[architecture] | change)
     )
     model.set_dtype(dtype)
     mx.eval(model.parameters())

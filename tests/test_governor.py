@@ -269,7 +269,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (["--target-tps", "0"], "--target-tps is 0.0; give tokens per second, more than 0"),
+            (["--target-tps", "0"], "--target-tps is 0.0; give tokens per second, 0.001 or more"),
+            (["--target-tps", "1e-300"], "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
             (["--target-tps", "nan"], "--target-tps is nan"),
             (["--target-tps", "5", "--mode", "lossless"], "--mode lossless writes the top gear's text"),
             (["--target-tps", "5", "--telemetry-only"], "--mode telemetry-only changes no gear"),

@@ -11,6 +11,7 @@ from .settings import Settings, flag, flag_of
 
 NESTED = "planes"  # the format in which further bits take hardly more memory
 CAP_BITS = (4, 5, 6, 8)
+SLOWEST = 0.001  # tokens per second
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class ControllerSettings(Settings):
             for field in ("cap_bits", "time_layers"):
                 if getattr(self, field):
                     raise GearbxError(f"{flag_of(field)} goes with --target-tps or --watch-machine; give one")
-        if self.target_tps is not None and not 0 < self.target_tps < math.inf:
-            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, more than 0")
+        if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
+            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
         if self.machine is not None:
             Scripted.from_file(self.machine)
         self.given_bits()

@@ -2,10 +2,14 @@
 
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from ..errors import GearbxError, one_line
+from ..decoding.cache_checks import check_prompt_cache
+from ..decoding.caches import length
+from ..errors import GearbxError, about, one_line
 from ..loading import load
 from .sampling import CacheSettings, SamplingSettings, cache_keywords, check_sampling
 
@@ -53,6 +57,7 @@ def load_cache(file: str | None, model: str | None) -> tuple[Any, str | None]:
         return None, model
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
+        mx.eval([part.state for part in cache])  # reads the values, which a truncated file does not have
         made_with = metadata["model"]
     except Exception as error:  # a file of another kind fails in any way
         raise GearbxError(
@@ -61,3 +66,12 @@ def load_cache(file: str | None, model: str | None) -> tuple[Any, str | None]:
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
     return cache, made_with
+
+
+def length_of(file: str | None, cache: Any, model: nn.Module) -> int:
+    """Tokens that a prompt cache holds; 0 without one. Raises GearbxError for one that does not suit the model."""
+    if cache is None:
+        return 0
+    with about(file):
+        check_prompt_cache(cache, model)
+    return length(cache)

@@ -5,7 +5,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError
+from ..files.problems import shown
 from ..gears.discovery import is_quantized
 from ..gears.saved import saved_gears
 from ..loading import context_length, load, model_name
@@ -27,13 +28,11 @@ def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     model, tokenizer, config = load(
         settings.model, return_config=True, adapter_path=settings.adapter_path, **trust(settings.trust_remote_code)
     )
+    known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:
-        try:
-            tokenizer.add_eos_token(token)
-        except ValueError as error:
-            raise GearbxError(
-                f"--extra-eos-token {token}: {one_line(error)}; give a token of the vocabulary"
-            ) from error
+        if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
+            raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
+        tokenizer.add_eos_token(token)
     return model, tokenizer, config
 
 

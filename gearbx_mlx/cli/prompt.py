@@ -78,23 +78,46 @@ def encode_prompt(
         after_cache: leave out what the template puts before the message, which a prompt cache already holds.
 
     Raises:
-        GearbxError: an empty prompt, or a configuration that does not suit the template.
+        GearbxError: an empty prompt, or one of no tokens; a configuration that does not suit the template.
     """
     check_prompt(prompt)
     if settings.ignore_chat_template or not tokenizer.has_chat_template:
-        return tokenizer.encode(prompt)
-    try:
+        check_untemplated(settings, prefill)
+        tokens, remedy = tokenizer.encode(prompt), "change --prompt"
+    else:
         text = templated(settings, tokenizer, prompt, prefill)
         if after_cache:
-            text = text[templated(settings, tokenizer, "<query>", prefill).index("<query>") :]
-        return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # a template is a program, and raises what it likes
-        raise GearbxError(
-            f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
-        ) from error
+            text = text[before_message(settings, tokenizer, prefill) :]
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        remedy = "the chat template may leave it out; use --ignore-chat-template"
+    if not tokens:
+        raise GearbxError(f"the prompt becomes no token; {remedy}")
+    return tokens
+
+
+def check_untemplated(settings: PromptSettings, prefill: str | None) -> None:
+    """Raises GearbxError for flags that do nothing without a chat template."""
+    given = {
+        "--system-prompt": settings.system_prompt,
+        "--prefill-response": prefill,
+        "--chat-template-config": settings.chat_template_config,
+    }
+    why = "which --ignore-chat-template leaves out" if settings.ignore_chat_template else "and the model has none"
+    for name, value in given.items():
+        if value is not None:
+            raise GearbxError(f"{name} goes into the chat template, {why}; leave {name} out")
+
+
+def before_message(settings: PromptSettings, tokenizer: Any, prefill: str | None) -> int:
+    """How many characters the template puts before the message."""
+    found = templated(settings, tokenizer, "<query>", prefill).find("<query>")
+    if found < 0:
+        raise GearbxError("the chat template does not show the message; use --ignore-chat-template")
+    return found
 
 
 def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: str | None) -> str:
+    """The message in the chat template. Raises GearbxError if the template refuses it."""
     messages = []
     if settings.system_prompt is not None:
         messages.append({"role": "system", "content": settings.system_prompt})
@@ -106,4 +129,12 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
         "continue_final_message": prefill is not None,
         "add_generation_prompt": prefill is None,
     }
-    return tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
+    try:
+        text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
+        if not isinstance(text, str):
+            raise TypeError("it makes no text")
+        return text
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise GearbxError(
+            f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
+        ) from error

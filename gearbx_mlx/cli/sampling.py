@@ -6,19 +6,26 @@ from typing import Any, ClassVar
 from ..errors import GearbxError
 from .settings import Settings, flag
 
+COLDEST = 0.001  # divided by less, logits of half precision overflow
+
 
 @dataclass(frozen=True)
 class SamplingSettings(Settings):
     title: ClassVar[str] = "sampling"
 
     seed: int | None = flag(None, "PRNG seed", least=0, most=2**63)
-    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", least=0)
+    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", least=0, most=1000)
     top_p: float = flag(1.0, "Sampling top-p.", least=0, most=1)
     min_p: float = flag(0.0, "Sampling min-p.", least=0, most=1)
     top_k: int = flag(0, "Sampling top-k.", least=0)
     xtc_probability: float = flag(0.0, "Probability of XTC sampling.", least=0, most=1)
     xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", least=0, most=0.5)
     min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.temp < COLDEST:
+            raise GearbxError(f"--temp is {self.temp}; give 0 for greedy, or {COLDEST} to 1000")
 
 
 @dataclass(frozen=True)

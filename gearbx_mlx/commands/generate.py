@@ -9,7 +9,7 @@ from ..cli import terminal
 from ..cli.gate import check_routing
 from ..cli.gearbox import make_gearbox, settle_gears
 from ..cli.gears import GearSettings
-from ..cli.generation import generation_keywords, load_cache
+from ..cli.generation import generation_keywords, length_of, load_cache
 from ..cli.governing import check_governing, governor
 from ..cli.loaded import load_model, room_for
 from ..cli.mode_choice import ModeChoice, choose_mode, make_mode
@@ -37,8 +37,8 @@ def run(settings: GenerateSettings) -> int:
     cache, model_path = load_cache(settings.input.prompt_cache_file, settings.model.model)
     model, tokenizer, config = load_model(replace(settings.model, model=model_path))
     tokens = encode_prompt(settings.prompt, tokenizer, prompt, settings.input.prefill_response, cache is not None)
-    read_before = cache[0].offset if cache else 0
-    max_tokens = room_for(config, read_before + len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
+    read = length_of(settings.input.prompt_cache_file, cache, model) + len(tokens)
+    max_tokens = room_for(config, read, settings.prompt.max_tokens, settings.cache.max_kv_size)
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, cache)
     gearbox = make_gearbox(gears, model, model_path, settings.model.dtype, settings.mode.observes)
     mode = make_mode(choice, gears.gears, gearbox, prompt)

@@ -156,6 +156,8 @@ class Converter:
         for name in self.rest:
             array = now.pop(name)
             if name not in self.done:
+                if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+                    raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
                 mx.eval(array)
                 self._write(name, array, {name: array}, {}, {})
             yield array.nbytes

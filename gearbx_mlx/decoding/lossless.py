@@ -17,6 +17,7 @@ from .draft_rules import find_rule
 from .governor import Governor
 from .lossless_model import LosslessModel
 from .mode import Mode
+from .prompt import encoded
 from .refused import refuse_draft_model
 from .response import GearResponse
 from .responses import stream_wrapped
@@ -81,11 +82,3 @@ class Lossless(Mode):
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary)
-
-
-def encoded(tokenizer: Any, prompt: Any) -> Any:
-    """A prompt as tokens, as mlx-lm's stream_generate makes them of text."""
-    if not isinstance(prompt, str):
-        return prompt
-    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-    return tokenizer.encode(prompt, add_special_tokens=special)

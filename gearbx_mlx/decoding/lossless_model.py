@@ -20,8 +20,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from ..errors import GearbxError, GearbxWarning
+from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
@@ -60,8 +62,8 @@ class LosslessModel(ModelWrapper):
         max_tokens: how many will be generated; -1: no limit.
 
     Raises:
-        GearbxError: a ladder of one gear, a draft gear that is the top one. When called: a cache from which nothing
-            can be taken back.
+        GearbxError: a ladder of one gear, a draft gear that is the top one, latent attention in half precision. When
+            called: a cache from which nothing can be taken back.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LosslessModel(ModelWrapper):
         self.draft = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
         if self.draft == self.top:
             raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+        check_attention(gearbox)
         self.rule = rule or default_rule()
         self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
@@ -193,6 +196,20 @@ class LosslessModel(ModelWrapper):
                 if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
                     break
         return drafted, entropies
+
+
+def check_attention(gearbox: Gearbox) -> None:
+    """Raises GearbxError for multi-head latent attention in half precision.
+
+    It computes one token in another order than several, and the difference decides between tokens that are far from a
+    near-tie.
+    """
+    latent = any(isinstance(module, MultiLinear | QuantizedMultiLinear) for module in gearbox.model.modules())
+    if latent and gearbox.compute_dtype != mx.float32:
+        raise GearbxError(
+            f"mode 'lossless' in {dtype_name(gearbox.compute_dtype)}: this model's latent attention rounds several "
+            "tokens otherwise than one, which changes the text; give --dtype float32, or use mode 'route'"
+        )
 
 
 class History:

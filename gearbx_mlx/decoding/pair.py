@@ -15,6 +15,7 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from ..errors import GearbxError
+from ..gears.activations import model_dtype
 from ..gears.discovery import vocabulary
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor, Reading
@@ -30,6 +31,7 @@ from ..routing.pair import (
 )
 from ..telemetry.summary import Tally
 from .entropy import fast_entropy
+from .finite import has_nan, not_finite
 from .governor import Governor
 from .mode import AUTO, Mode
 from .paired_model import PREFILL_STEP_SIZE, Call, PairedModel, check_cache
@@ -144,6 +146,9 @@ def sampled_by(sampler: PairSampler, tokenizer: Any, prompt: Any, **kwargs: Any)
     before: int | None = None
     for response in mlx_stream_generate(sampler.pair, tokenizer, prompt, sampler=sampler, **kwargs):
         reading, call = sampler.readings.popleft()
+        if has_nan(response.logprobs, reading.value):
+            model = (sampler.pair.small, sampler.pair.large)[call.engaged]
+            raise not_finite(model, f"the {NAMES[call.engaged]} model", model_dtype(model))
         yield GearResponse(
             **vars(response),
             entropy=reading.value,

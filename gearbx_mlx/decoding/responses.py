@@ -9,6 +9,7 @@ from ..gears.ladder import Gear
 from ..machine.controller import Decision
 from ..routing.monitor import Monitor
 from .entropy_sampler import sampled_tokens
+from .finite import check_finite
 from .governor import Governor
 from .response import GearResponse
 from .step import SampledToken, Step
@@ -67,6 +68,7 @@ def stream_wrapped(
     tokens = sampled_tokens(model, tokenizer, prompt, lambda: model.step, model.entropy, **kwargs)
     for response, token, decision in governed(tokens, controller):
         entropy, step = float(token.entropy), token.step.with_token(response.token)
+        check_finite(response.logprobs, entropy, model.gearbox, token.step.gear)
         mean = monitor.update(entropy).mean
         further = {"from_draft": step.accepted, "near_tie": bool(token.near_tie), "decision": decision}
         yield gear_response(response, step, entropy, mean, before, **further)

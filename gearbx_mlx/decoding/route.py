@@ -23,6 +23,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .draft_model import drafted_tokens
 from .entropy import fast_entropy
 from .entropy_sampler import sampled_tokens
+from .finite import check_finite
 from .governor import Governor
 from .mode import AUTO, Mode
 from .response import GearResponse
@@ -61,7 +62,7 @@ class Route(Mode):
         gate.reset(first.index)
         gearbox.shift(first)
         tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return routed(tokens, gearbox, gate, monitor, controller)
+        return routed(tokens, gearbox, gate, monitor, first, controller)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
@@ -111,16 +112,21 @@ def routed(
     gearbox: Gearbox | Observer,
     gate: Gate,
     monitor: Monitor,
+    gear: Gear,
     controller: Governor | None = None,
 ) -> Iterator[GearResponse]:
-    """Pass tokens on, and shift after each by the rolling entropy. Begins in the gear that is engaged."""
+    """Pass tokens on, and shift after each by the rolling entropy. Begins in the gear that is given."""
     before: Gear | None = None
+    gearbox.shift(gear)
     for response, token, decision in governed(tokens, controller):
         entropy = float(token.entropy)
+        check_finite(response.logprobs, entropy, gearbox, token.step.gear)
         seen = monitor.update(entropy)
-        gearbox.shift(gearbox.ladder[gate.update(seen)])
+        gear = gearbox.ladder[gate.update(seen)]
+        gearbox.shift(gear)
         gearbox.prepare(gearbox.ladder[gate.peek(seen.forecast)])
         yield gear_response(response, token.step, entropy, seen.mean, before, decision=decision)
+        gearbox.shift(gear)  # another text may have shifted meanwhile
         before = token.step.gear
 
 

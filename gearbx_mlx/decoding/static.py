@@ -41,7 +41,8 @@ class Static(Mode):
         gear = ladder.top if self.gear is None else ladder.find(self.gear)
         gearbox.shift(gear)
         tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return routed(tokens, gearbox, OneGear(gear.index), Monitor(vocabulary(model), self.window), controller)
+        monitor = Monitor(vocabulary(model), self.window)
+        return routed(tokens, gearbox, OneGear(gear.index), monitor, gear, controller)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}

@@ -9,10 +9,12 @@ from ..gears.attachment import attached
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
+from .cache_checks import check_quantizable
 from .governor import Governor
 from .mode import Mode
 from .modes import mode_class
 from .response import GearResponse
+from .turns import in_turn, making, turn
 
 
 def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode | str | None) -> Mode:
@@ -43,6 +45,8 @@ def stream_generate(
 ) -> Iterator[GearResponse]:
     """Generate text while the gearbox changes the precision of the weights.
 
+    Several texts may be begun with one gearbox, in several threads as well: they take turns, and each keeps its gears.
+
     Args:
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
@@ -61,10 +65,20 @@ def stream_generate(
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
     chosen = choose_mode(model, gearbox, mode)
-    box = chosen.gearbox_for(model, gearbox)
+    with making:
+        box = chosen.gearbox_for(model, gearbox)
+    if kwargs.get("kv_bits") is not None:
+        small, draft = getattr(chosen, "small_model", None), kwargs.get("draft_model")
+        for each in (each for each in (model, small, draft) if each is not None):
+            check_quantizable(each, kwargs["kv_bits"], kwargs.get("kv_group_size", 64), kwargs.get("max_kv_size"))
     if controller is not None:
         chosen.check_controller(controller, box, kwargs.get("draft_model") is not None)
-    return chosen.stream(model, tokenizer, prompt, gearbox=box, controller=controller, max_tokens=max_tokens, **kwargs)
+    keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
+    if box is None:
+        return chosen.stream(model, tokenizer, prompt, **keywords)
+    with turn(box):
+        responses = chosen.stream(model, tokenizer, prompt, **keywords)
+    return in_turn(responses, box)
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:

@@ -137,6 +137,8 @@ class Gearbox(GearCosts):
         if self.gear != first:
             self.shift(first)
             self.shifts, self.shift_seconds = 0, 0.0
+            if self.saved is not None:  # what no gear changes: another thread could not read it
+                self.saved.read(self.model.parameters())
         else:
             self.active_memory[first.name] = mx.get_active_memory()
 

@@ -1,6 +1,7 @@
 """The gears of a checkpoint that `convert` wrote: they are read from its files when they are engaged."""
 
 import copy
+import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,7 @@ class SavedGears:
         self._files = (directory / GEARS_FILE, *(directory / name for name in manifest.base))
         self._unread: dict[str, mx.array] = {}
         self._in_every_gear = names_in_every_gear(manifest)
+        self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
         # Gears that share an array share it here too, for as long as one of them has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
 
@@ -203,8 +205,8 @@ class SavedGears:
     def _array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
         found = self._live.get((name, dtype))
         if found is None:
-            if name not in self._unread:
-                self._unread = self._open()
+            if name not in self._unread or self._opened_in is not threading.current_thread():
+                self._unread, self._opened_in = self._open(), threading.current_thread()
             found = self._unread.pop(name)
             found = found if dtype is None else found.astype(dtype)
             self._live[name, dtype] = found

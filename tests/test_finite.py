@@ -1,0 +1,87 @@
+"""Weights and logits that are not finite: an error that names the layer, in every mode."""
+
+import mlx.core as mx
+import pytest
+from conftest import save_model, stream_pair, tiny_model
+
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Observer, Route, Static, TelemetryOnly, stream_generate
+
+PROMPT = [1, 5, 9, 2, 7]
+NORM = "model.layers.1.input_layernorm"
+MODES = [Route(), Kickdown(), Lossless(draft_length=2), Static()]
+
+
+def with_value(value, **change):
+    """A model with one value in a norm, which no gear manages."""
+    model = tiny_model(**change)
+    weight = model.model.layers[1].input_layernorm.weight
+    weight[3] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_weight_that_is_not_finite_is_named_in_every_mode(demo, mode, value):
+    model = with_value(value)
+    gearbox = Gearbox(model, "4,16")
+    with pytest.raises(GearbxError, match=f"{NORM}: its weight is not finite .*check the checkpoint"):
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=mode, gearbox=gearbox))
+
+
+def test_a_weight_that_is_not_finite_is_named_where_nothing_shifts(demo):
+    model = with_value(float("nan"))
+    with pytest.raises(GearbxError, match=NORM):
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=TelemetryOnly(), gearbox=Observer(model)))
+    with pytest.raises(GearbxError, match=NORM):
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, gearbox=Gearbox(model), draft_model=tiny_model()))
+
+
+@pytest.mark.parametrize(("threshold", "broken"), [(0.0, "large"), (float("inf"), "small")])
+def test_a_pair_names_the_weight_of_the_model_that_ran(demo, threshold, broken):
+    models = {"small": tiny_model(vocab_size=4096), "large": tiny_model(vocab_size=4096)}
+    models[broken] = with_value(float("nan"), vocab_size=4096)
+    with pytest.raises(GearbxError, match=NORM):
+        list(stream_pair(models["small"], models["large"], demo.tokenizer, PROMPT, 5, threshold=threshold))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_logits_that_overflow_name_the_gear_and_the_type(demo, mode):
+    model = tiny_model()
+    model.model.norm.weight = model.model.norm.weight * 60000.0
+    gearbox = Gearbox(model, "4,16", dtype="float16")
+    complaint = "logits are not finite .* in gear '(low|high)' and float16, .*give --dtype float32"
+    with pytest.raises(GearbxError, match=complaint):
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=mode, gearbox=gearbox))
+
+
+def test_a_processor_that_makes_nan_is_an_error_and_one_that_forbids_tokens_is_not(demo):
+    model, gearbox = demo.model, Gearbox(demo.model, "4,16")
+
+    def forbid_all_but_one(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) == 5, logits, -float("inf"))
+
+    for mode in MODES:
+        keywords = {"mode": mode, "gearbox": gearbox}
+        only = stream_generate(model, demo.tokenizer, PROMPT, 4, **keywords, logits_processors=[forbid_all_but_one])
+        assert [(r.token, r.entropy) for r in only] == [(5, 0.0)] * 4
+        with pytest.raises(GearbxError, match="what processes the logits"):
+            list(
+                stream_generate(
+                    model, demo.tokenizer, PROMPT, 4, **keywords, logits_processors=[lambda _, logits: logits * mx.nan]
+                )
+            )
+    gearbox.shift("high")
+
+
+def test_convert_refuses_a_norm_that_is_not_finite(command, tmp_path):
+    save_model(with_value(float("nan")), tmp_path / "model")
+    result = command("convert", "--model", tmp_path / "model", "--mlx-path", tmp_path / "geared", "--gears", "4,16")
+    assert result.status == 2
+    assert f"{NORM}.weight: has values that are not finite; check the checkpoint" in result.err
+
+
+def test_generate_names_the_weight_in_one_line(command, tmp_path):
+    save_model(with_value(float("inf"), vocab_size=4096), tmp_path / "model")
+    result = command("generate", "--model", tmp_path / "model", "-m", 5)
+    assert result.status == 2
+    assert result.err.splitlines()[-1].startswith(f"error: {NORM}: its weight is not finite")
