@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 from ..errors import GearbxError, about, one_line
 from ..files.reading import parse_json, typed
+from .limits import limited
 from .settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
+TEMPLATE_LIMITS = 5, 2**30  # seconds and bytes: it came with the model, and is a program
 
 
 @dataclass(frozen=True)
@@ -106,4 +108,5 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
         "continue_final_message": prefill is not None,
         "add_generation_prompt": prefill is None,
     }
-    return tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
+    with limited(*TEMPLATE_LIMITS):
+        return tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
