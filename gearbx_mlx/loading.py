@@ -209,12 +209,13 @@ def read_config(directory: Path) -> dict:
 
 
 def check_adapter(path: str | Path) -> Path:
-    """The directory of an adapter. Raises GearbxError if there is none, or one with a pipe or a device."""
+    """The directory of an adapter. Raises GearbxError for none, a pipe or a device in it, or damaged arrays."""
     directory = Path(path)
     try:
         if not directory.exists():
             raise GearbxError(f"{path}: the adapter path does not exist; give the directory that mlx_lm.lora wrote")
         check_files(directory)
+        count_arrays(directory, "adapters.safetensors")
     except OSError as error:
         raise GearbxError(f"{path}: cannot be read as an adapter ({error.strerror}); give its directory") from error
     return directory

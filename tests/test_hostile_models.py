@@ -154,6 +154,26 @@ def test_a_chat_template_without_end(command, model, monkeypatch, template, reas
     assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
 
 
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [(b"\xff" * 100, "damaged or truncated"), (None, "no adapters.safetensors there"), (b"", "damaged or truncated")],
+    ids=["huge header", "none", "empty"],
+)
+def test_an_adapter_with_damaged_arrays_is_named(command, tmp_path, arrays, words):
+    (tmp_path / "adapter_config.json").write_text('{"num_layers": 2, "fine_tune_type": "full"}')
+    if arrays is not None:
+        (tmp_path / "adapters.safetensors").write_bytes(arrays)
+    assert_refused(command("generate", "--adapter-path", tmp_path), tmp_path, words)
+
+
+def test_the_configuration_of_an_adapter_is_named(command, tmp_path):
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {"a": mx.zeros(2)})
+    (tmp_path / "adapter_config.json").write_text(UNREADABLE[0])
+    assert_refused(
+        command("generate", "--adapter-path", tmp_path), tmp_path / "adapter_config.json", "nested more than"
+    )
+
+
 def test_a_name_of_two_lines(command, tmp_path):
     (tmp_path / "two\nlines").mkdir()
     assert_refused(command("generate", "--model", tmp_path / "two\nlines"), "two\\nlines: no model*.safetensors")

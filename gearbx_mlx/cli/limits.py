@@ -34,13 +34,14 @@ def limited_time(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # the only one in which Python runs handlers
         yield
         return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # of whoever calls
 
 
 @contextlib.contextmanager

@@ -51,11 +51,15 @@ def check_files(directory: Path) -> None:
             raise GearbxError(f"{path}: has {status.st_size} bytes, more than the {largest} of any such file; {AGAIN}")
 
 
-def count_arrays(directory: Path) -> int:
-    """How many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones."""
-    files = sorted(directory.glob("model*.safetensors"))
+def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
+    """How many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones.
+
+    Args:
+        names: a pattern.
+    """
+    files = sorted(directory.glob(names))
     if not files:
-        raise GearbxError(f"{directory}: no model*.safetensors there; {COMPLETE}")
+        raise GearbxError(f"{directory}: no {names} there; {COMPLETE}")
     count = 0
     for file in files:
         try:
