@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from huggingface_hub.errors import (
@@ -17,10 +18,17 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tokenizer
-from safetensors import SafetensorError, safe_open
 
-from .errors import GearbxError, one_line
-from .files.reading import parse_python_json, read_as, typed
+from .errors import GearbxError, about, one_line
+from .files.model_directory import (
+    COMPLETE,
+    check_files,
+    check_json,
+    check_layers,
+    count_arrays,
+    parse_object,
+)
+from .files.reading import read_as
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -29,7 +37,6 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
     "def f(x):\n    return x  # twice\n\n\n",
     "naïve ÀÉ 漢字 🙂 don't",
 )
-COMPLETE = "give the directory of a complete model"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -48,29 +55,53 @@ def load(
     Args:
         path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
         return_config: whether to return the model's configuration as well.
-        kwargs: further keywords of `mlx_lm.load`.
+        kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:
         model and tokenizer, and the configuration if asked for.
 
     Raises:
-        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit; gears
-            that are damaged, of a newer version, or not of this base.
+        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit, code
+            that is not trusted; gears that are damaged, of a newer version, or not of this base.
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
-    check_weights(directory)
-    read_config(directory)
+    trusted = kwargs.get("trust_remote_code", False)
+    check_model(directory, trusted)
+    # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
+    kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (kwargs.get("tokenizer_config") or {})
     saved = open_gears(directory)
+    read = [directory]
+    if saved is None and kwargs.get("adapter_path") is not None:
+        read.append(check_adapter(kwargs["adapter_path"]))
     try:
         if saved is None:
             model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+            with about(directory):
+                check_kinds(model)
         else:
             model, tokenizer, config = load_base(directory, saved, **kwargs)
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
+        if "trust_remote_code" in str(error):
+            raise untrusted(directory) from error
+        for place in read:
+            check_json(place)
         raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def check_model(directory: Path, trusted: bool) -> None:
+    """Raises GearbxError for a directory that mlx-lm had better not see: damaged, too large to be built, untrusted."""
+    arrays = count_arrays(directory)
+    config = read_config(directory)
+    check_layers(config, arrays, directory / "config.json")
+    if config.get("model_file") is not None and not trusted:  # mlx-lm before 0.32 runs it without a question
+        raise untrusted(directory)
+
+
+def untrusted(directory: Path) -> GearbxError:
+    return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
 
 
 def load_base(
@@ -138,6 +169,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     try:
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
+            check_files(path)
             return path
         if path.exists():
             raise GearbxError(f"{name}: is a file; give the model's directory")
@@ -164,19 +196,6 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
 
 
-def check_weights(directory: Path) -> None:
-    """Raises GearbxError where there are no safetensors, or damaged or truncated ones."""
-    files = sorted(directory.glob("model*.safetensors"))
-    if not files:
-        raise GearbxError(f"{directory}: no model*.safetensors there; give the directory of a complete model")
-    for file in files:
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); download it again") from error
-
-
 def read_config(directory: Path) -> dict:
     """config.json of a model.
 
@@ -186,12 +205,31 @@ def read_config(directory: Path) -> dict:
     file = directory / "config.json"
     if not os.path.lexists(file):
         raise GearbxError(f"{file}: missing; {COMPLETE}")
-    return read_as(file, parse_config, "a model's configuration", COMPLETE)
+    return read_as(file, parse_object, "a model's configuration", COMPLETE)
 
 
-def parse_config(text: str) -> dict[str, Any]:
-    """The content of a config.json. Raises GearbxError for what is not a JSON object."""
-    return typed(parse_python_json(text), dict[str, Any])
+def check_adapter(path: str | Path) -> Path:
+    """The directory of an adapter. Raises GearbxError for none, a pipe or a device in it, or damaged arrays."""
+    directory = Path(path)
+    try:
+        if not directory.exists():
+            raise GearbxError(f"{path}: the adapter path does not exist; give the directory that mlx_lm.lora wrote")
+        check_files(directory)
+        count_arrays(directory, "adapters.safetensors")
+    except OSError as error:
+        raise GearbxError(f"{path}: cannot be read as an adapter ({error.strerror}); give its directory") from error
+    return directory
+
+
+def check_kinds(model: nn.Module) -> None:
+    """Raises GearbxError for weights that are no real numbers, with which every layer computes something or other."""
+    for path, module in model.named_modules():
+        weight = module.get("weight")
+        if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):
+            continue
+        if not any("scale" in name for name in module):  # quantized weights are whole numbers
+            kind = str(weight.dtype).removeprefix("mlx.core.")
+            raise GearbxError(f"{path}.weight has numbers of type {kind}; give a model of floating-point weights")
 
 
 def context_length(config: dict) -> int | None:

@@ -80,6 +80,29 @@ class TestCompiledOnce:
         assert cache.load() == cache.load()
         assert cache.compilations() == 1
 
+    @pytest.mark.parametrize("named", [None, "no-such-compiler"])
+    def test_and_used_when_the_compiler_has_gone(self, cache, afresh, tmp_path, named):
+        file = cache.load()
+        afresh.setenv("PATH", str(tmp_path))
+        afresh.setenv("CXX", named) if named else afresh.delenv("CXX")
+        assert cache.load() == file
+        assert cache.compilations() == 1
+
+    def test_and_not_used_without_a_compiler_where_something_changed_or_is_damaged(self, cache, afresh, tmp_path):
+        file = cache.load()
+        afresh.setenv("CXX", "no-such-compiler")
+        reason = "CXX is 'no-such-compiler', and there is no such compiler"
+        with afresh.context() as changed:
+            changed.setattr(compiler, "processor_features", lambda: "another")
+            cpu._kernels_or_reason.cache_clear()
+            assert cpu.why_not() == reason
+        file.chmod(0o620)
+        cpu._kernels_or_reason.cache_clear()
+        assert cpu.why_not() == f"{reason}; the cache cannot be used: others may write to {file}; run chmod go-w on it"
+        file.unlink()
+        cpu._kernels_or_reason.cache_clear()
+        assert cpu.why_not() == reason
+
     def test_by_two_processes(self, cache):
         code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
         both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -101,7 +124,7 @@ class TestCompiledOnce:
 
     def test_unless_something_changes_on_which_the_library_depends(self, afresh):
         def keys() -> set[str]:
-            return {compiler.hash_recipe(compiler.make_recipe(c)) for c in (["c++"], ["c++", "-g"], ["clang++"])}
+            return {cpu.library_name(compiler.make_recipe(c)) for c in (["c++"], ["c++", "-g"], ["clang++"])}
 
         found = keys()
         afresh.setattr(compiler, "processor_features", lambda: "another")
@@ -121,6 +144,14 @@ class TestCompiledAgain:
         assert load_in_a_process() == "None"
         assert file.read_bytes() == whole
         assert cache.compilations() == 2
+
+    def test_after_the_end_of_a_library_became_zeros(self, cache):
+        file = cache.load()
+        whole = file.read_bytes()
+        file.unlink()
+        file.write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
+        assert load_in_a_process() == "None"
+        assert file.read_bytes() == whole
 
     @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64, None], ids=str)
     def test_when_the_hash_is_another(self, cache, content):
@@ -185,6 +216,37 @@ class TestNeverLoaded:
         file.rename(elsewhere := cache.directory / "elsewhere")
         file.symlink_to(elsewhere) if kind == "link" else os.mkfifo(file)
         self.assert_private(cache, f"{file} is neither a file nor a directory; remove it")
+
+    @pytest.mark.parametrize("suffix", ["", ".sha256"])
+    def test_where_a_file_has_a_second_name(self, cache, suffix):
+        file = cache.load()
+        named = file.with_name(file.name + suffix)
+        os.link(named, cache.directory / "elsewhere")
+        self.assert_private(cache, f"{named} has a second name elsewhere, a hard link; remove it")
+
+    @pytest.mark.parametrize("change", ["mode", "owner"])
+    def test_where_a_directory_far_above_is_open_to_others(self, cache, afresh, tmp_path, change):
+        if change == "owner" and os.geteuid():
+            pytest.skip("only root can give a directory away")
+        far = tmp_path / "far"
+        afresh.setenv("XDG_CACHE_HOME", str(far / "from" / "here"))
+        cache.load()
+        far.chmod(0o777) if change == "mode" else os.chown(far, NO_BODY, -1)
+        reason = f"others may write to {far}" if change == "mode" else f"{far} belongs to another user"
+        with pytest.warns(GearbxWarning, match=reason):
+            assert not cache.load().is_relative_to(far)
+
+    def test_and_the_text_still_comes(self, cache, command):
+        file = cache.load()
+        file.unlink()
+        file.symlink_to("/dev/null")
+        cpu._kernels_or_reason.cache_clear()
+        expected = command("generate", "-m", 3, "--kernels", "mlx")
+        cpu._kernels_or_reason.cache_clear()
+        result = command("generate", "-m", 3, "--kernels", "native")
+        assert (result.status, result.out) == (0, expected.out)
+        (warned,) = [line for line in result.err.splitlines() if line.startswith("warning")]
+        assert warned.startswith(f"warning: CPU kernels are compiled for this process alone: {file} is neither")
 
     def test_where_nothing_can_be_written(self, cache):
         cache.directory.parent.write_text("in the way", encoding="utf-8")

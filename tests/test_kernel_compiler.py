@@ -55,7 +55,8 @@ def test_without_a_compiler(afresh, tmp_path):
         ('g++ "-O3', "CXX is 'g++ \"-O3', which is not a command (No closing quotation); set it to one such as g++"),
     ],
 )
-def test_a_name_that_is_no_compiler(afresh, named, reason):
+def test_a_name_that_is_no_compiler(afresh, tmp_path, named, reason):
+    afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     afresh.setenv("CXX", named)
     assert cpu.why_not() == reason
     gearbox = Gearbox(tiny_model(), kernels="auto")

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 from ..errors import GearbxError, about, one_line
 from ..files.reading import parse_json, typed
+from .limits import limited
 from .settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
+TEMPLATE_LIMITS = 5, 2**30  # seconds and bytes: it came with the model, and is a program
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
         "add_generation_prompt": prefill is None,
     }
     try:
-        text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
+        with limited(*TEMPLATE_LIMITS):
+            text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
         if not isinstance(text, str):
             raise TypeError("it makes no text")
         return text

@@ -33,11 +33,19 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compile: every source with `command`, then all objects into one library with `link` added."""
+    """How to compile: every source with `command`, then all objects into one library with `link` added.
 
-    command: list[str]
+    compiler: its command, empty where there is none. flags: its further arguments.
+    """
+
+    compiler: list[str]
+    flags: list[str]
     sources: list[Path]
     link: list[str]
+
+    @property
+    def command(self) -> list[str]:
+        return [*self.compiler, *self.flags]
 
 
 def find_compiler() -> list[str]:
@@ -64,7 +72,11 @@ def find_compiler() -> list[str]:
 
 
 def make_recipe(compiler: list[str]) -> Recipe:
-    """The recipe for this machine and the installed MLX. Raises Unavailable where there can be none."""
+    """The recipe for this machine and the installed MLX. Raises Unavailable where there can be none.
+
+    Args:
+        compiler: its command; empty for the recipe of kernels that another process compiled.
+    """
     if os.name == "nt":
         raise Unavailable("native CPU kernels are for Linux and macOS")
     import nanobind  # a dependency on Linux and macOS alone
@@ -80,23 +92,28 @@ def make_recipe(compiler: list[str]) -> Recipe:
     ]
     mac = sys.platform == "darwin"
     processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    command = [*compiler, *FLAGS, processor, *([] if mac else ["-pthread"]), *DEFINES, *(f"-I{p}" for p in include)]
+    flags = [*FLAGS, processor, *([] if mac else ["-pthread"]), *DEFINES, *(f"-I{p}" for p in include)]
     link = [f"-L{wheel / 'lib'}", "-lmlx", f"-Wl,-rpath,{wheel / 'lib'}"]
     if mac:
         link += ["-undefined", "dynamic_lookup"]
-    return Recipe(command, [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"], link)
+    return Recipe(compiler, flags, [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"], link)
 
 
 def hash_recipe(recipe: Recipe) -> str:
-    """24 hexadecimal digits that change with everything the compiled library depends on."""
+    """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    commands = (*recipe.command, *map(str, recipe.sources), *recipe.link)
-    for text in (*commands, processor_features(), version("mlx"), version("nanobind"), sys.version):
+    texts = (*recipe.flags, *map(str, recipe.sources), *recipe.link)
+    for text in (*texts, processor_features(), version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
     for path in sorted(SOURCES.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def hash_compiler(recipe: Recipe) -> str:
+    """8 hexadecimal digits that change with the compiler's command."""
+    return hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
 
 
 def processor_features() -> str:

@@ -1,7 +1,8 @@
 """The native CPU kernels of this machine: compiled when first needed, kept in the user's cache, tested before use.
 
 The sources in `cpu/` become operations of MLX's own graph. The library's name contains a hash of everything that it
-depends on. If anything goes wrong, `why_not` gives the reason in one line, and everything runs on MLX's own kernels.
+depends on, and one of the compiler: kernels in the cache are used where the compiler has gone. If anything goes wrong,
+`why_not` gives the reason in one line, and everything runs on MLX's own kernels.
 """
 
 import functools
@@ -15,8 +16,23 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import GearbxWarning
-from .compiler import Recipe, Unavailable, compile_library, find_compiler, hash_recipe, make_recipe
-from .library_cache import CacheUnusable, Entry, open_entry, private_directory
+from .compiler import (
+    Recipe,
+    Unavailable,
+    compile_library,
+    find_compiler,
+    hash_compiler,
+    hash_recipe,
+    make_recipe,
+)
+from .library_cache import (
+    CacheUnusable,
+    Entry,
+    find_entries,
+    open_entry,
+    private_directory,
+    remove_abandoned_private,
+)
 from .self_test import check_kernels
 
 NAME = "_gearbx_cpu"
@@ -45,23 +61,56 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
 
 def _get_kernels() -> ModuleType:
     """The kernels from the cache, or compiled into it; where the cache cannot be used, compiled for this process."""
-    recipe = make_recipe(find_compiler())
-    name = f"{NAME}-{hash_recipe(recipe)}{SUFFIX}"
+    remove_abandoned_private()
+    try:
+        recipe = make_recipe(find_compiler())
+    except Unavailable as reason:
+        return _load_kept(str(reason))
+    name = library_name(recipe)
     try:
         return _load_cached(recipe, open_entry(name))
-    except CacheUnusable as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror}; set XDG_CACHE_HOME to another directory"
+    except (CacheUnusable, OSError) as error:
+        problem = _problem(error)
     warnings.warn(f"CPU kernels are compiled for this process alone: {problem}", GearbxWarning, stacklevel=2)
     try:
-        library = Path(private_directory().name) / name
+        library = private_directory() / name
     except OSError:
         raise Unavailable(
             "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
         ) from None
     _compile(recipe, library)
     return check_kernels(_load(library))
+
+
+def library_name(recipe: Recipe) -> str:
+    return f"{NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{SUFFIX}"
+
+
+def _problem(error: CacheUnusable | OSError) -> str:
+    """Why the cache cannot be used."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}; set XDG_CACHE_HOME to another directory"
+    return str(error)
+
+
+def _load_kept(reason: str) -> ModuleType:
+    """The kernels in the cache that any compiler made of the same sources.
+
+    Args:
+        reason: why nothing can be compiled now.
+
+    Raises:
+        Unavailable: with that reason, if there are none.
+    """
+    try:
+        entries = find_entries(f"{NAME}-{hash_recipe(make_recipe([]))}-*{SUFFIX}")
+    except (CacheUnusable, OSError) as error:
+        raise Unavailable(f"{reason}; the cache cannot be used: {_problem(error)}") from None
+    for entry in entries:
+        if entry.is_whole():
+            with suppress(Unavailable):
+                return check_kernels(_load(entry.library))
+    raise Unavailable(reason)
 
 
 def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:

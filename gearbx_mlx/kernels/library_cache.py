@@ -1,23 +1,28 @@
 """Keep compiled libraries from one process to the next, and load none that somebody else could have written.
 
 A library is code, and whoever can write it runs code as its user. So the cache is used only if it belongs to this user
-or to root, and nobody else may write to it. A SHA-256 beside each library shows that it is whole: a truncated one may
-crash the process that maps it.
+or to root, and nobody else may write to it, nor to a directory above it. Then nobody else can exchange a file between
+the moment when it is checked and the one when it is loaded, and it can be loaded by its name. A SHA-256 beside each
+library shows that it is whole: a truncated one may crash the process that maps it.
 """
 
+import atexit
 import functools
 import hashlib
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
+from .process_directory import process_directory, remove_abandoned
+
 NAME = "gearbx-mlx"
+BUILDING, PRIVATE = ".building-", f"{NAME}-kernels-"  # how the names of a process's directories begin
 
 
 class CacheUnusable(Exception):
@@ -56,8 +61,8 @@ class Entry:
     @contextmanager
     def building(self) -> Iterator[Path]:
         """A path for a new library, in a directory beside the cached ones that is removed afterwards."""
-        with tempfile.TemporaryDirectory(dir=self.library.parent, prefix=".building-") as directory:
-            yield Path(directory) / self.library.name
+        with process_directory(self.library.parent, BUILDING) as directory:
+            yield directory / self.library.name
 
     def store(self, unfinished: Path) -> None:
         """Move a library from `building` to its place, and its hash beside it."""
@@ -74,9 +79,26 @@ class Entry:
 
 
 def open_entry(name: str) -> Entry:
-    """The entry for a library with this name, in the user's cache, which is created if it is missing.
+    """The entry for a library with this name. Raises CacheUnusable and OSError as `open_cache`."""
+    return checked(Entry(open_cache() / name))
 
-    The cache is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
+
+def find_entries(pattern: str) -> list[Entry]:
+    """The entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as `open_cache`."""
+    libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
+    return [checked(Entry(library)) for library in libraries]
+
+
+def checked(entry: Entry) -> Entry:
+    for file in (entry.library, entry.hash_file, entry.failure_file):
+        check_owner(file)
+    return entry
+
+
+def open_cache() -> Path:
+    """The user's cache, which is created if it is missing, without what killed processes left there.
+
+    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
 
     Raises:
         CacheUnusable: somebody else could have written to the cache.
@@ -86,14 +108,13 @@ def open_entry(name: str) -> Entry:
     if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
         raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
     directory = Path(os.path.realpath(directory.parent)) / NAME
-    for each in (*reversed(directory.parents), directory):
+    for each in reversed(directory.parents):
         each.mkdir(mode=0o700, exist_ok=True)
-    entry = Entry(directory / name)
-    check_owner(directory.parent, shared=True)
+        check_owner(each, shared=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     check_owner(directory)
-    for file in (entry.library, entry.hash_file, entry.failure_file):
-        check_owner(file)
-    return entry
+    remove_abandoned(directory, BUILDING)
+    return directory
 
 
 def check_owner(path: Path, shared: bool = False) -> None:
@@ -103,7 +124,8 @@ def check_owner(path: Path, shared: bool = False) -> None:
         shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp.
 
     Raises:
-        CacheUnusable: it belongs to another user, others may write to it, or it is neither file nor directory.
+        CacheUnusable: it belongs to another user, others may write to it, it is neither file nor directory, or it is a
+            file with a second name, in a place that nobody checked.
     """
     try:
         status = path.lstat()
@@ -111,6 +133,8 @@ def check_owner(path: Path, shared: bool = False) -> None:
         return
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise CacheUnusable(f"{path} is neither a file nor a directory; remove it")
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise CacheUnusable(f"{path} has a second name elsewhere, a hard link; remove it")
     if status.st_uid not in (0, os.geteuid()):
         raise CacheUnusable(f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -119,9 +143,17 @@ def check_owner(path: Path, shared: bool = False) -> None:
 
 
 @functools.cache
-def private_directory() -> tempfile.TemporaryDirectory:
+def private_directory() -> Path:
     """A directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
-    return tempfile.TemporaryDirectory(prefix=f"{NAME}-", ignore_cleanup_errors=True)
+    directory = process_directory(Path(tempfile.gettempdir()), PRIVATE)
+    atexit.register(directory.__exit__, None, None, None)
+    return directory.__enter__()
+
+
+def remove_abandoned_private() -> None:
+    """Remove the private directories of this user's processes that were killed."""
+    with suppress(OSError):  # no directory for temporary files
+        remove_abandoned(Path(tempfile.gettempdir()), PRIVATE)
 
 
 def hash_file(file: Path) -> bytes:

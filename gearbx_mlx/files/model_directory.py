@@ -1,0 +1,105 @@
+"""What stands in the directory of a model or an adapter, looked at before any library opens it.
+
+mlx-lm, transformers and tokenizers wait at a pipe, read a device without end, build as many layers as config.json asks
+for, and do not say which file they cannot parse.
+"""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import GearbxError, one_line
+from .problems import shown
+from .reading import parse_python_json, read_as, typed
+
+COMPLETE = "give the directory of a complete model"
+AGAIN = "download it again"
+TEMPLATES = "additional_chat_templates"
+
+# Files that the libraries read into memory, and the bytes that they may have. The largest tokenizers have half of it.
+JSON_FILES = {
+    **{"config.json": 2**24, "generation_config.json": 2**24, "hf_quant_config.json": 2**24},
+    **{"tokenizer.json": 2**26, "tokenizer_config.json": 2**24, "vocab.json": 2**26},
+    **{"added_tokens.json": 2**24, "special_tokens_map.json": 2**24, "adapter_config.json": 2**24},
+}
+LARGEST = JSON_FILES | {"tokenizer.model": 2**26, "tiktoken.model": 2**26, "merges.txt": 2**26, "vocab.txt": 2**26}
+LARGEST_TEMPLATE = 2**20  # bytes
+
+# Fields from which mlx-lm takes how many layers to build, as a number, or as a list or a string with one item for each.
+LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers", "num_kv_reuse_layers"),
+    *("num_loops", "altup_num_inputs"),
+    *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
+)
+MOST_LAYERS = 1000
+SPARE = 64  # a layer without arrays of its own shares those of another; nobody has more of them
+
+
+def check_files(directory: Path) -> None:
+    """Raises GearbxError for a pipe or a device in a directory, and for a file that is too large to be what it says."""
+    for path in (*directory.iterdir(), *(directory / TEMPLATES).glob("*")):
+        try:
+            status = path.stat()
+        except OSError:  # such as a link to nothing: whoever needs the file says so
+            continue
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise GearbxError(f"{path}: is a pipe or a device, and no file; {COMPLETE}")
+        largest = LARGEST_TEMPLATE if path.suffix == ".jinja" else LARGEST.get(path.name, status.st_size)
+        if status.st_size > largest:
+            raise GearbxError(f"{path}: has {status.st_size} bytes, more than the {largest} of any such file; {AGAIN}")
+
+
+def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
+    """How many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones.
+
+    Args:
+        names: a pattern.
+    """
+    files = sorted(directory.glob(names))
+    if not files:
+        raise GearbxError(f"{directory}: no {names} there; {COMPLETE}")
+    count = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                count += len(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {AGAIN}") from error
+    return count
+
+
+def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
+    """Raises GearbxError for a configuration of more layers than the arrays can fill.
+
+    mlx-lm builds the layers one by one before it looks for their arrays.
+
+    Args:
+        arrays: how many there are.
+        file: of the configuration.
+    """
+    most = min(MOST_LAYERS, arrays + SPARE)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in LAYERS:
+            value = part.get(name)
+            claimed = len(value) if isinstance(value, list | str) else value
+            if isinstance(claimed, int | float) and claimed > most:
+                raise GearbxError(
+                    f"{file}: {name} is {shown(value)}, and the weights are {arrays} arrays, too few for it; {AGAIN}"
+                )
+
+
+def check_json(directory: Path) -> None:
+    """Raises GearbxError for a file of JSON that no library could read, by its name.
+
+    To be called when a library failed: reading a large tokenizer a second time takes long.
+    """
+    for path in (directory / name for name in JSON_FILES):
+        if path.exists():
+            read_as(path, parse_object, "the JSON of a model", AGAIN)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """The content of a JSON object, as Python's json writes it. Raises GearbxError for anything else."""
+    return typed(parse_python_json(text), dict[str, Any])
