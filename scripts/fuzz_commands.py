@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fuzzing.inputs import make_inputs
@@ -33,13 +34,15 @@ def fuzz(args: argparse.Namespace, place: Place) -> Results:
     end = begin + args.minutes * 60
     most = args.examples or float("inf")
     results = Results(lambda so_far: time.monotonic() > end or so_far.count >= most)
-    with Progress() as progress:
+    with Progress() as progress, ThreadPoolExecutor(args.jobs) as pool:
         task = progress.add_task("", total=end - begin)
-        threads = play_all(args.seed, args.jobs, args.only, results, place)
-        while any(thread.is_alive() for thread in threads):
+        jobs = play_all(pool, args.jobs, args.seed, args.only, results, place)
+        while not all(job.done() for job in jobs):
             time.sleep(0.2)
             text = f"{results.count} commands, {len(results.failures)} failures"
             progress.update(task, completed=time.monotonic() - begin, description=text)
+    for job in jobs:
+        job.result()
     return results
 
 

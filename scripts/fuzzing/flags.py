@@ -172,7 +172,7 @@ def flag_for(item: Field, kind: type) -> Flag:
         good = st.sampled_from(GOOD[item.name])
     elif kind is float:
         low, high = 0.0 if least is None else least, 10.0 if math.isinf(most) else most
-        good = st.floats(low, high, width=32).map(str)
+        good = st.floats(low, high).map(str)
     else:
         good = st.sampled_from([str(item.default), "True", *TEXTS[-8:]])
     edges = [str(number) for bound in (least, most) if is_number(bound) for number in around(bound, kind)]

@@ -26,7 +26,7 @@ STATUSES = (0, 1, USER_ERROR, INTERRUPTED, BROKEN_PIPE)
 MEMORY = 6 * 2**30  # bytes of addresses beyond those of the process that is forked
 LARGEST_FILE = 2**30
 PATIENCE = 20  # seconds in which an interrupted command ends
-IDLE = 0.02  # of a processor: a command that uses less waits for something
+IDLE, IDLE_SECONDS = 0.02, 4  # of a processor, and how long: a command that uses less waits for something
 REST = (".part", ".incomplete")  # ends of names that are not whole yet
 GOES_ON = "the same command goes on"  # says that what is left is of use
 OUT, ERR = ".stdout", ".stderr"
@@ -95,11 +95,15 @@ def run(
     """
     before = {path for path in directory.rglob("*") if path.name.endswith(REST)}
     start = time.monotonic()
+    (directory / ERR).touch()
     process = context.Process(target=child, args=(name, list(arguments), str(directory), stop))
     process.start()
-    process.join(limit)
+    idle = 0
+    while process.is_alive() and idle < IDLE_SECONDS and time.monotonic() < start + limit:
+        process.join(0 if idle else min(limit, 3))
+        idle = idle + 1 if is_idle(process.pid) else 0
     late = process.is_alive()
-    waiting = late and psutil.Process(process.pid).cpu_percent(0.5) < 100 * IDLE
+    waiting = late and idle == IDLE_SECONDS
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.is_alive():
             os.kill(process.pid, number)
@@ -107,6 +111,14 @@ def run(
     left = sorted(path.name for path in {path for path in directory.rglob("*") if path.name.endswith(REST)} - before)
     err = (directory / ERR).read_text(encoding="utf-8", errors="replace")
     return Outcome(process.exitcode, err, time.monotonic() - start, late, waiting, left)
+
+
+def is_idle(process: int) -> bool:
+    """Whether a process does nothing for a second; not if it has ended."""
+    try:
+        return psutil.Process(process).cpu_percent(1) < 100 * IDLE
+    except psutil.Error:
+        return False
 
 
 def child(name: str, arguments: list[str], directory: str, stop: tuple[str, int] | None) -> None:
