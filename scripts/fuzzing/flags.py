@@ -59,7 +59,7 @@ TEXTS += (
 TEXTS += ("nobody/nothing", "a/b/c", "٣", "1_0", "0x10", "16,16", "2,3,4,5,6,8,16", "1e-400", "10" * 200)
 NUMBERS = (0, -1, 1, 10**20, -(10**20), 2**31, 2**63)
 FLOATS = ("nan", "inf", "-inf", "1e-300", "1e300", "1e-46", "-0.0", "0.5")
-SMALL = 4  # a length that is no work
+SMALL = (0, 1, 7, 15)  # beyond the least: lengths that are little work
 
 LADDERS = ("4,8,16", "4,16", "3,8", "16", "8", "2,16", "2,4", "3,4,5,6,8,16")
 OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
@@ -81,6 +81,7 @@ GOOD: dict[str, Sequence[str]] = {
     "chat_template_config": ('{"a": 1}', "{}"),
     "extra_eos_token": ("<|endoftext|>", "the", "a"),
     "between": ("4,16", "low,high"),
+    **dict.fromkeys(("min_cos_strict", "min_cos_lazy"), ("0.9", "0.99")),
     "share": ("0.25,0.5", "0.1"),
     "shares": ("0.6,0.3,0.1", "0.5,0.5"),
     "shape": ("256x1", "256x2"),
@@ -166,8 +167,8 @@ def flag_for(item: Field, kind: type) -> Flag:
         good = st.sampled_from([str(choice) for choice in choices])
     elif kind is int:
         low = 1 if least is None else int(least)
-        good = st.integers(low, min(low + SMALL, most)).map(str)
-        always = always or (isinstance(item.default, int) and item.default > SMALL)
+        good = st.sampled_from([str(low + more) for more in SMALL if low + more <= most])
+        always = always or (isinstance(item.default, int) and item.default > SMALL[1])
     elif item.name in GOOD:
         good = st.sampled_from(GOOD[item.name])
     elif kind is float:

@@ -52,7 +52,7 @@ MODELS = {
     "quantized": ("llama", SIZES),
 }
 QUESTIONS = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
-TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 4
+TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
 MACHINE = [{"tokens": 0, "thermal": "fair"}, {"tokens": 1, "battery": 0.2, "charging": False, "memory": 0.9}]
 TASK = """
 task: tiny

@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -21,6 +22,7 @@ from .cases import Case
 from .damage import commands_that_read, readings
 from .flags import commands, parsers_of
 
+LONGEST = 60  # seconds of a round
 SHRINKING = 40  # commands that the search for a shorter one may take
 FLAGS, FILES = "flags", "files"  # kinds of cases
 SETTINGS = settings(
@@ -115,7 +117,7 @@ def play(kind: str, cases: st.SearchStrategy[Case], number: str, results: Result
         number: seed of the round.
     """
     wanted: str | None = None
-    left = SHRINKING
+    left, end = SHRINKING, time.monotonic() + LONGEST
 
     @seed(number)
     @SETTINGS
@@ -123,7 +125,7 @@ def play(kind: str, cases: st.SearchStrategy[Case], number: str, results: Result
     def check(case: Case) -> None:
         nonlocal wanted, left
         left -= wanted is not None
-        if results.stop(results) or not left:
+        if results.stop(results) or not left or time.monotonic() > end:
             raise Enough
         outcome = place.run(case)
         if results.add(kind, case, outcome) and wanted is None:

@@ -114,9 +114,10 @@ def run(
 
 
 def is_idle(process: int) -> bool:
-    """Whether a process does nothing for a second; not if it has ended."""
+    """Whether a process does nothing for a second; not if it has ended, or a compiler that it started runs."""
     try:
-        return psutil.Process(process).cpu_percent(1) < 100 * IDLE
+        seen = psutil.Process(process)
+        return seen.cpu_percent(1) < 100 * IDLE and not seen.children()
     except psutil.Error:
         return False
 
