@@ -8,7 +8,8 @@ from pathlib import Path
 
 STRANGE = ("a_directory", "a_pipe", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
-WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal"}  # what is left of an interrupted run
+# What a name on the command line stands for besides: the rest of an interrupted run, the data of a task.
+WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
 
 
 @dataclass(frozen=True)

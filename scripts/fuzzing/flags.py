@@ -144,7 +144,8 @@ def parsers_of(command: str) -> list[Parser]:
 
 def flags_of_lm_eval() -> Iterator[Flag]:
     """The arguments of the model `gearbx`; lm-eval's own flags are not ours."""
-    for name in inspect.signature(import_module("gearbx_mlx.commands.lm_eval").GearbxLM).parameters:
+    names = inspect.signature(import_module("gearbx_mlx.commands.lm_eval").GearbxLM).parameters
+    for name in sorted(names.keys() - {"batch_size", "max_batch_size", "device"}):  # which lm-eval gives itself
         good = st.sampled_from(GOOD_OF_LM_EVAL.get(name, ("1", "True")))
         odd = st.sampled_from([text for text in (*PATHS, *TEXTS, *FLOATS) if "," not in text])
         yield Flag(name, good, odd, always=name == "path")
