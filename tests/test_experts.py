@@ -7,7 +7,7 @@ import pytest
 from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.gears.description import LayerPath, grouped
@@ -151,6 +151,14 @@ class TestExperts:
             assert experts
             assert all(isinstance(m, Native) for m in experts)
         assert stock.weight_bytes_per_token(stock.gear) == fast.weight_bytes_per_token(fast.gear)
+
+    def test_a_mixture_of_half_precision_runs_without_quantized_gears(self):
+        """MLX multiplies experts in float32 alone on a CPU."""
+        exact = tiny_model("mixtral")(PROMPT)
+        model = Gearbox(tiny_model("mixtral", dtype=mx.bfloat16), "16", kernels="mlx").model
+        assert mx.allclose(model(PROMPT), exact, atol=0.05).item()
+        with pytest.raises(GearbxError, match="--dtype bfloat16: on a CPU, MLX multiplies experts in float32 alone"):
+            Gearbox(tiny_model("mixtral"), "16", dtype="bfloat16")
 
     @pytest.mark.parametrize("quantized", [False, True])
     def test_biases(self, quantized):

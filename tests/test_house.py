@@ -16,7 +16,7 @@ from gearbx_mlx.__main__ import COMMANDS
 PACKAGE = Path(gearbx_mlx.__file__).parent
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-MODULES |= {f"scripts/{path.name}": path for path in sorted(SCRIPTS.glob("*.py"))}
+MODULES |= {f"scripts/{path.relative_to(SCRIPTS).as_posix()}": path for path in sorted(SCRIPTS.rglob("*.py"))}
 PARSED = [name for name in COMMANDS if name != "lm_eval"]  # whose flags are lm-eval's own
 
 

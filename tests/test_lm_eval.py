@@ -18,7 +18,9 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
+from gearbx_mlx import GearbxError
 from gearbx_mlx.commands.lm_eval import GearbxLM
+from gearbx_mlx.lm_eval import main
 from gearbx_mlx.loading import DEMO_MODEL
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many does he have?\nAnswer:"
@@ -110,6 +112,22 @@ def test_mistakes():
         GearbxLM(mode="fast")
     with pytest.raises(ValueError, match="3 gears need 2 thresholds"):
         GearbxLM(thresholds="1.0")
+    with pytest.raises(GearbxError, match="thresholds=1:x: give bits with colons"):
+        GearbxLM(thresholds="1:x")
+    for argument, value in (("group_size", "wide"), ("max_tokens", -1), ("max_tokens", float("nan"))):
+        with pytest.raises(GearbxError, match=f"--model_args {argument}={value}: give a whole number"):
+            GearbxLM(**{argument: value})
+
+
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError])
+def test_what_lm_eval_itself_refuses_is_one_line(monkeypatch, capsys, kind):
+    def refuse():
+        raise kind("Tasks not found:\n nosuch")
+
+    monkeypatch.setattr("gearbx_mlx.commands.lm_eval.cli_evaluate", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err == "error: lm-eval: Tasks not found: nosuch\n"
 
 
 def test_the_command_runs_a_task(tmp_path):

@@ -30,7 +30,12 @@ def note(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    messages.print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    messages.print(Text(f"error: {escaped(text)}", style="red"), soft_wrap=True)
+
+
+def escaped(text: str) -> str:
+    """Text that stays on one line and cannot steer a terminal: a name may contain any character."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def progress_bar(in_bytes: bool = False) -> Progress:

@@ -24,7 +24,7 @@ from ..decoding.mode import Mode
 from ..decoding.route import Route as RouteMode
 from ..decoding.static import Static as StaticMode
 from ..decoding.stream import stream_generate
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 from ..evaluation.policies import Policy, Route, Static
 from ..evaluation.replay import computed, next_logprobs
 from ..gears.discovery import vocabulary
@@ -87,7 +87,7 @@ class GearbxLM(MLXLM):
             kernels=kernels,
             format=format,
             manage=manage,
-            group_size=None if group_size is None else int(group_size),
+            group_size=whole("group_size", group_size),
         )
         ladder = self.gearbox.ladder
         self.mode = mode
@@ -95,10 +95,10 @@ class GearbxLM(MLXLM):
         self.vocabulary = vocabulary(self._model)
         self.thresholds = default_thresholds(len(ladder), self.vocabulary)
         if thresholds is not None:
-            self.thresholds = tuple(float(part) for part in str(thresholds).split(":"))
+            self.thresholds = bits_of(thresholds)
         check_thresholds(self.thresholds, len(ladder))
         self.kickdown = GearedModel(self.gearbox, self.thresholds)
-        self._max_tokens = max_tokens
+        self._max_tokens = whole("max_tokens", max_tokens)
         self._batch_size = 1
         self._sampler = None
         self.use_chat_template = self.tokenizer.has_chat_template if use_chat_template is None else use_chat_template
@@ -179,6 +179,36 @@ class GearbxLM(MLXLM):
         return texts
 
 
+def whole(name: str, value: Any) -> int | None:
+    """An argument of --model_args as a number, if it is given. Raises GearbxError for no whole number above 0."""
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise GearbxError(f"--model_args {name}={value}: give a whole number, 1 or more")
+    return number
+
+
+def bits_of(thresholds: object) -> tuple[float, ...]:
+    """Raises GearbxError for anything but numbers with colons between."""
+    try:
+        return tuple(float(part) for part in str(thresholds).split(":"))
+    except ValueError as error:
+        raise GearbxError(f"--model_args thresholds={thresholds}: give bits with colons between: 1.8:3.5") from error
+
+
 def main() -> None:
-    """lm-eval's command line, in whose registry the model now is."""
-    cli_evaluate()
+    """lm-eval's command line, in whose registry the model now is.
+
+    Raises:
+        GearbxError: a mistake that lm-eval itself reports, such as a task or a file that is not there.
+    """
+    try:
+        cli_evaluate()
+    except GearbxError:
+        raise
+    except (ValueError, OSError) as error:
+        raise GearbxError(f"lm-eval: {one_line(error)}") from error

@@ -2,7 +2,7 @@
 
 On a CPU, MLX multiplies a quantized matrix by a half-precision vector 8 to 40 times slower than by a float32 one. So a
 half-precision model with quantized gears computes in float32 there. Every half-precision value is a float32 value too,
-so no weight changes.
+so no weight changes. Experts that are not quantized run there in float32 alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,7 @@ from types import MappingProxyType
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import GearbxError
 from ..kernels.dispatch import on_cpu
@@ -56,14 +57,17 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         the type that the model computes in.
 
     Raises:
-        GearbxError: a name that does not exist.
+        GearbxError: a name that does not exist, or a type in which MLX cannot multiply the model's experts.
     """
+    needs_float32 = on_cpu() and any(isinstance(module, SwitchLinear) for module in model.modules())
     own = model_dtype(model)
     checkpoint = stored_dtype(model)
     if dtype == "auto":
-        target = mx.float32 if quantized and on_cpu() else checkpoint
+        target = mx.float32 if needs_float32 or (quantized and on_cpu()) else checkpoint
     elif dtype in DTYPES:
         target = DTYPES[dtype]
+        if needs_float32 and target != mx.float32:
+            raise GearbxError(f"--dtype {dtype}: on a CPU, MLX multiplies experts in float32 alone; leave out --dtype")
     else:
         raise GearbxError(f"dtype '{dtype}' does not exist; choose from auto, {', '.join(DTYPES)}")
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it

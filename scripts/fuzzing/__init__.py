@@ -1,0 +1,6 @@
+"""What scripts/fuzz_commands.py is made of: inputs, flags, damaged files, rounds, and a process for each command."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))  # mutations, which damage JSON

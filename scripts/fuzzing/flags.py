@@ -1,0 +1,206 @@
+"""Values for every flag that the parsers have: good ones, those at and beyond its bounds, and hostile text.
+
+Bounds, choices and types are those of the settings' fields, so that a new flag is tried without a change here. GOOD has
+words for flags that only their names explain.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from importlib import import_module
+from types import NoneType, UnionType
+from typing import get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from gearbx_mlx.cli.settings import flag_of
+
+from .cases import STRANGE, Case
+from .inputs import MODELS
+
+PATHS = (*STRANGE, "missing", "no/such/file", "/dev/null", "/dev/full", "/proc", ".", "prompts.txt", "gsm8k.jsonl")
+PATHS += ("manifest.json", "thresholds.json", "cache.safetensors", "llama/model.safetensors", "geared", "evaluation")
+TEXTS = (
+    "",
+    " ",
+    "-",
+    "--",
+    "-h",
+    "\t",
+    "\n",
+    "a\nb",
+    "x" * 300,
+    "é漢🙂",
+    "\u202e",
+    "\udcff",
+    "nan",
+    "inf",
+    "-1",
+    "0",
+    ",",
+)
+TEXTS += (
+    "1,",
+    "4,8,16",
+    "1e999",
+    "None",
+    "{}",
+    "[]",
+    '{"a": 1}',
+    "%s%n",
+    "~",
+    "$HOME",
+    "*",
+    "[red]",
+    "\x1b[31m",
+    "low",
+)
+TEXTS += ("nobody/nothing", "a/b/c", "٣", "1_0", "0x10", "16,16", "2,3,4,5,6,8,16", "1e-400", "10" * 200)
+NUMBERS = (0, -1, 1, 10**20, -(10**20), 2**31, 2**63)
+FLOATS = ("nan", "inf", "-inf", "1e-300", "1e300", "1e-46", "-0.0", "0.5")
+SMALL = (0, 1, 7, 15)  # beyond the least: lengths that are little work
+
+LADDERS = ("4,8,16", "4,16", "3,8", "16", "8", "2,16", "2,4", "3,4,5,6,8,16")
+OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
+PROMPTS = ("prompts.txt", "prompts.jsonl", "gsm8k.jsonl")
+GOOD: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("model", "small_model", "draft_model", "low_model"), ("llama", "geared", *MODELS)),
+    **dict.fromkeys(("prompts", "trivial", "hard"), PROMPTS),
+    **dict.fromkeys(("out", "trace", "summary", "json", "mlx_path", "write_sensitivities"), OUTPUTS),
+    **dict.fromkeys(("gears", "bits", "cap_bits"), LADDERS),
+    **dict.fromkeys(("gear", "initial_gear"), ("low", "mid", "high", "4", "16", "small", "large", "auto")),
+    "adapter_path": ("adapter",),
+    "data": ("text.txt", "gsm8k.jsonl", "prompts.jsonl"),
+    "thresholds": ("1,2", "8", "thresholds.json", "inf,1,0.5,0"),
+    "curve": ("drafting.json",),
+    "manifest": ("manifest.json",),
+    "sensitivities": ("sensitivities.json",),
+    "machine": ("machine.jsonl",),
+    "prompt_cache_file": ("cache.safetensors",),
+    "chat_template_config": ('{"a": 1}', "{}"),
+    "extra_eos_token": ("<|endoftext|>", "the", "a"),
+    "between": ("4,16", "low,high"),
+    **dict.fromkeys(("min_cos_strict", "min_cos_lazy"), ("0.9", "0.99")),
+    "share": ("0.25,0.5", "0.1"),
+    "shares": ("0.6,0.3,0.1", "0.5,0.5"),
+    "shape": ("256x1", "256x2"),
+    "memory_budget": ("1MB", "3GB"),
+    "target_bytes": ("100kB", "150000"),
+    "target_bpw": ("4.5", "5,6", "2.5"),
+    "target_kl": ("0.1", "0.1,0.01"),
+    "target_tps": ("5", "1,2", "100"),
+    "target_agreement": ("0.9", "1"),
+    "revision": ("main",),
+    "upload_repo": ("nobody/nothing",),
+    "prompt": ("Once", "How many? " * 20, "-", "<|endoftext|>"),
+}
+GOOD_OF_LM_EVAL = GOOD | {
+    "path": ("llama", "geared", "hybrid"),
+    **{"gears": ("4:16", "8"), "thresholds": ("1:2", "8"), "format": ("planes", "affine"), "manage": ("all",)},
+    **{"mode": ("static", "route", "kickdown", "lossless"), "kernels": ("auto", "mlx"), "group_size": ("64", "32")},
+    "max_tokens": ("2",),
+}
+LM_EVAL = ("--model", "gearbx", "--tasks", "tiny", "--include_path", "tasks", "--limit", "1", "--model_args")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag: how it is written, and strategies for the texts of its values."""
+
+    name: str
+    good: st.SearchStrategy[str]
+    odd: st.SearchStrategy[str]
+    takes: str = "one"  # value: one, none, several
+    always: bool = False
+
+    def written(self, value: str, more: str) -> list[str]:
+        """The flag as arguments: in one with its value, which may begin with a dash."""
+        if self.takes == "none":
+            return [self.name]
+        return [self.name, value, more] if self.takes == "several" else [f"{self.name}={value}"]
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A command, the words before its flags, and its flags. joined: these are one word, with commas between."""
+
+    name: str
+    before: tuple[str, ...]
+    flags: tuple[Flag, ...]
+    joined: bool = False
+
+
+def parsers_of(command: str) -> list[Parser]:
+    """The parsers of a command: one, or one for each of its subcommands."""
+    if command == "lm_eval":
+        return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
+    kind = get_type_hints(import_module(f"gearbx_mlx.cli.parsers.{command}").parse)["return"]
+    if get_origin(kind) is UnionType:
+        return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
+    groups = get_type_hints(kind).values()
+    return [Parser(command, (), tuple(flag for group in groups for flag in flags_of(group)))]
+
+
+def flags_of_lm_eval() -> Iterator[Flag]:
+    """The arguments of the model `gearbx`; lm-eval's own flags are not ours."""
+    names = inspect.signature(import_module("gearbx_mlx.commands.lm_eval").GearbxLM).parameters
+    for name in sorted(names.keys() - {"batch_size", "max_batch_size", "device"}):  # which lm-eval gives itself
+        good = st.sampled_from(GOOD_OF_LM_EVAL.get(name, ("1", "True")))
+        odd = st.sampled_from([text for text in (*PATHS, *TEXTS, *FLOATS) if "," not in text])
+        yield Flag(name, good, odd, always=name == "path")
+
+
+def flags_of(group: type) -> Iterator[Flag]:
+    types = get_type_hints(group)
+    for item in fields(group):
+        kind = next(part for part in get_args(types[item.name]) or (types[item.name],) if part is not NoneType)
+        yield flag_for(item, kind)
+
+
+def flag_for(item: Field, kind: type) -> Flag:
+    """A flag from the field of settings that it is. A length whose default takes long is always given."""
+    keywords = item.metadata["argparse"]
+    least, most = item.metadata.get("bounds", (None, math.inf))
+    always = item.default is MISSING or item.name == "model"
+    takes = "several" if "nargs" in keywords else "none" if kind is bool and "type" not in keywords else "one"
+    if choices := item.metadata["choices"]:
+        good = st.sampled_from([str(choice) for choice in choices])
+    elif kind is int:
+        low = 1 if least is None else int(least)
+        good = st.sampled_from([str(low + more) for more in SMALL if low + more <= most])
+        always = always or (isinstance(item.default, int) and item.default > SMALL[1])
+    elif item.name in GOOD:
+        good = st.sampled_from(GOOD[item.name])
+    elif kind is float:
+        low, high = 0.0 if least is None else least, 10.0 if math.isinf(most) else most
+        good = st.floats(low, high).map(str)
+    else:
+        good = st.sampled_from([str(item.default), "True", *TEXTS[-8:]])
+    edges = [str(number) for bound in (least, most) if is_number(bound) for number in around(bound, kind)]
+    odd = st.sampled_from([*edges, *map(str, NUMBERS), *FLOATS]) if kind in (int, float) else st.sampled_from(PATHS)
+    return Flag(flag_of(item.name), good, odd | st.sampled_from(TEXTS), takes, always)
+
+
+def is_number(bound: float | None) -> bool:
+    return bound is not None and math.isfinite(bound)
+
+
+def around(bound: float, kind: type) -> tuple[float, ...]:
+    """A bound and what is beyond it on either side."""
+    if kind is int:
+        return int(bound) - 1, int(bound), int(bound) + 1
+    return math.nextafter(bound, -math.inf), bound, math.nextafter(bound, math.inf)
+
+
+@st.composite
+def commands(draw: st.DrawFn, parser: Parser) -> Case:
+    """A command with a few flags, one of which may have an odd value."""
+    chosen = draw(st.lists(st.sampled_from(parser.flags), max_size=5, unique_by=lambda flag: flag.name))
+    flags = [flag for flag in parser.flags if flag.always and flag not in chosen] + chosen
+    odd = draw(st.sampled_from([None, *chosen]))
+    written = []
+    for flag in flags:
+        values = flag.odd if flag is odd else flag.good
+        written += flag.written(draw(values), draw(values) if flag.takes == "several" else "")
+    return Case(parser.name, (*parser.before, *([",".join(written)] if parser.joined else written)))
