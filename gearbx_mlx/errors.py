@@ -5,13 +5,7 @@ from contextlib import contextmanager
 
 
 class GearbxError(ValueError):
-    """A mistake that the user can mend: the message is one line that names the thing, its value and the remedy.
-
-    Line ends and other control characters of a name appear as Python writes them in a string.
-    """
-
-    def __init__(self, message: str):
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+    """A mistake that the user can mend: the message is one line that names the thing, its value and the remedy."""
 
 
 class GearbxWarning(UserWarning):

@@ -5,7 +5,7 @@ from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..gears.manifest import RESTORE
 from ..gears.saved import open_gears
-from ..loading import check_weights, find
+from ..loading import find
 
 
 def verify(path_or_hf_repo: str) -> str:
@@ -16,7 +16,6 @@ def verify(path_or_hf_repo: str) -> str:
             first one, and says how many there are.
     """
     directory = find(path_or_hf_repo)
-    check_weights(directory)
     saved = open_gears(directory)
     if saved is None:
         raise GearbxError(f"{directory}: holds no gears; only what gearbx_mlx.convert wrote has hashes to compare with")
