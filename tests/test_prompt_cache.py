@@ -178,6 +178,12 @@ def test_drafts_within_a_sliding_window_leave_the_text_as_it_is(demo):
     assert [r.token for r in drafted] == [r.token for r in alone]
 
 
+def test_a_mixture_in_half_precision_drafts(command, tmp_path):
+    save_model(tiny_model("qwen3_moe", dtype=mx.bfloat16, vocab_size=4096), tmp_path / "mixture")
+    done = command("generate", "--draft-model", tmp_path / "mixture", "-m", 4, "--gears", "4,16")
+    assert done.status == 0, done.err
+
+
 def test_a_draft_model_drafts_after_a_prompt_cache(command, demo, tmp_path):
     file = saved(read_by(demo.model), tmp_path)
     arguments = "--prompt-cache-file", file, "--mode", "static", "-p", "one two", "-m", 20

@@ -10,6 +10,8 @@ from mlx_lm.sample_utils import make_sampler
 from ..decoding.cache_checks import check_prompt_cache
 from ..decoding.caches import length
 from ..errors import GearbxError, about, one_line
+from ..gears.activations import compute_in
+from ..gears.discovery import is_quantized
 from ..loading import load
 from .sampling import CacheSettings, SamplingSettings, cache_keywords, check_sampling
 
@@ -44,6 +46,7 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(f"--draft-model {path}: its vocabulary is not that of the model")
+    compute_in(model, "auto", is_quantized(model))
     return model
 
 

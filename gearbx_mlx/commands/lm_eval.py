@@ -37,6 +37,10 @@ from ..routing.thresholds import check_thresholds, default_thresholds
 STATIC, ROUTE, KICKDOWN, LOSSLESS = MODES = ("static", "route", "kickdown", "lossless")
 
 
+ARGUMENTS = ("path", "gears", "mode", "gear", "thresholds", "max_tokens", "use_chat_template", "trust_remote_code")
+ARGUMENTS += ("kernels", "format", "manage", "group_size")
+
+
 class Read(list):
     """A KV cache together with the state of the policy that has read so far; both are copied for every continuation."""
 
@@ -75,8 +79,11 @@ class GearbxLM(MLXLM):
         batch_size: Any = 1,
         max_batch_size: Any = None,
         device: str | None = None,
+        **unknown: Any,
     ) -> None:
         LM.__init__(self)
+        for name in unknown:
+            raise GearbxError(f"--model_args {name}: there is no such argument; choose from {', '.join(ARGUMENTS)}")
         if mode not in MODES:
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
         trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
