@@ -37,8 +37,10 @@ from ..routing.thresholds import check_thresholds, default_thresholds
 STATIC, ROUTE, KICKDOWN, LOSSLESS = MODES = ("static", "route", "kickdown", "lossless")
 
 
-ARGUMENTS = ("path", "gears", "mode", "gear", "thresholds", "max_tokens", "use_chat_template", "trust_remote_code")
-ARGUMENTS += ("kernels", "format", "manage", "group_size")
+ARGUMENTS = (
+    *("path", "gears", "mode", "gear", "thresholds", "max_tokens", "use_chat_template", "trust_remote_code"),
+    *("kernels", "format", "manage", "group_size"),
+)
 
 
 class Read(list):
