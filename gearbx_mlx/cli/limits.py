@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import resource
 import signal
 import sys
 import threading
@@ -31,7 +30,8 @@ def limited_time(seconds: float) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise TimeoutError(f"it takes more than {seconds:g} s")
 
-    if threading.current_thread() is not threading.main_thread():  # the only one in which Python runs handlers
+    in_main = threading.current_thread() is threading.main_thread()  # the only one in which Python runs handlers
+    if not in_main or not hasattr(signal, "SIGALRM"):
         yield
         return
     handler = signal.signal(signal.SIGALRM, end)
@@ -49,6 +49,8 @@ def limited_memory(memory: int) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
+    import resource  # which Windows lacks
+
     used = re.search(r"^VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = memory + 1024 * int(used[1]) if used else soft

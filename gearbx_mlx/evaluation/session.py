@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..files.reading import read_json
-from ..files.writing import check_directory, make_directory, replacing, write_text
+from ..files.writing import check_directory, make_directory, remove_parts, replacing, write_text
 from .journal import Journal, check_inputs
 
 T = TypeVar("T")
@@ -65,8 +65,7 @@ class Session:
             check_inputs(before, inputs, f"{directory}: holds results", "that directory")
         else:
             write_text(file, json.dumps(inputs, indent=2) + "\n")
-        for left in (directory / PARTS).glob(".*.part"):  # by a run that was killed while it wrote
-            left.unlink(missing_ok=True)
+        remove_parts(directory / PARTS)
 
     def path(self, name: str) -> Path:
         return self.directory / PARTS / name

@@ -13,25 +13,25 @@ except ImportError:  # Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 
-def lock(handle: int) -> bool:
-    """Lock an open file or directory, and say whether nobody else has it locked.
+def lock(handle: int) -> bool | None:
+    """Lock an open file or directory until it is closed: False if somebody else has it locked.
 
-    Some network file systems have no locks; there nobody is kept out.
+    None: there are no locks, as on Windows and on some network file systems.
     """
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        return None
     return True
 
 
 @contextlib.contextmanager
-def lock_if_free(path: Path) -> Iterator[bool]:
-    """Lock a file or a directory while the block runs; False: somebody else has it locked.
+def locked(path: Path) -> Iterator[bool | None]:
+    """A file or a directory that is locked while the block runs, if that is possible; the value is that of `lock`.
 
     Raises:
         OSError: it cannot be opened.
@@ -55,7 +55,7 @@ def alone_in(directory: Path, work: str) -> Iterator[None]:
         GearbxError: another process does the same there.
         OSError: the directory cannot be opened.
     """
-    with lock_if_free(directory) as free:
-        if not free:
+    with locked(directory) as alone:
+        if alone is False:
             raise GearbxError(f"{directory}: another process works on {work} there; wait for it, or end it")
         yield

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import GearbxError
-from .locking import lock, lock_if_free
+from .locking import lock, locked
 
 PART = ".part"  # ends the name of a file that is being written
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             yield path
             return
-        remove_parts(target)
+        remove_parts(target.parent, part_prefix(target))
         handle, beside = open_part(target)
         try:
             yield beside
@@ -60,11 +60,15 @@ def open_part(target: Path) -> tuple[int, Path]:
         os.close(handle)
 
 
-def remove_parts(target: Path) -> None:
-    """Remove the files beside the target that killed processes left: those that nobody locks."""
-    for part in target.parent.glob(f"{part_prefix(target).translate(LITERAL)}*{PART}"):
-        with contextlib.suppress(OSError), lock_if_free(part) as free:
-            if free:
+def remove_parts(directory: Path, prefix: str = ".") -> None:
+    """Remove the files of `replacing` that killed processes left in a directory: those that nobody has locked.
+
+    Args:
+        prefix: with which their names begin.
+    """
+    for part in directory.glob(f"{prefix.translate(LITERAL)}*{PART}"):
+        with contextlib.suppress(OSError), locked(part) as alone:
+            if alone:
                 part.unlink()
 
 

@@ -5,13 +5,14 @@ on any machine that shares the directory.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from ..files.locking import lock
 
 
 @contextlib.contextmanager
@@ -31,11 +32,9 @@ def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(path, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed either
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if path.exists():
+            if lock(handle) is not False and path.exists():
                 return path, handle
-            os.close(handle)  # another process found it before it was locked, and removed it
+            os.close(handle)  # another process found it before it was locked, and removes it
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
@@ -52,8 +51,7 @@ def remove_if_abandoned(path: str) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         status = os.fstat(handle)
-        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and lock(handle):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(handle)
