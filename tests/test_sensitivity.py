@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, VOCABULARY, tiny_model
+from conftest import ARCHITECTURES, VOCABULARY, save_model, tiny_model
 from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -350,3 +350,11 @@ class TestBadInput:
         file = tmp_path / "s.json"
         file.write_text(content)
         assert_refused(command("sensitivity", "--sensitivities", file, "--out", tmp_path / "m.json"), told)
+
+    @pytest.mark.parametrize("how", [[], ["--fast"]])
+    def test_bits_below_the_floor_of_a_router(self, command, tmp_path, how):
+        save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
+        flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
+        words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
+        assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
+        assert {path.name for path in tmp_path.iterdir()} == {"mixture"}

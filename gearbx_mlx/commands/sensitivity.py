@@ -119,6 +119,7 @@ def measure(
         file: the journal.
     """
     gearbox = single_layer_gearbox(model, bits, clamps={}, **run_with)
+    check_floors(gearbox.layers, bits)
     clamps = flagged(gearbox.layers)
     depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"], **versions()}
     journal = Journal(file, depends_on, MeasuredLayer)
@@ -131,6 +132,16 @@ def measure(
         measure_clamped(clamped, journal, lambda: progress.advance(clamped_task))
     precisions = layer_precisions(gearbox.layers, journal.parts, clamps)
     return exact.perplexity, precisions, measuring_cost(journal.parts).shares()
+
+
+def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
+    """Raises GearbxError for a layer that can have none of these bits; before the work, not after it."""
+    for layer in layers:
+        if layer.lowest_bits > max(bits):
+            raise GearbxError(
+                f"--bits {','.join(map(str, bits))}: {layer.path} has {layer.lowest_bits} bits or more; "
+                f"measure {layer.lowest_bits} as well"
+            )
 
 
 def report_cost(cost: Mapping[str, float], layers: int, widths: int) -> None:
@@ -161,6 +172,7 @@ def estimated(
     inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
     layout = settings.layout.filled(None, "")
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
+    check_floors(layers, bits)
     if known is None:
         kls = estimate_kls(layers, model, windows, bits, layout["group_size"])
     else:
