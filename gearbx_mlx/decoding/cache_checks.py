@@ -119,8 +119,8 @@ def check_draftable(cache: Cache, name: str, tokens: float) -> None:
         return
     part = min(parts(cache), key=lambda part: room([part]))
     full = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
-    why = "keeps a state instead of entries" if full is None else f"has room for {full} tokens; give fewer --max-tokens"
-    raise GearbxError(
-        f"--draft-model: drafts are taken back from the KV cache, and the {type(part).__name__} of the {name} {why}, "
-        "or leave --draft-model out"
-    )
+    why = "keeps a state instead of entries; leave --draft-model out"
+    if full is not None:
+        why = f"has room for {full} tokens; give fewer --max-tokens, or leave --draft-model out"
+    kind = type(part).__name__
+    raise GearbxError(f"--draft-model: drafts are taken back from the KV cache, and the {kind} of the {name} {why}")
