@@ -1,5 +1,7 @@
 """Typed JSON: the message names the place, the value and the mistake; and files that are too much."""
 
+import os
+import threading
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -119,6 +121,18 @@ class TestRead:
             GearbxError, match=r"long\.json: cannot be read as a list \(longer than 100 characters\); mend"
         ):
             read_json(file, list[str], "a list", "mend it")
+
+    def test_a_pipe_to_which_nobody_writes(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(reading, "PATIENCE", 0.1)
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(GearbxError, match="pipe: cannot be read as a text .nobody writes to this pipe."):
+            read_text(tmp_path / "pipe", "a text", "")
+
+    def test_a_pipe_to_which_somebody_writes_late(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        writer = threading.Timer(0.3, (tmp_path / "pipe").write_text, ["a text"])
+        writer.start()
+        assert read_text(tmp_path / "pipe", "a text", "") == "a text"
 
     def test_a_file_without_an_end(self):
         with pytest.raises(GearbxError, match="longer than 1000"):

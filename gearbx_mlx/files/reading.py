@@ -3,7 +3,11 @@
 msgspec checks the types; `problems` puts what it says into words.
 """
 
+import errno
 import json
+import os
+import select
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,6 +21,7 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
 
 LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
+PATIENCE = 5  # seconds in which a pipe is written to
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
@@ -32,7 +37,7 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
         GearbxError: it cannot be opened, is no UTF-8 text, or is too large.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_patiently) as file:
             text = file.read(largest + 1)
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -43,6 +48,21 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
     if len(text) > largest:
         raise GearbxError(f"{path}: cannot be read as {what} (longer than {largest} characters); {remedy}")
     return text
+
+
+def open_patiently(path: str, flags: int) -> int:
+    """Open a file; of a named pipe, wait a while for somebody who writes to it, and not for ever.
+
+    Raises:
+        OSError: it cannot be opened, or nobody writes to the pipe.
+    """
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISFIFO(os.fstat(handle).st_mode):
+        if not select.select([handle], [], [], PATIENCE)[0]:
+            os.close(handle)
+            raise TimeoutError(errno.ETIMEDOUT, "nobody writes to this pipe")
+        os.set_blocking(handle, True)
+    return handle
 
 
 def unreadable(path: Path, error: OSError) -> GearbxError:
