@@ -125,7 +125,7 @@ class TestRead:
     def test_a_pipe_to_which_nobody_writes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(reading, "PATIENCE", 0.1)
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(GearbxError, match="pipe: cannot be read as a text .nobody writes to this pipe."):
+        with pytest.raises(GearbxError, match="nobody writes to this pipe"):
             read_text(tmp_path / "pipe", "a text", "")
 
     def test_a_pipe_to_which_somebody_writes_late(self, tmp_path):
