@@ -45,6 +45,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
+    copy_companions(source, work)
     plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
@@ -60,7 +61,6 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     finally:
         converter.close()
     write_config(source, work, converter.quantization())
-    copy_companions(source, work)
     write_card(converter, manifest, work, origin)
     (work / JOURNAL).unlink()
 

@@ -11,6 +11,7 @@ from ..errors import GearbxError
 from ..evaluation.picture import draw
 from ..evaluation.tables import Report
 from ..files.writing import write_text
+from ..telemetry.report import get_pyplot
 from . import evaluate_gsm8k, evaluate_pair, evaluate_text
 
 FILES = DATA, PAGE, PICTURE = "evaluation.json", "evaluation.md", "evaluation.png"
@@ -68,8 +69,9 @@ def measured(settings: EvaluateSettings, out: Path) -> tuple[Report, list[Path]]
 def draw_if_possible(report: dict[str, Any], path: Path) -> bool:
     """Draw the picture where matplotlib is installed, and say whether it is."""
     try:
-        draw(report, path)
+        get_pyplot()
     except GearbxError as error:
         terminal.note(f"no picture: {error}")
         return False
+    draw(report, path)
     return True

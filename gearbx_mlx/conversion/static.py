@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import quantize_model, save
 
+from ..errors import one_line
 from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
 
@@ -45,7 +46,10 @@ def write_table(
         model, config = quantize_model(model, config, group_size, min(bits.values()), quant_predicate=bits_of)
         for before in work.iterdir():  # the directory itself is locked
             shutil.rmtree(before) if before.is_dir() else before.unlink()
-        save(work, source, model, tokenizer, config)
+        try:
+            save(work, source, model, tokenizer, config)
+        except Exception as error:  # MLX and tokenizers have errors of their own for a disk that is full
+            raise OSError(getattr(error, "errno", None), one_line(error)) from error
     return config
 
 

@@ -9,7 +9,7 @@ from random import Random
 
 from fuzzing import running
 
-from .commands import Expected, difference, process_of, run_to_end, shell_of, written
+from .commands import BALLAST, Expected, difference, process_of, run_to_end, shell_of, written
 
 STARTED = 0.05  # seconds in which Python itself starts, and no program can answer for it
 MOST_KILLS = 6
@@ -77,10 +77,11 @@ def signalled(name: str, expected: Expected, inputs: Path, directory: Path, chan
 
 def filled(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
     """Run a command on a disk that is too small, make room, and run it again."""
-    size = PAGE * (2 + chance.randint(0, max(expected.size // PAGE, 4)))
+    size = PAGE * (1 + chance.randint(0, expected.size // PAGE))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     subprocess.run(mount, check=True)
     try:
+        (directory / BALLAST).write_bytes(bytes(PAGE))  # a disk cannot have no room at all
         for stream in (running.OUT, running.ERR):  # what the command says is not on the disk that is full
             (directory / stream).symlink_to(directory.with_name(directory.name + stream))
         status = run_to_end(name, inputs, directory)
