@@ -146,8 +146,6 @@ class TestAFailedConversion:
         assert done.status == 2
         said = f"{tmp_path}/table.incomplete: cannot be written ([write] Unable to write 224067 bytes to file.); mend"
         assert said in done.err
-            f"error: {work}: cannot be written ([write] Unable to write 224067 bytes to file.); mend that" in done.err
-        )
         assert names(tmp_path) == {"original", "m.json"}
 
     def test_finds_a_damaged_companion_before_it_works(self, tmp_path, command):

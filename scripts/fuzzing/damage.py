@@ -64,7 +64,7 @@ READERS: dict[str, tuple[str, ...]] = {
         f"evaluation/{name}": (f"{EVALUATE} text.txt --out evaluation",)
         for name in ("inputs.json", "recordings/reference.npy", "recordings/route-0.5.npz", "recordings/noise.npz")
     },
-    **{f"solved/{name}": (f"{SOLVE} --out solved",) for name in ("inputs.json", "recordings/route.json")},
+    **{f"solved/{name}": (f"{SOLVE} --out solved",) for name in ("inputs.json", "recordings/route.jsonl")},
 }
 LENGTH = 8  # bytes of the length of a safetensors header
 
