@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
 from .problems import shown
-from .reading import parse_python_json, read_as, typed
+from .reading import parse_python_json, read_as, typed, unreadable
 
 COMPLETE = "give the directory of a complete model"
 AGAIN = "download it again"
@@ -65,7 +65,9 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
         try:
             with safe_open(file, framework="np") as opened:
                 count += len(opened.keys())
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except SafetensorError as error:
             raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {AGAIN}") from error
     return count
 
