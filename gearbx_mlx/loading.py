@@ -29,6 +29,7 @@ from .files.model_directory import (
     parse_object,
 )
 from .files.reading import read_as
+from .files.tokenizer_check import check_tokenizer
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -96,6 +97,7 @@ def check_model(directory: Path, trusted: bool) -> None:
     arrays = count_arrays(directory)
     config = read_config(directory)
     check_layers(config, arrays, directory / "config.json")
+    check_tokenizer(directory)
     if config.get("model_file") is not None and not trusted:  # mlx-lm before 0.32 runs it without a question
         raise untrusted(directory)
 

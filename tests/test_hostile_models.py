@@ -118,6 +118,17 @@ class TestSizes:
             file.truncate(2**31)
         assert_refused(command("generate", "--model", model), model / name, "has 2147483648 bytes, more than the ")
 
+    def test_a_tokenizer_whose_replacements_fill_the_memory(self, command, model):
+        bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+        edit(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [bomb] * 12})
+        words = "its normalizer makes more than 64 characters of one"
+        assert_refused(command("generate", "--model", model), model / "tokenizer.json", words)
+
+    def test_a_tokenizer_of_too_many_tokens(self, command, model):
+        tokens = json.loads((model / "tokenizer.json").read_text())["model"]
+        edit(model / "tokenizer.json", model=tokens | {"vocab": {str(i): i for i in range(2**20 + 1)}})
+        assert_refused(command("generate", "--model", model), model / "tokenizer.json", "has 1048577 tokens")
+
 
 @pytest.mark.parametrize("text", UNREADABLE, ids=("lists", "objects", "digits", "list"))
 @pytest.mark.parametrize("name", [name for name in LIBRARIES_READ if name != "hf_quant_config.json"])
