@@ -14,7 +14,10 @@ def _end_at_once(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-if "".join(sys.argv[:1]).rpartition("/")[2].partition(".")[0] in ("-m", "gearbx_mlx"):  # a command starts
+_programs = [os.path.basename(name) for name in sys.argv[:1]]
+if _programs == ["-m"]:  # which module is not in sys.argv yet
+    _programs = sys.orig_argv
+if any(name.partition(".")[0] == "gearbx_mlx" for name in _programs):  # a command starts
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(_number, _end_at_once)

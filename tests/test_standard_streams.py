@@ -186,6 +186,15 @@ class TestSignals:
             process.communicate(timeout=60)
         assert process.returncode == 0
 
+    def test_a_program_that_imports_the_package_keeps_its_own_signals(self, tmp_path):
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "__init__.py").write_text("import gearbx_mlx")
+        code = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+        (tmp_path / "mine" / "__main__.py").write_text(code)
+        default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        subprocess.run([sys.executable, "-m", "mine"], preexec_fn=default, env=environment, check=True)
+
     def test_an_interrupt_of_the_first_moments_has_no_traceback(self):
         """The imports of the package are watched, so that the interrupt comes while they are under way."""
         default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
