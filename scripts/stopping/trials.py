@@ -14,6 +14,7 @@ from .commands import BALLAST, Expected, difference, process_of, run_to_end, she
 STARTED = 0.05  # seconds in which Python itself starts, and no program can answer for it
 MOST_KILLS = 6
 PAGE = 4096
+CANNOT = "cannot be written"
 DONE = "is there already"  # what a conversion says that was killed when it had just finished
 
 
@@ -88,7 +89,7 @@ def filled(name: str, expected: Expected, inputs: Path, directory: Path, chance:
         errors = (directory / running.ERR).read_text()
         if status == 0:
             return compared(name, 0, status, expected, directory)
-        if status != running.USER_ERROR or errors.count("error: ") != 1 or "No space left" not in errors:
+        if status != running.USER_ERROR or errors.count("error: ") != 1 or CANNOT not in errors:
             return Trial(name, 1, f"status {status} on {size} bytes: {errors[-300:]}")
         subprocess.run(["mount", "-o", f"remount,size={2**28}", str(directory)], check=True)
         return compared(name, 1, run_to_end(name, inputs, directory), expected, directory)
