@@ -180,7 +180,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     try:
-        return _download(name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, GEARS_FILE])
+        directory = _download(name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, GEARS_FILE])
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"
@@ -196,6 +196,8 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
         ) from error
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
+    check_files(directory)
+    return directory
 
 
 def read_config(directory: Path) -> dict:

@@ -89,6 +89,13 @@ def test_verify_names_the_first_and_counts_all(geared, command):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", [("--gears", "4,8"), ("--dtype", "float16"), ("--upload-repo", "a/b")])
+def test_verify_writes_nothing(geared, command, flag):
+    assert "--verify compares a checkpoint and writes none" in command("convert", "--verify", geared, *flag).err
+    with pytest.raises(GearbxError, match="verify is for the command"):
+        gearbx_mlx.convert(verify=geared)
+
+
 def test_verify_needs_gears_and_hashes(geared, command, tmp_path):
     save_model(tiny_model(), tmp_path / "plain")
     assert "holds no gears" in command("convert", "--verify", tmp_path / "plain").err

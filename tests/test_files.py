@@ -1,7 +1,8 @@
 """Typed JSON: the message names the place, the value and the mistake; and files that are too much."""
 
 import os
-import threading
+import subprocess
+import time
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -128,11 +129,16 @@ class TestRead:
         with pytest.raises(GearbxError, match="nobody writes to this pipe"):
             read_text(tmp_path / "pipe", "a text", "")
 
-    def test_a_pipe_to_which_somebody_writes_late(self, tmp_path):
+    @pytest.mark.parametrize("patience", [0.05, 5])
+    def test_a_pipe_to_which_somebody_writes_late(self, tmp_path, monkeypatch, patience):
+        """The writer opens it at once, and has nothing to say yet; or it opens it later."""
+        monkeypatch.setattr(reading, "PATIENCE", patience)
         os.mkfifo(tmp_path / "pipe")
-        writer = threading.Timer(0.3, (tmp_path / "pipe").write_text, ["a text"])
-        writer.start()
-        assert read_text(tmp_path / "pipe", "a text", "") == "a text"
+        begin, middle = ("", "sleep 0.4; ") if patience < 0.4 else ("sleep 0.4; ", "")
+        command = f"{begin}exec > {tmp_path}/pipe; {middle}printf 'a text'"
+        with subprocess.Popen(["sh", "-c", command]):
+            time.sleep(0.2)
+            assert read_text(tmp_path / "pipe", "a text", "") == "a text"
 
     def test_a_file_without_an_end(self):
         with pytest.raises(GearbxError, match="longer than 1000"):

@@ -195,9 +195,25 @@ class TestAFullDisk:
         journal.add("second", [2.0] * 10)
         assert Journal(file, {"model": "a"}).parts == {"first": [1.0] * 10, "second": [2.0] * 10}
 
+    def test_a_journal_that_another_process_writes_is_refused(self, tmp_path):
+        code = "import sys, pathlib; from gearbx_mlx.evaluation.journal import Journal; "
+        code += "Journal(pathlib.Path(sys.argv[1]), {'model': 'a'}); print('ready', flush=True); sys.stdin.read()"
+        command, file = [sys.executable, "-c", code], tmp_path / "journal"
+        with subprocess.Popen([*command, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.read(5)
+            with pytest.raises(GearbxError, match="journal: another process writes it; wait for it, or end it"):
+                Journal(file, {"model": "a"})
+            process.communicate()
+        Journal(file, {"model": "a"})
+
+    def test_a_part_that_is_not_finite_is_named(self, tmp_path):
+        journal = Journal(tmp_path / "journal", {"model": "a"})
+        with pytest.raises(GearbxError, match="journal: first is not finite; check the checkpoint"):
+            journal.add("first", [float("nan")])
+
     def test_what_a_killed_run_wrote_beside_a_recording_makes_room(self, tmp_path):
         session.Session(tmp_path, {"model": "a"})
-        for name in (".reference.npy.a1b2.part", "static-4.npz"):
+        for name in (".reference.npy.a1b2c3d4.part", "static-4.npz"):
             (tmp_path / "recordings" / name).touch()
         session.Session(tmp_path, {"model": "a"})
         assert [file.name for file in (tmp_path / "recordings").iterdir()] == ["static-4.npz"]

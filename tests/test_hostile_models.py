@@ -124,6 +124,12 @@ class TestSizes:
         words = "its normalizer makes more than 64 characters of one"
         assert_refused(command("generate", "--model", model), model / "tokenizer.json", words)
 
+    def test_replacements_that_do_not_feed_each_other(self, command, model):
+        pairs = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
+        steps = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs.items()]
+        edit(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
+        assert command("generate", "--model", model, "-m", 2).status == 0
+
     def test_a_tokenizer_of_too_many_tokens(self, command, model):
         tokens = json.loads((model / "tokenizer.json").read_text())["model"]
         edit(model / "tokenizer.json", model=tokens | {"vocab": {str(i): i for i in range(2**20 + 1)}})

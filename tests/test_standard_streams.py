@@ -186,6 +186,21 @@ class TestSignals:
             process.communicate(timeout=60)
         assert process.returncode == 0
 
+    def test_a_signal_that_comes_in_a_callback_is_not_lost(self):
+        code = """
+import os, signal, sys, time, weakref
+from gearbx_mlx.cli.signals import run_to_end
+class Thing: pass
+def body():
+    thing = Thing()
+    finalizer = weakref.ref(thing, lambda _: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.1)))
+    del thing
+    time.sleep(20)
+sys.exit(run_to_end(body))
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (143, "")
+
     def test_a_program_that_imports_the_package_keeps_its_own_signals(self, tmp_path):
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "__init__.py").write_text("import gearbx_mlx")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import save_model, tiny_model
 
+import gearbx_mlx
 from gearbx_mlx import GearbxError
 from gearbx_mlx.files.locking import alone_in
 from gearbx_mlx.files.writing import replacing, write_text
@@ -79,6 +80,11 @@ class TestReplacing:
             raise OSError(number, os.strerror(number))
         assert not names(tmp_path)
 
+    def test_files_of_other_programs_stay(self, tmp_path):
+        (tmp_path / ".a.tar.gz.part").touch()
+        write_text(tmp_path / "a", "ours")
+        assert names(tmp_path) == {"a", ".a.tar.gz.part"}
+
     def test_errors_of_other_files_pass(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="missing"), replacing(tmp_path / "a"):
             (tmp_path / "missing").read_text()
@@ -113,6 +119,16 @@ class TestAFailedConversion:
         save_model(model, tmp_path / "original")
         assert command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared").status == 2
         assert names(tmp_path) == {"original"}
+
+    @pytest.mark.parametrize(("error", "kept"), [(SystemExit, True), (MemoryError, True), (GearbxError, False)])
+    def test_keeps_what_another_run_can_go_on_from(self, tmp_path, monkeypatch, error, kept):
+        def fail(self):
+            raise error("in the end")
+
+        monkeypatch.setattr("gearbx_mlx.conversion.converter.Converter.finish", fail)
+        with pytest.raises(error):
+            gearbx_mlx.convert(mlx_path=tmp_path / "geared")
+        assert (tmp_path / "geared.incomplete").exists() is kept
 
     def test_leaves_nothing_when_it_has_not_begun(self, tmp_path, command, monkeypatch):
         def interrupted(*_, **__):

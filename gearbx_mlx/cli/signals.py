@@ -5,6 +5,7 @@ KeyboardInterrupt, so that files and summary become whole. When the body has end
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from .. import _end_at_once
 
 INTERRUPTED = 130
+SOON = 0.01  # seconds
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,9 +30,9 @@ class Signals:
         raise KeyboardInterrupt
 
     def raise_again(self, unraisable: Any) -> None:
-        """A signal that came while Python ran a callback, where an exception is lost, is sent once more."""
+        """A signal that came while Python ran a callback, where an exception is lost, is sent again after it."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and self.received is not None:
-            signal.raise_signal(self.received)
+            threading.Timer(SOON, os.kill, (os.getpid(), self.received)).start()
         else:
             sys.__unraisablehook__(unraisable)
 

@@ -53,6 +53,8 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
             or a directory that exists or cannot be written.
     """
     settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
+    if settings.conversion.verify is not None:
+        raise GearbxError("verify is for the command, which writes nothing then; leave it out")
     out = write_checkpoint(settings)
     upload(out, settings.conversion.upload_repo)
     return out
@@ -96,10 +98,15 @@ def working_in(work: Path) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            of_the_system = isinstance(error.__cause__ or error, KeyboardInterrupt | OSError | RuntimeError)
-            if not was_there and not (of_the_system and is_begun(work)):
+            if not was_there and (is_mistake(error) or not is_begun(work)):
                 shutil.rmtree(work, ignore_errors=True)
             raise
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether the same command would fail again: not after an interrupt or an error of the system."""
+    cause = error.__cause__ or error
+    return isinstance(cause, Exception) and not isinstance(cause, OSError | RuntimeError | MemoryError)
 
 
 def destination(mlx_path: str | Path) -> tuple[Path, Path]:

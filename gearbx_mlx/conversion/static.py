@@ -49,6 +49,8 @@ def write_table(
         try:
             save(work, source, model, tokenizer, config)
         except Exception as error:  # MLX and tokenizers have errors of their own for a disk that is full
+            if not isinstance(error, OSError | RuntimeError) and type(error) is not Exception:
+                raise
             raise OSError(getattr(error, "errno", None), one_line(error)) from error
     return config
 

@@ -41,9 +41,8 @@ def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     for path, array in tree_flatten(model.parameters()):
         if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
             layer, _, name = path.rpartition(".")
-            return GearbxError(
-                f"{layer}: its {name} is not finite (NaN or infinity), and so no logits are; check the checkpoint"
-            )
+            why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
+            return GearbxError(f"{layer or 'the model'}: its {name} {why}")
     remedy = "give --dtype float32" if dtype != mx.float32 else "check the checkpoint, or what processes the logits"
     return GearbxError(
         f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"

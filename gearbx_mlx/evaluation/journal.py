@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct
 
 from ..errors import GearbxError
+from ..files.locking import lock_for_good
 from ..files.problems import shown
 from ..files.reading import json_lines, read_text
 from ..files.writing import check_writable
@@ -54,9 +55,11 @@ class Journal:
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
         try:
-            file.open("ab").close()
+            alone = lock_for_good(file)
         except OSError as error:
             raise GearbxError(f"{file}: cannot be written ({error.strerror}); choose another --out") from error
+        if not alone or os.path.getsize(file) != len(text.encode()):
+            raise GearbxError(f"{file}: another process writes it; wait for it, or end it")
         if not complete:
             self._append(inputs)
 
@@ -75,7 +78,10 @@ class Journal:
         """Return when the line is on the disk. What a killed or failed append left behind is cut off first."""
         if self.file is None:
             return
-        data = json.dumps(line, default=dataclasses.asdict).encode() + b"\n"
+        try:
+            data = json.dumps(line, default=dataclasses.asdict, allow_nan=False).encode() + b"\n"
+        except ValueError as error:
+            raise GearbxError(f"{self.file}: {line.get('part')} is not finite; check the checkpoint") from error
         try:
             with self.file.open("ab") as opened:
                 opened.truncate(self.end)

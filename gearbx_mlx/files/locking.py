@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from ..errors import GearbxError
 
@@ -11,6 +12,8 @@ try:
     import fcntl
 except ImportError:  # Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
+
+_locked_for_good: dict[tuple[int, int], IO[bytes]] = {}  # device and number of a file to its open handle
 
 
 def lock(handle: int) -> bool | None:
@@ -41,6 +44,22 @@ def locked(path: Path) -> Iterator[bool | None]:
         yield lock(handle)
     finally:
         os.close(handle)
+
+
+def lock_for_good(file: Path) -> bool:
+    """Lock a file, which is made if it is missing, until this process ends; False: another process has it locked.
+
+    Raises:
+        OSError: it cannot be opened for writing.
+    """
+    opened = file.open("ab")
+    status = os.fstat(opened.fileno())
+    key = status.st_dev, status.st_ino
+    if key not in _locked_for_good:
+        if lock(opened.fileno()) is False:
+            return False
+        _locked_for_good[key] = opened
+    return True
 
 
 @contextlib.contextmanager

@@ -87,9 +87,9 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
             value = part.get(name)
             claimed = len(value) if isinstance(value, list | str) else value
             if isinstance(claimed, int | float) and claimed > most:
-                raise GearbxError(
-                    f"{file}: {name} is {shown(value)}, and the weights are {arrays} arrays, too few for it; {AGAIN}"
-                )
+                few = f"the weights are {arrays} arrays, too few for it"
+                why = few if claimed > arrays + SPARE else f"no model has more than {MOST_LAYERS}"
+                raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {AGAIN}")
 
 
 def check_json(directory: Path) -> None:

@@ -57,13 +57,22 @@ def open_patiently(path: str, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, or nobody writes to the pipe.
     """
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if stat.S_ISFIFO(os.fstat(handle).st_mode):
-        if not select.select([handle], [], [], PATIENCE)[0]:
-            os.close(handle)
-            raise TimeoutError(errno.ETIMEDOUT, "nobody writes to this pipe")
-        os.set_blocking(handle, True)
+    if not (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
+        return os.open(path, flags)
+    handle = os.open(path, flags | os.O_NONBLOCK)
+    if not select.select([handle], [], [], PATIENCE)[0] and not has_writer(handle):
+        os.close(handle)
+        raise TimeoutError(errno.ETIMEDOUT, "nobody writes to this pipe")
+    os.set_blocking(handle, True)
     return handle
+
+
+def has_writer(pipe: int) -> bool:
+    """Whether somebody has an empty pipe open for writing; it does not block."""
+    try:
+        return bool(os.read(pipe, 1))  # nothing: the end of what nobody writes
+    except BlockingIOError:
+        return True
 
 
 def unreadable(path: Path, error: OSError) -> GearbxError:

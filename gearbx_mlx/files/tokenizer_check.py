@@ -4,6 +4,7 @@ Twelve replacements, each of which makes ten characters of one, make 10^12 of a 
 limit of memory stops the library in an orderly way.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,30 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def growth(part: Any) -> float:
-    """How many characters the replacements in a part of a tokenizer make of one, at most."""
+    """How many characters the replacements in a part of a tokenizer make of one, at most.
+
+    Only a replacement that finds something in what another one wrote multiplies its length.
+    """
+    replacements = list(replacements_in(part))
+    single, chained = 1.0, 1.0
+    for number, (pattern, content) in enumerate(replacements):
+        others = (text for other, (_, text) in enumerate(replacements) if other != number)
+        grown = len(content) / max(len(pattern), 1)
+        if not pattern or any(pattern in text for text in others):
+            chained *= max(grown, 1.0)
+        else:
+            single = max(single, grown)
+    return single * chained
+
+
+def replacements_in(part: Any) -> Iterator[tuple[str, str]]:
+    """Each pattern and what replaces it; "" for a regular expression, which may match a single character."""
     if isinstance(part, list):
-        total = 1.0
         for each in part:
-            total *= growth(each)
-        return total
-    if not isinstance(part, dict):
-        return 1.0
-    grown = growth(list(part.values()))
-    if part.get("type") == "Replace":
+            yield from replacements_in(each)
+    elif isinstance(part, dict):
         pattern, content = part.get("pattern"), part.get("content")
-        replaced = pattern.get("String", "") if isinstance(pattern, dict) else ""  # a regex may match one character
-        grown *= max(len(content) / max(len(replaced), 1), 1.0) if isinstance(content, str) else 1.0
-    return grown
+        if part.get("type") == "Replace" and isinstance(content, str):
+            text = pattern.get("String", "") if isinstance(pattern, dict) else ""
+            yield text if isinstance(text, str) else "", content
+        yield from replacements_in(list(part.values()))

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             yield path
             return
-        remove_parts(target.parent, part_prefix(target))
+        remove_parts(target.parent, re.escape(name_of(target)))
         handle, beside = open_part(target)
         try:
             yield beside
@@ -53,30 +54,29 @@ def is_about(error: OSError, *paths: Path | None) -> bool:
 def open_part(target: Path) -> tuple[int, Path]:
     """A new file beside the target, and the descriptor that locks it for as long as this process writes it."""
     while True:
-        handle, name = tempfile.mkstemp(prefix=part_prefix(target), suffix=PART, dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{name_of(target)}.", suffix=PART, dir=target.parent)
         lock(handle)
         if os.fstat(handle).st_nlink:  # else another process took it for a stale one, before it was locked
             return handle, Path(name)
         os.close(handle)
 
 
-def remove_parts(directory: Path, prefix: str = ".") -> None:
+def remove_parts(directory: Path, names: str = ".*") -> None:
     """Remove the files of `replacing` that killed processes left in a directory: those that nobody has locked.
 
     Args:
-        prefix: with which their names begin.
+        names: of the outputs, a regular expression.
     """
-    for part in directory.glob(f"{prefix.translate(LITERAL)}*{PART}"):
-        with contextlib.suppress(OSError), locked(part) as alone:
+    part = re.compile(rf"\.(?:{names})\.[a-z0-9_]{{8}}{re.escape(PART)}")  # as tempfile names them
+    for path in [path for path in directory.iterdir() if part.fullmatch(path.name)]:
+        with contextlib.suppress(OSError), locked(path) as alone:
             if alone:
-                part.unlink()
+                path.unlink()
 
 
-def part_prefix(target: Path) -> str:
-    return f".{target.name[:100]}."
-
-
-LITERAL = str.maketrans({sign: f"[{sign}]" for sign in "*?["})  # for glob
+def name_of(target: Path) -> str:
+    """How the part of an output is named: short enough for every file system."""
+    return target.name[:100]
 
 
 def unwritable(path: Path, error: OSError) -> GearbxError:

@@ -80,6 +80,7 @@ class ArrayHashes:
                 for name, found in zip(names, pool.map(hash_place, [self.places[name] for name in names])):
                     yield name, found == self.expected[name]
             except OSError as error:
-                raise GearbxError(f"{error.filename}: cannot be read ({error.strerror}); restore it") from error
+                files = ", ".join(sorted({str(self.places[name].file) for name in names}))
+                raise GearbxError(f"{files}: cannot be read ({error.strerror}); restore it") from error
             finally:
                 pool.shutdown(cancel_futures=True)

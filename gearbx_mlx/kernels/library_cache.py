@@ -110,7 +110,8 @@ def open_cache() -> Path:
     directory = Path(os.path.realpath(directory.parent)) / NAME
     for each in reversed(directory.parents):
         each.mkdir(mode=0o700, exist_ok=True)
-        check_owner(each, shared=True)
+        if each != each.parent:  # the root is root's, who has another number in some containers
+            check_owner(each, shared=True)
     directory.mkdir(mode=0o700, exist_ok=True)
     check_owner(directory)
     remove_abandoned(directory, BUILDING)

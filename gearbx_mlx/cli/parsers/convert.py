@@ -67,7 +67,9 @@ class ConvertSettings:
     budget: BudgetSettings
 
     def __post_init__(self) -> None:
-        if self.conversion.manifest is not None:
+        if self.conversion.verify is not None:
+            self._check_verify()
+        elif self.conversion.manifest is not None:
             self._check_manifest()
         elif not self.ladder.quantized_bits:
             raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
@@ -75,6 +77,12 @@ class ConvertSettings:
             raise GearbxError(
                 f"--gears {self.ladder}: a budget finds the bits of a gear that begins at 2; leave out --gears"
             )
+
+    def _check_verify(self) -> None:
+        conversion = self.conversion
+        given = (conversion.model, conversion.manifest, conversion.upload_repo, conversion.dtype, self.layout.gears)
+        if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
+            raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
 
     def _check_manifest(self) -> None:
         if self.conversion.dtype or self.layout.manage:
