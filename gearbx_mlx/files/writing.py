@@ -68,7 +68,10 @@ def remove_parts(directory: Path, names: str = ".*") -> None:
         names: of the outputs, a regular expression.
     """
     part = re.compile(rf"\.(?:{names})\.[a-z0-9_]{{8}}{re.escape(PART)}")  # as tempfile names them
-    for path in [path for path in directory.iterdir() if part.fullmatch(path.name)]:
+    found: list[Path] = []
+    with contextlib.suppress(OSError):  # a directory that may be written to, and not be listed
+        found += (path for path in directory.iterdir() if part.fullmatch(path.name))
+    for path in found:
         with contextlib.suppress(OSError), locked(path) as alone:
             if alone:
                 path.unlink()
