@@ -233,16 +233,6 @@ def test_other_settings(command, arguments, word):
     assert_refused(command("generate", *arguments), word)
 
 
-def test_names_with_control_characters_stay_on_one_line(command):
-    """And what a name contains does not steer the terminal."""
-    for name, shown in {"a\nb": r"a\nb", "a\x1b[2Jb": r"a\x1b[2Jb", "a\r\u2028b": r"a\r\u2028b"}.items():
-        result = command("analyze", "--prompts", name)
-        assert_refused(result, f"{shown}: cannot be read as text")
-        assert result.err.count("\n") == 1
-        assert "\x1b[2J" not in result.err
-    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is no size")
-
-
 def test_prompts_files(command, tmp_path):
     for count in (0, -1):
         assert_refused(command("analyze", "--prompts", "p.txt", "--num-prompts", count), f"--num-prompts is {count}")

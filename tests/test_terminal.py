@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from test_bad_input import assert_refused
 
 from gearbx_mlx.cli import progress as progress_module
 from gearbx_mlx.cli.progress import ProgressLines
@@ -172,3 +173,13 @@ class TestTables:
 )
 def test_bytes_are_in_powers_of_ten(count, text):
     assert human_bytes(count) == text
+
+
+def test_names_with_control_characters_stay_on_one_line(command):
+    """And what a name contains does not steer the terminal."""
+    for name, shown in {"a\nb": r"a\nb", "a\x1b[2Jb": r"a\x1b[2Jb", "a\r\u2028b": r"a\r\u2028b"}.items():
+        result = command("analyze", "--prompts", name)
+        assert_refused(result, f"{shown}: cannot be read as text")
+        assert result.err.count("\n") == 1
+        assert "\x1b[2J" not in result.err
+    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is no size")
