@@ -123,6 +123,7 @@ def test_gears(command, name, gears, word):
         ("1,inf", "finite"),
         ("1", "need 2 thresholds"),
         ("nowhere.json", "nowhere.json"),
+        ("", "--thresholds is empty"),
     ],
 )
 def test_thresholds(command, thresholds, word):

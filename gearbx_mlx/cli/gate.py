@@ -75,6 +75,7 @@ class RoutingSettings(Settings):
         None,
         "File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
         metavar="FILE|BITS",
+        named=True,
     )
     initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.")
 
