@@ -228,6 +228,7 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
         (("--model", "foo/bar--baz"), "foo/bar--baz"),
         (("--summary", "s" * 300), "cannot be written"),
         (("--prompt", "\udcff"), "not UTF-8"),
+        (("--temp=--",), "--temp is --; give a value"),
     ],
 )
 def test_other_settings(command, arguments, word):

@@ -139,6 +139,19 @@ def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     assert written(tmp_path / "out") == written(tmp_path / "once")
 
 
+def test_another_wish_goes_on_from_the_same_records(command, flags, tmp_path, monkeypatch):
+    out, met = tmp_path / "out", list(flags["target"])
+    place = met.index("--target-kl")
+    unmet = [*met[:place], "--target-bytes", 1, *met[place + 2 :]]
+    done = command(*unmet, "--out", out)
+    assert done.status == 2
+    assert f"with another wish, the same command goes on from {out}.incomplete" in done.err
+    with parts_added(monkeypatch) as parts:
+        assert command(*met, "--out", out).status == 0
+    assert not {"reference.npy", "static-4.npz", "static-16.npz"} & {*parts}
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
 def test_other_prompts_or_lengths_do_not_go_on(command, flags, tmp_path, monkeypatch):
     out, prompts = tmp_path / "t.json", tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nTwo and two are\n")

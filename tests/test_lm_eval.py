@@ -117,6 +117,9 @@ def test_mistakes():
     for argument, value in (("group_size", "wide"), ("max_tokens", -1), ("max_tokens", float("nan"))):
         with pytest.raises(GearbxError, match=f"--model_args {argument}={value}: give a whole number"):
             GearbxLM(**{argument: value})
+    for argument in ("format", "kernels", "manage", "path"):
+        with pytest.raises(GearbxError, match="inf"):
+            GearbxLM(**{argument: float("inf")})
     with pytest.raises(GearbxError, match="--model_args speed: there is no such argument; choose from path, gears"):
         GearbxLM(speed=3)
 

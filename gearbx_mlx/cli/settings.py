@@ -160,6 +160,9 @@ def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     known = sorted(name for members in names.values() for name in members)
     for unknown in sorted(values.keys() - known):
         raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
+    for name, value in values.items():
+        if value == []:  # what argparse makes of --flag=--
+            raise GearbxError(f"{flag_of(name)} is --; give a value, or leave the flag out")
     values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     return kind(
         **{

@@ -84,7 +84,11 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
         search = Search(settings, gears, wish, windows, by_bits, reference, session.journal("verified", Outcome))
-        chosen = search.first_that_meets(in_order(found, wish), progress)
+        try:
+            chosen = search.first_that_meets(in_order(found, wish), progress)
+        except GearbxError as error:
+            kept = "" if place is None else f"; with another wish, the same command goes on from {place}"
+            raise GearbxError(f"{error}{kept}") from error
     about = {"wish": str(wish), "predicted": vars(chosen.candidate.predicted), "verified": vars(chosen.outcome)}
     return Calibration(
         chosen.file, str(chosen.candidate), notes_on(chosen, best_static(found, wish), wish), about=about

@@ -89,13 +89,13 @@ class GearbxLM(MLXLM):
         if mode not in MODES:
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
         trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-        self._model, self.tokenizer = load(path, tokenizer_config=dict(trust), **trust)
+        self._model, self.tokenizer = load(as_text(path), tokenizer_config=dict(trust), **trust)
         self.gearbox = Gearbox(
             self._model,
             None if gears is None else str(gears).replace(":", ","),
-            kernels=kernels,
-            format=format,
-            manage=manage,
+            kernels=str(kernels),
+            format=as_text(format),
+            manage=as_text(manage),
             group_size=whole("group_size", group_size),
         )
         ladder = self.gearbox.ladder
@@ -186,6 +186,11 @@ class GearbxLM(MLXLM):
                 text = _rstrip_until(text, until)
             texts.append(_lstrip(text, self.tokenizer.think_end) if self.tokenizer.has_thinking else text)
         return texts
+
+
+def as_text(value: Any) -> str | None:
+    """An argument of --model_args, of which lm-eval makes a number where it looks like one."""
+    return None if value is None else str(value)
 
 
 def whole(name: str, value: Any) -> int | None:
