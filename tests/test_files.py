@@ -129,7 +129,7 @@ class TestRead:
         with pytest.raises(GearbxError, match="nobody writes to this pipe"):
             read_text(tmp_path / "pipe", "a text", "")
 
-    @pytest.mark.parametrize("patience", [0.05, 5])
+    @pytest.mark.parametrize("patience", [0.05, 5.0])
     def test_a_pipe_to_which_somebody_writes_late(self, tmp_path, monkeypatch, patience):
         """The writer opens it at once, and has nothing to say yet; or it opens it later."""
         monkeypatch.setattr(reading, "PATIENCE", patience)

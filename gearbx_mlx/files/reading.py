@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader o
 
 LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
 MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)  # what msgspec raises for a text that is not JSON
-PATIENCE = 5  # seconds in which a pipe is written to
+PATIENCE = 1  # seconds in which somebody opens a pipe for writing
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
