@@ -23,7 +23,7 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .saved_check import KINDS, check_arrays, check_model
-from .tensor_entries import Entry, hash_of, read_entries
+from .tensor_entries import Entry, hash_with, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 HEAD = "projection."  # of a tied embedding: formats/tied.py
@@ -48,24 +48,33 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    gears, start = entries_of(directory / GEARS_FILE, f"missing beside {MANIFEST}")
-    places = places_of(directory / GEARS_FILE, gears, start)
-    if manifest.gears_hash not in (None, hash_of(directory / GEARS_FILE)):
+    gears, places, found = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    if manifest.gears_hash not in (None, found):
         raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
     base: dict[str, Entry] = {}
     for name, expected in manifest.base.items():
-        entries, start = entries_of(directory / name, "missing, and the gears beside it need it")
-        if hash_of(directory / name) != expected:
+        entries, more, found = opened(directory / name, "missing, and the gears beside it need it")
+        if found != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
             )
         base |= entries
-        places |= places_of(directory / name, entries, start)
+        places |= more
     try:
         check_arrays(manifest, gears, base)
     except GearbxError as error:
         raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
     return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
+
+
+def opened(file: Path, missing: str) -> tuple[dict[str, Entry], dict[str, Place], str]:
+    """The arrays of a file and their places, by name, and the file's hash; its header is read once.
+
+    Raises:
+        GearbxError: as `entries_of`.
+    """
+    entries, start = entries_of(file, missing)
+    return entries, places_of(file, entries, start), hash_with(file, entries, start)
 
 
 def places_of(file: Path, entries: Mapping[str, Entry], start: int) -> dict[str, Place]:

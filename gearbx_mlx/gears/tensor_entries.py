@@ -78,7 +78,11 @@ def hash_of(path: Path) -> str:
     Raises:
         OSError, GearbxError: as read_entries.
     """
-    entries, start = read_entries(path)
+    return hash_with(path, *read_entries(path))
+
+
+def hash_with(path: Path, entries: Mapping[str, Entry], start: int) -> str:
+    """As `hash_of`, with what `read_entries` has returned."""
     digest = hashlib.sha256(json.dumps(msgspec.to_builtins(entries), sort_keys=True).encode())
     with open(path, "rb") as file:
         for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
