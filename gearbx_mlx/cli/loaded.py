@@ -14,9 +14,8 @@ from .model import ModelSettings
 
 
 def trust(trust_remote_code: bool) -> dict[str, Any]:
-    """Keywords of `load` that trust remote code; named only when asked for: mlx-lm before 0.32 does not know them."""
-    keywords: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    return {"tokenizer_config": dict(keywords), **keywords}
+    """The keyword of `load` that trusts remote code; named only when asked for: mlx-lm before 0.32 does not know it."""
+    return {"trust_remote_code": True} if trust_remote_code else {}
 
 
 def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:

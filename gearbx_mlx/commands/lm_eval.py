@@ -17,6 +17,7 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM, _lstrip, _rstrip_until
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from ..cli.loaded import trust
 from ..decoding.kickdown import Kickdown
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.lossless import Lossless
@@ -88,8 +89,7 @@ class GearbxLM(MLXLM):
             raise GearbxError(f"--model_args {name}: there is no such argument; choose from {', '.join(ARGUMENTS)}")
         if mode not in MODES:
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
-        trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-        self._model, self.tokenizer = load(as_text(path), tokenizer_config=dict(trust), **trust)
+        self._model, self.tokenizer = load(as_text(path), **trust(trust_remote_code))
         self.gearbox = Gearbox(
             self._model,
             None if gears is None else str(gears).replace(":", ","),
