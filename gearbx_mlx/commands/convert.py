@@ -71,7 +71,7 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
     try:
         with working_in(work):
             if out.exists():  # the other process has just finished
-                raise GearbxError(f"--mlx-path {conversion.mlx_path}: is there already; remove it or give another path")
+                raise taken(conversion.mlx_path)
             if conversion.manifest is None:
                 write_gears(settings, source, work, origin)
             else:
@@ -124,10 +124,14 @@ def destination(mlx_path: str | Path) -> tuple[Path, Path]:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise GearbxError(f"--mlx-path {mlx_path}: no directory can have this name ({reason}); give another") from error
     if exists:
-        raise GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
+        raise taken(mlx_path)
     if not has_parent:
         raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; make it first")
     return out, work
+
+
+def taken(mlx_path: str | Path) -> GearbxError:
+    return GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
 
 
 def find_original(conversion: ConversionSettings) -> Path:

@@ -55,11 +55,11 @@ def lock_for_good(file: Path) -> bool:
     opened = file.open("ab")
     status = os.fstat(opened.fileno())
     key = status.st_dev, status.st_ino
-    if key not in _locked_for_good:
-        if lock(opened.fileno()) is False:
-            return False
+    if key not in _locked_for_good and lock(opened.fileno()) is not False:
         _locked_for_good[key] = opened
-    return True
+    else:
+        opened.close()
+    return key in _locked_for_good
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
 
 
 def process_of(name: str, inputs: Path, directory: Path) -> running.context.Process:
-    """The command in a process of its own, which has not started yet."""
+    """A process that runs the command once it is started."""
     command, arguments = line_of(name, inputs)
     return running.context.Process(target=running.child, args=(command, arguments, str(directory), None))
 
