@@ -14,12 +14,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..errors import GearbxError
 from ..formats.codebook import CodebookFormat
 from ..formats.codebook_quality import Quality, qualities
-from ..gears.cost import HEADS
 from ..gears.discovery import Layer, Predicate, is_attention, with_bits
 from ..gears.ladder import DENSE
 from .floors import Floors
 
 ROUTED = "routed"
+HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model classes call their output head
 
 
 def kind_of(path: str, module: nn.Module) -> str:

@@ -25,9 +25,9 @@ from ..decoding.telemetry_only import TelemetryOnly
 from ..errors import GearbxError
 from ..files.writing import write_text
 from ..gears.attachment import model_fingerprint
-from ..gears.discovery import vocabulary
 from ..gears.ladder import Ladder
 from ..gears.observer import Observer
+from ..gears.output_head import vocabulary
 from ..loading import model_name
 from ..telemetry.report import PICTURES, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json

@@ -31,9 +31,9 @@ from ..evaluation.report import Costs
 from ..evaluation.session import Session
 from ..evaluation.text import read_documents, windows_of
 from ..evaluation.wish import Outcome, Wish
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
+from ..gears.output_head import vocabulary
 from ..loading import model_name
 from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION

@@ -17,8 +17,8 @@ from ..decoding.entropy_sampler import sampled_tokens
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.stream import stream_generate
 from ..evaluation.journal import Journal
-from ..gears.discovery import vocabulary
 from ..gears.observer import Observer
+from ..gears.output_head import vocabulary
 from ..loading import model_name
 from ..routing import calibration
 from ..routing.entropy import entropy_bits

@@ -19,7 +19,7 @@ from ..evaluation.session import Session
 from ..evaluation.tables import Report
 from ..evaluation.text import read_rows
 from ..gears.attachment import model_fingerprint
-from ..gears.discovery import vocabulary
+from ..gears.output_head import vocabulary
 from .evaluation_inputs import about, inputs_of
 
 Problems = list[dict[str, str]]

@@ -28,8 +28,8 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..evaluation.policies import Policy, Route, Static
 from ..evaluation.replay import computed, next_logprobs
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
+from ..gears.output_head import vocabulary
 from ..loading import load
 from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor

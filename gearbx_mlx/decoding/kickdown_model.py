@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import GearbxWarning
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..gears.output_head import vocabulary
 from ..routing.thresholds import check_thresholds, default_thresholds
 from .caches import room, take_back, untrimmable
 from .step import Step

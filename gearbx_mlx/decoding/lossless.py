@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.discovery import vocabulary
+from ..gears.output_head import vocabulary
 from ..routing.acceptance import DraftRule, FixedLength
 from ..routing.draft_file import DraftFile
 from ..routing.monitor import DEFAULT_WINDOW, Monitor

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..errors import GearbxError
 from ..gears.activations import stored_dtype
 from ..gears.cost import token_bytes
-from ..gears.discovery import vocabulary
+from ..gears.output_head import tied_head, vocabulary
 from ..routing.pair import NAMES, SMALL
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's
@@ -88,7 +88,7 @@ class Call:
 
 def bytes_read(model: nn.Module) -> int:
     """Bytes of weights that a token reads, in the type of the checkpoint."""
-    return token_bytes(model, {}, {"": stored_dtype(model)})
+    return token_bytes(model, {}, {"": stored_dtype(model)}, tied_head(model))
 
 
 class PairedModel(nn.Module):

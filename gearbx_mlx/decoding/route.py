@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.observer import Observer
+from ..gears.output_head import vocabulary
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.prompt import first_gear

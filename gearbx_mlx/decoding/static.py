@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
-from ..gears.discovery import vocabulary
+from ..gears.output_head import vocabulary
 from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..telemetry.summary import Tally, draft_rows, draft_summary

@@ -38,9 +38,14 @@ def linear_of(module: nn.Module) -> nn.Module:
         return module.projection
     if not isinstance(module, nn.Embedding):
         return module
-    head = bare(NativeDense if isinstance(module, NativeEmbedding) else nn.Linear)
-    head.weight = module.weight
-    return head
+    return linear_with(module.weight, isinstance(module, NativeEmbedding))
+
+
+def linear_with(weight: mx.array, native: bool = False) -> nn.Module:
+    """A linear layer with this weight (O, I) and no bias."""
+    linear = bare(NativeDense if native else nn.Linear)
+    linear.weight = weight
+    return linear
 
 
 def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Module:

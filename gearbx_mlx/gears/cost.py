@@ -6,13 +6,14 @@ Floating arrays are counted in the checkpoint's type. On a CPU a half-precision 
 activations.py); counting four bytes per weight there would flatter every gear below the top one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}
+from .output_head import is_table
+
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k")
 
 
@@ -27,7 +28,11 @@ def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
 
 
 def token_bytes(
-    model: nn.Module, managed: Mapping[str, int], storage: Mapping[str, mx.Dtype], positions: int = 1
+    model: nn.Module,
+    managed: Mapping[str, float],
+    storage: Mapping[str, mx.Dtype],
+    head: str | None,
+    positions: int = 1,
 ) -> int:
     """The bytes of weights of the whole model that decoding one token reads.
 
@@ -35,6 +40,7 @@ def token_bytes(
         model: an mlx-lm model.
         managed: path to bytes of the layers that change gear; the others count as they are.
         storage: path to the type in which a layer's floating values are stored; "" for the rest of the model.
+        head: the path of the embedding that is the output head too; None where no embedding is.
         positions: tokens computed in one pass.
 
     Returns:
@@ -43,7 +49,6 @@ def token_bytes(
     """
     modules = dict(model.named_modules())
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
-    head_is_separate = separate_head(modules)
     total = 0.0
     for path, module in modules.items():
         dtype = storage.get(path, storage[""])
@@ -51,20 +56,14 @@ def token_bytes(
             continue  # a part of a tied embedding
         if path in managed:
             total += managed[path] * used_share(path, modules, positions)
-        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            rows = module.weight.shape[0]
-            total += layer_bytes(module, dtype) / (rows / positions if head_is_separate else 1)
+        elif is_table(module) and path != head:
+            total += layer_bytes(module, dtype) * min(1.0, positions / len(module.weight))
         elif path in containers:
             own = (value for value in module.values() if isinstance(value, mx.array))
             total += sum(stored_bytes(array, dtype) for array in own)
         else:
             total += layer_bytes(module, dtype) * used_share(path, modules, positions)
     return round(total)
-
-
-def separate_head(paths: Iterable[str]) -> bool:
-    """Whether the output head is a layer of its own; otherwise the embedding is the head too."""
-    return any(path.split(".")[-1] in HEADS for path in paths)
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:

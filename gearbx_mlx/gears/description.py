@@ -1,7 +1,7 @@
 """What every layer runs on in each gear, and why: the rows of `--describe`."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -9,7 +9,6 @@ import mlx.nn as nn
 from ..formats.base import Format
 from ..formats.native import Native, NativeSwitchLinear
 from ..kernels.dispatch import Choice
-from .cost import separate_head
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,6 @@ def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tupl
         what = f"experts in {format.name}" if experts else format.name
         return "mlx, native at 16 bits", f"no native kernel for {what}"
     return "native", choice.reason
-
-
-def fixed_layers(
-    modules: Mapping[str, nn.Module], managed: Collection[str], unmanaged: Mapping[str, str]
-) -> dict[str, str]:
-    """Path to reason of the linear layers that do not change gear, with a tied output head."""
-    fixed = dict(unmanaged)
-    if not separate_head(modules):
-        embeddings = {path: module for path, module in modules.items() if isinstance(module, nn.Embedding)}
-        tied = max(embeddings, key=lambda path: embeddings[path].weight.shape[0], default=None)
-        if tied is not None and tied not in managed:
-            fixed.setdefault(tied, "embedding and output head")
-    return fixed
 
 
 def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:

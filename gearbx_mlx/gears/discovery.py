@@ -1,6 +1,5 @@
 """Find the layers of a model that change gear (GEARBX 6.1)."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
-from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
+from .output_head import multiplies_by_method, tied_head
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
 # the largest magnitude of a weight in a quantized gear}.
@@ -124,32 +123,14 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(m, QUANTIZED) for m in model.modules())
 
 
-def vocabulary(model: nn.Module) -> int:
-    """V, the length of the logits: the rows of the largest embedding."""
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
-    if not embeddings:
-        raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown")
-    return max(m.weight.shape[0] for m in embeddings)
-
-
-def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
-    """The path of the token embedding that is also the output head, or None where the head is a layer of its own.
-
-    Args:
-        tables: the classes of embeddings that count.
-    """
-    rows = vocabulary(model) if any(isinstance(m, tuple(tables)) for m in model.modules()) else 0
-    largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
-    separate = separate_head(path for path, _ in model.named_modules())
-    # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
-    uses_it = any(calls_as_linear(kind) for kind in {type(module) for module in model.modules()})
-    return largest[0] if len(largest) == 1 and uses_it and not separate else None
-
-
-def calls_as_linear(kind: type) -> bool:
-    """Whether a class of modules multiplies by an embedding through its method."""
-    functions = (value for value in vars(kind).values() if inspect.isfunction(value))
-    return any("as_linear" in function.__code__.co_names for function in functions)
+def why_dense(model: nn.Module, head: str) -> str | None:
+    """The reason why the tied head at this path cannot change gear, or None if it can."""
+    kind = type(dict(model.named_modules())[head])
+    if kind not in TABLES:
+        return f"output heads of class {kind.__name__} are not known"
+    if not multiplies_by_method(model, head):
+        return "embedding and output head, by whose weight the model class multiplies itself"
+    return None
 
 
 def discover(
@@ -176,6 +157,9 @@ def discover(
             kind = type(module).__name__
             if "Linear" in kind and not isinstance(module, QUANTIZED) and "weight" in module:
                 unmanaged[path] = f"layers of class {kind} are not known"
+            continue
+        if path == head and (reason := why_dense(model, path)):
+            unmanaged[path] = reason
             continue
         choice, objection = predicate(path, module), own(path, module)
         misfit = get_format(format).fits(module.weight.shape[-1], group_size)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..formats.base import Format
 from .cost import token_bytes, whole_model_speedup
-from .description import LayerPath, fixed_layers, kernels_of
+from .description import LayerPath, kernels_of
 from .discovery import Layer
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
@@ -28,6 +28,7 @@ class GearCosts:
     layers: list[Layer]
     unmanaged: dict[str, str]
     storage: dict[str, mx.Dtype]
+    head: str | None
     source: Source
     _modules: GearModules
     _shapes: Mapping[str, tuple[int, ...]]
@@ -62,7 +63,7 @@ class GearCosts:
         if key in self._token_bytes:
             return self._token_bytes[key]
         managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-        read = token_bytes(self.model, managed, self.storage, positions)
+        read = token_bytes(self.model, managed, self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
         return read
@@ -71,7 +72,7 @@ class GearCosts:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
         if not self.layers:
             return 1.0
-        unmanaged = token_bytes(self.model, dict.fromkeys(self._shapes, 0), self.storage)
+        unmanaged = token_bytes(self.model, dict.fromkeys(self._shapes, 0), self.storage, self.head)
         top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
         return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 
@@ -83,7 +84,7 @@ class GearCosts:
             format = None if {*bits} == {DENSE} else self.format
             found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
         modules = dict(self.model.named_modules())
-        for path, reason in fixed_layers(modules, [layer.path for layer in self.layers], self.unmanaged).items():
+        for path, reason in self.unmanaged.items():
             kernels = kernels_of(modules[path], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
         return found

@@ -21,6 +21,7 @@ from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
+from .output_head import tied_head
 from .saved import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
@@ -83,6 +84,7 @@ class Gearbox(GearCosts):
         self.model, self.saved = model, layout.saved
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
+        self.head = tied_head(model)
         self.layers, self.unmanaged = managed_layers(model, layout, manage)
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)

@@ -9,9 +9,10 @@ from .activations import compute_in, stored_dtype
 from .cost import layer_bytes, token_bytes
 from .description import LayerPath
 from .discovery import DENSE as DENSE_LAYERS
-from .discovery import QUANTIZED, TABLES, is_quantized, tied_head
+from .discovery import QUANTIZED, is_quantized
 from .ladder import DENSE, Gear, Ladder
 from .names import DEFAULT_LADDER
+from .output_head import tied_head
 
 
 class Observer:
@@ -32,7 +33,7 @@ class Observer:
         read = sum(layer_bytes(module, storage) for module in linear.values())
         weights = sum(weight_count(module) for module in linear.values())
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
-        self._token_bytes = token_bytes(model, {}, self.storage)
+        self._token_bytes = token_bytes(model, {}, self.storage, tied_head(model))
         self.gear = self.ladder.top
         self.shifts = 0
         self.shift_seconds = 0.0
@@ -66,7 +67,7 @@ class Observer:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of the linear layers, packed or not, with a tied output head."""
-    head = tied_head(model, (*TABLES, nn.QuantizedEmbedding))
+    head = tied_head(model)
     kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
     return {path: m for path, m in model.named_modules() if isinstance(m, kinds) or path == head}
 
