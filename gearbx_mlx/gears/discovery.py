@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
-from ..formats.planes import PlanesLinear, PlanesSwitchLinear
+from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
@@ -23,14 +24,16 @@ from .ladder import DENSE as SIXTEEN
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear)
+DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,
+    QuantizedMultiLinear,
     nn.QuantizedEmbedding,
     PlanesLinear,
     PlanesSwitchLinear,
+    PlanesMultiLinear,
     Reconstructed,
 )
 
