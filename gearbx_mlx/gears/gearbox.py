@@ -14,6 +14,7 @@ from ..formats.tied import linear_of
 from .attachment import ATTACHED, attached, model_fingerprint
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
+from .experts import warn_of_unknown_routing
 from .external_low_gear import differing, external_low_gear
 from .gear_costs import GearCosts
 from .gear_modules import GearModules
@@ -100,6 +101,7 @@ class Gearbox(GearCosts):
         self.residency = self._residency(residency, checkpoint, scales)
         if quantized and self.saved is None:
             warn_if_quantized([layer.module.weight for layer in self.layers])
+        warn_of_unknown_routing(model)
         from_files = self.saved is not None
         self._modules = GearModules(self.layers, self.source, self.residency, from_files, self.kernels.x_bits)
         self._prepared: set[Gear] = set()
