@@ -66,7 +66,7 @@ class TestGearsFromDisk:
     @pytest.mark.parametrize("architecture", MODELS)
     @pytest.mark.parametrize("format", FORMATS)
     def test_are_bit_for_bit_those_made_in_memory(self, convert, format, architecture, kernels):
-        source, out = convert(architecture, "--format", format, "--gears", FORMATS[format])
+        source, out = convert(architecture, "--format", format, "--gears", FORMATS[format], "--embeddings", "keep")
         model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
         saved = Gearbox(model, kernels=kernels)
         made = Gearbox(original, FORMATS[format], format=format, kernels=kernels)
@@ -84,7 +84,7 @@ class TestGearsFromDisk:
 
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
     def test_come_back_after_they_were_given_up(self, convert, residency):
-        source, out = convert("tied")
+        source, out = convert("tied", "--embeddings", "keep")
         model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
         saved, made = Gearbox(model, residency=residency), Gearbox(original, "4,8,16")
         for gear in ("high", "low", "mid", "high", "mid", "low"):
@@ -105,7 +105,7 @@ class TestGearsFromDisk:
             Gearbox(gearbx_mlx.load(out)[0], "3,16")
 
     def test_without_a_dense_gear(self, convert):
-        source, out = convert("tied", "--gears", "4,8", "--manage", "mlp")
+        source, out = convert("tied", "--gears", "4,8", "--manage", "mlp", "--embeddings", "keep")
         model = gearbx_mlx.load(out)[0]
         made = Gearbox(gearbx_mlx.load(source)[0], "4,8", manage="mlp")
         saved = Gearbox(model)
@@ -216,7 +216,9 @@ class TestCommands:
         assert [gear["bits"] for gear in told["ladder"]] == [3, 4, 8, 16]
         assert told["mode"] == mode
 
-    def test_generate_writes_what_it_writes_with_the_original(self, geared, command):
+    def test_generate_writes_what_it_writes_with_the_original(self, command, tmp_path):
+        geared = tmp_path / "geared"
+        command("convert", "--gears", "3,4,8,16", "--mlx-path", geared, "--embeddings", "keep")
         flags = ["--prompt", "Once", "-m", 12, "--mode", "kickdown", "--gears", "3,4,8,16", "--thresholds", "1,2,3"]
         saved, made = (
             command("generate", *flags, "--verbose", "False", "--model", model) for model in (geared, DEMO_MODEL)

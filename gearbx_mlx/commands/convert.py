@@ -45,8 +45,8 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
-            dtype, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict, min_cos_lazy,
-            memory_budget, target_bpw, prompts.
+            dtype, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
+            min_cos_lazy, memory_budget, target_bpw, prompts.
 
     Raises:
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,

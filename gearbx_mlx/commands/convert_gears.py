@@ -28,7 +28,7 @@ from ..formats import DEFAULT_FORMAT
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
-from ..gears.names import DEFAULT_GROUP_SIZE
+from ..gears.names import DEFAULT_GROUP_SIZE, EMBEDDINGS
 from ..gears.tensor_entries import hash_of
 from ..loading import load
 from ..telemetry.summary import as_json
@@ -86,6 +86,7 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str]) -> Plan:
         group_size=layout.q_group_size or DEFAULT_GROUP_SIZE,
         dtype=settings.conversion.dtype,
         source=hashes,
+        embeddings=settings.conversion.embeddings or EMBEDDINGS[0],
         wish=None if quality is None else vars(quality),
     )
 

@@ -17,26 +17,24 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import Count, json_lines, read_text
 from ..formats import get_format
-from ..formats.tied import linear_of
 from ..gears.activations import dtype_name, stored_dtype
-from ..gears.discovery import Layer, Predicate, discover, widths_of, with_bits
+from ..gears.discovery import Layer, Predicate, discover, with_bits
 from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import GEARS_FILE, MANIFEST, Hash, Manifest, SavedLayer
+from ..gears.names import EMBEDDINGS
 from ..gears.offload import EMPTY, put
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
 from ..gears.values import DtypeName, GroupSize, Width
+from .packing import Packed, pack_layer, pack_table, tables_to_pack
 from .tensor_file import TensorFile
 
 BASE_FILE = "model.safetensors"
 JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done
 REMOVE = "remove the directory, and the same command begins anew"
-STOCK = tuple(quantized for _, quantized in KINDS.values())
 ROOM = 512  # bytes of a header for the entry of one array, name included
 ARRAYS_PER_GEAR = 8  # at most
-
-Arrays = dict[str, mx.array]
 
 
 class Plan(Struct, frozen=True):
@@ -50,6 +48,7 @@ class Plan(Struct, frozen=True):
     source: Mapping[str, str]
     wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
     bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
+    embeddings: str = EMBEDDINGS[1]  # what conversions did before there was a choice
 
     @property
     def managed(self) -> str | Predicate:
@@ -62,7 +61,8 @@ class Unit(Struct, frozen=True):
 
     unit, shape, dtype: its name, shape and type. sample: bits of the float32 values that the fingerprint takes.
     base, gears: the arrays that were written, by name. hashes: of their bytes. names: of a managed layer, as in
-    `SavedLayer.gears`. stock_bits: those of the layer in the base, where mlx-lm runs it quantized.
+    `SavedLayer.gears`. stock_bits: those of the layer in the base, where mlx-lm runs it quantized. rows: as in
+    `SavedLayer`.
     """
 
     unit: str
@@ -74,6 +74,7 @@ class Unit(Struct, frozen=True):
     hashes: Mapping[str, Hash]
     names: Mapping[Width, Mapping[str, str]] = {}
     stock_bits: Width | None = None
+    rows: Width = DENSE
 
 
 def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
@@ -121,12 +122,15 @@ class Converter:
         if not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
             raise GearbxError(f"no layer can change gear: {reasons}")
+        tables = plan.manage, plan.gears, self.format, plan.group_size
+        self.tables = tables_to_pack(model, *tables) if self.packs_rows else []
         parameters = tree_flatten(model.parameters())
         self.dtype = dtype_name(stored_dtype(model))
         self.size = sum(array.nbytes for _, array in parameters)
-        weights = {f"{layer.path}.weight" for layer in self.layers}
-        self.rest = [name for name, _ in parameters if name not in weights]
-        room = ROOM * (len(parameters) + ARRAYS_PER_GEAR * len(self.ladder) * len(self.layers))
+        # Everything that changes with the gear, by the name of its weight.
+        self.changing = {f"{layer.path}.weight": layer for layer in (*self.layers, *self.tables)}
+        self.rest = [name for name, _ in parameters if name not in self.changing]
+        room = ROOM * (len(parameters) + ARRAYS_PER_GEAR * len(self.ladder) * len(self.changing))
         self._resume({name: array.shape for name, array in parameters})
         base: dict[str, Entry] = {}
         gears: dict[str, Entry] = {}
@@ -144,12 +148,10 @@ class Converter:
     def __iter__(self) -> Iterator[int]:
         """Convert. Yields the bytes of each parameter that is done; those of earlier runs come first."""
         now = dict(tree_flatten(self.model.parameters()))
-        for layer in self.layers:
-            name = f"{layer.path}.weight"
+        for name, layer in self.changing.items():
             size = now.pop(name).nbytes
             if name not in self.done:
-                base, gears, names = self._convert(layer)
-                self._write(name, layer.module.weight, base, gears, names)
+                self._write(name, layer.module.weight, self._pack(layer))
             layer.module.weight = EMPTY
             mx.clear_cache()
             yield size
@@ -159,7 +161,7 @@ class Converter:
                 if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
                     raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
                 mx.eval(array)
-                self._write(name, array, {name: array}, {}, {})
+                self._write(name, array, Packed({name: array}))
             yield array.nbytes
             put(self.model, {name: EMPTY})
 
@@ -183,6 +185,7 @@ class Converter:
             base={BASE_FILE: hash_of(self.work / BASE_FILE)},
             gears_hash=hash_of(self.work / GEARS_FILE),
             layers={layer.path: self._saved(layer) for layer in self.layers},
+            tables={table.path: self._saved(table) for table in self.tables},
             unmanaged=self.unmanaged,
             hashes={name: hash for unit in self.done.values() for name, hash in unit.hashes.items()},
         )
@@ -192,8 +195,8 @@ class Converter:
     def quantization(self) -> dict[str, Any] | None:
         """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
         known: dict[str, Any] = {}
-        for layer in self.layers:
-            found = self.done[f"{layer.path}.weight"].stock_bits
+        for name, layer in self.changing.items():
+            found = self.done[name].stock_bits
             if found:
                 known[layer.path] = {"group_size": self.plan.group_size, "bits": found, "mode": "affine"}
         if not known:
@@ -206,46 +209,22 @@ class Converter:
         for file in self.files.values():
             file.close()
 
-    def _convert(self, layer: Layer) -> tuple[Arrays, Arrays, dict[str, Any]]:
-        """The arrays of a layer for the base and for the gears' file, and the layer's fields for the journal."""
-        path, original = layer.path, layer.module.weight
-        dense = linear_of(layer.module)
-        wanted = widths_of(layer, self.plan.gears, self.format.layer_bits)
-        stored = tuple(bits for bits in wanted if bits != DENSE)
-        made: dict[int, nn.Module] = {}
-        for bits in wanted:
-            if bits != DENSE and bits not in made:
-                made |= self.format.modules(dense, bits, stored, self.plan.group_size, original.dtype)
-        tied = isinstance(layer.module, nn.Embedding)
-        lowest = made.get(wanted[0])
-        stock = lowest if type(lowest) in STOCK else None
-        base: Arrays = {}
-        gears: Arrays = {}
-        known: dict[int, str] = {}  # id of an array to its name
-        names: dict[int, dict[str, str]] = {}
-        for bits in wanted:
-            if bits == DENSE:
-                continue
-            names[bits] = {}
-            for name, array in tree_flatten(made[bits].parameters()):
-                if name == "bias":
-                    continue
-                if id(array) not in known:
-                    into, key = (base, f"{path}.{name}") if made[bits] is stock else (gears, f"{path}@{bits}.{name}")
-                    into[key], known[id(array)] = array, key
-                names[bits][name] = known[id(array)]
-        if DENSE in wanted or tied:
-            into, key = (gears, f"{path}@{DENSE}.weight") if stock else (base, f"{path}.weight")
-            into[key] = original
-            names[DENSE] = {"weight": key}
-        mx.eval(base, gears)
-        for array in (*base.values(), *gears.values()):
-            if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
-                raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
-        return base, gears, {"names": names, "stock_bits": wanted[0] if stock else None}
+    @property
+    def packs_rows(self) -> bool:
+        """Whether embeddings are quantized where mlx-lm would quantize them."""
+        return self.plan.embeddings == EMBEDDINGS[0]
 
-    def _write(self, unit: str, original: mx.array, base: Arrays, gears: Arrays, more: Mapping[str, Any]) -> None:
-        written, beside = self.files["base"].append(base.items()), self.files["gears"].append(gears.items())
+    def _pack(self, layer: Layer) -> Packed:
+        if self._is_table(layer):
+            return pack_table(layer, self.plan.gears, self.plan.group_size)
+        return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
+
+    def _is_table(self, layer: Layer) -> bool:
+        return any(layer is table for table in self.tables)
+
+    def _write(self, unit: str, original: mx.array, packed: Packed) -> None:
+        written = self.files["base"].append(packed.base.items())
+        beside = self.files["gears"].append(packed.gears.items())
         done = Unit(
             unit=unit,
             shape=original.shape,
@@ -254,7 +233,9 @@ class Converter:
             base=written[0],
             gears=beside[0],
             hashes=written[1] | beside[1],
-            **more,
+            names=packed.names,
+            stock_bits=packed.stock_bits,
+            rows=packed.rows,
         )
         for file in self.files.values():
             file.flush()
@@ -264,7 +245,8 @@ class Converter:
     def _saved(self, layer: Layer) -> SavedLayer:
         unit = self.done[f"{layer.path}.weight"]
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
-        return SavedLayer(kind, unit.shape, unit.dtype, layer.lowest_bits, unit.names)
+        kind = "table" if self._is_table(layer) else kind
+        return SavedLayer(kind, unit.shape, unit.dtype, layer.lowest_bits, unit.names, unit.rows)
 
     def _note(self, line: Plan | Unit) -> None:
         with open(self.work / JOURNAL, "ab") as journal:
@@ -289,10 +271,9 @@ class Converter:
                 differing = f"{name} {shown(then[name])} and not {shown(value)}"
                 differing = "another model" if name == "source" else differing
                 raise GearbxError(f"{self.work}: holds the beginning of a conversion of {differing}; remove it")
-        managed = {f"{layer.path}.weight" for layer in self.layers}
         for name, unit in self.done.items():
             named = {array for names in unit.names.values() for array in names.values()}
-            if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in managed):
+            if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in self.changing):
                 raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
             if not named <= {*unit.base, *unit.gears} or unit.hashes.keys() != {*unit.base, *unit.gears}:
                 raise GearbxError(f"{journal}: {shown(name)} names arrays that are not its own; {REMOVE}")

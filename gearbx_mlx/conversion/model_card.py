@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from ..formats import OF_MLX
 from ..gears.discovery import at_least
 from ..gears.ladder import Ladder
 from ..gears.manifest import Manifest
@@ -95,7 +96,7 @@ def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[st
     """
     base, others = files
     bits = ", ".join(str(gear.bits) for gear in gears)
-    group = f", groups of {manifest.group_size}" if manifest.format in ("planes", "affine") else ""
+    group = f", groups of {manifest.group_size}" if manifest.format in OF_MLX else ""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
     text = [
         f"# {origin.name}",
@@ -121,7 +122,7 @@ def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
     """What stock mlx-lm makes of the checkpoint."""
     if not manifest.stock:
         return f"mlx-lm does not run this checkpoint: it does not know the format `{manifest.format}`."
-    if manifest.format in ("planes", "affine"):
+    if manifest.format in OF_MLX:
         return f"mlx-lm runs the base, which is the gear `{gears[0].name}`, as a {gears[0].bits}-bit model:"
     return "mlx-lm runs the base, which is the original:"
 

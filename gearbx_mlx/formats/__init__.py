@@ -21,6 +21,7 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
+OF_MLX = ("planes", "affine")  # whose lowest gear is what mlx-lm quantizes to
 
 
 def get_format(name: "str | Format") -> "Format":

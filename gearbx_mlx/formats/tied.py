@@ -1,5 +1,7 @@
 """A tied embedding: one matrix, whose rows are looked up for input tokens, and which is also the output head."""
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -9,8 +11,8 @@ from .native import NativeDense, NativeEmbedding, bare
 class TiedEmbedding(nn.Embedding):
     """A token embedding whose output head is a linear layer that changes gear.
 
-    An input token reads one row of the original weight. Quantizing that row would save next to nothing: the head reads
-    every row.
+    An input token reads one row of the original weight. Quantizing that row would save no time: the head reads every
+    row. In a file it saves most of the matrix (`QuantizedTied`).
 
     Args:
         weight: (V, D).
@@ -30,6 +32,48 @@ class TiedEmbedding(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.projection(x)
+
+
+class QuantizedTied(TiedEmbedding):
+    """A tied embedding whose input tokens read their rows of the head's own packed matrix, as in stock mlx-lm.
+
+    Args:
+        projection: the head, an affine linear layer.
+        dtype: of the rows that are looked up.
+    """
+
+    def __init__(self, projection: nn.Module, dtype: mx.Dtype):
+        nn.Module.__init__(self)
+        self.projection, self.dtype = projection, dtype
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return packed_rows(self.projection, x, self.dtype)
+
+
+class QuantizedTable(nn.QuantizedEmbedding):
+    """MLX's quantized embedding, whose scales may have another type than the rows that are looked up."""
+
+    dtype = mx.float32
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return packed_rows(self, x, self.dtype)
+
+
+def packed_rows(table: nn.Module, x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows x of an affine matrix, (..., D), computed in `dtype`."""
+    scales, biases = (table[name][x].astype(dtype) for name in ("scales", "biases"))
+    return mx.dequantize(table["weight"][x], scales, biases, table.group_size, table.bits)
+
+
+def quantized_table(arrays: Mapping[str, mx.array], bits: int, group_size: int, dtype: mx.Dtype) -> nn.Module:
+    """An embedding over the arrays of an affine matrix: weight, scales and biases. dtype: of its rows."""
+    table = bare(QuantizedTable)
+    table.bits, table.group_size, table.mode, table.dtype = bits, group_size, "affine", dtype
+    for name, array in arrays.items():
+        table[name] = array
+    table.freeze()
+    return table
 
 
 def linear_of(module: nn.Module) -> nn.Module:

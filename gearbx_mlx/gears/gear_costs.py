@@ -27,6 +27,7 @@ class GearCosts:
     kernels: Choice
     layers: list[Layer]
     unmanaged: dict[str, str]
+    _embeddings: list[Layer]  # of which each token reads a row, in a precision that changes with the gear
     storage: dict[str, mx.Dtype]
     head: str | None
     source: Source
@@ -39,6 +40,11 @@ class GearCosts:
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """The bits of a layer in a gear."""
         raise NotImplementedError
+
+    @property
+    def _changing(self) -> list[Layer]:
+        """Everything that changes with the gear."""
+        return [*self.layers, *self._embeddings]
 
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
         """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
@@ -62,7 +68,10 @@ class GearCosts:
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
-        managed = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        for table in self._embeddings:
+            rows = self.source.bytes_read(table, self.bits_of(table, gear), None)
+            managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
         read = token_bytes(self.model, managed, self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
@@ -72,7 +81,7 @@ class GearCosts:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
         if not self.layers:
             return 1.0
-        unmanaged = token_bytes(self.model, dict.fromkeys(self._shapes, 0), self.storage, self.head)
+        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
         top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
         return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 

@@ -19,7 +19,7 @@ from .external_low_gear import differing, external_low_gear
 from .gear_costs import GearCosts
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
-from .layout import Layout, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
+from .layout import Layout, as_they_are_now, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
 from .output_head import tied_head
@@ -86,12 +86,15 @@ class Gearbox(GearCosts):
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
         self.head = tied_head(model)
-        self.layers, self.unmanaged = managed_layers(model, layout, manage)
+        self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations)
-        self.layers = use_kernels(model, self.layers, self.kernels.native)
-        self.compute_dtype, self.storage, scales = compute_model_in(model, self.layers, layout, dtype, bool(quantized))
+        use_kernels(model, self.kernels.native)
+        self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
+        self.compute_dtype, self.storage, scales = compute_model_in(
+            model, self._changing, layout, dtype, bool(quantized)
+        )
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.source = self._source(layout, scales, widths)
@@ -103,7 +106,7 @@ class Gearbox(GearCosts):
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
         from_files = self.saved is not None
-        self._modules = GearModules(self.layers, self.source, self.residency, from_files, self.kernels.x_bits)
+        self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
         self._prepared: set[Gear] = set()
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
@@ -135,7 +138,7 @@ class Gearbox(GearCosts):
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
-        now = {layer.path: layer.module for layer in self.layers} | self._further.get(False, {})
+        now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
         self._trees = {self.gear: tree_unflatten(list(now.items()))}
         self.active_memory: dict[str, int] = {}
         if self.gear != first:
@@ -212,8 +215,8 @@ class Gearbox(GearCosts):
         return seconds
 
     def _bits_in(self, gear: Gear) -> dict[str, int]:
-        """Path of every layer to its bits in a gear."""
-        return {layer.path: self.bits_of(layer, gear) for layer in self.layers}
+        """Path of everything that changes to its bits in a gear."""
+        return {layer.path: self.bits_of(layer, gear) for layer in self._changing}
 
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""

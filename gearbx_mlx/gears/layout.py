@@ -62,16 +62,18 @@ def layout_of(
 
 def managed_layers(
     model: nn.Module, layout: Layout, manage: str | Predicate | None
-) -> tuple[list[Layer], dict[str, str]]:
-    """The layers that change gear, and path to reason of the other linear layers.
+) -> tuple[list[Layer], list[Layer], dict[str, str]]:
+    """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
 
-    The layers of a geared checkpoint take their places in the model as dense ones without weights.
+    Those of a geared checkpoint take their places in the model as dense ones without weights. Only there are the rows
+    of embeddings packed.
     """
     if layout.saved is None:
-        return discover(model, manage or "all", layout.group_size, layout.format)
-    layers = layout.saved.layers(model)
-    model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in layers]))
-    return layers, dict(layout.saved.manifest.unmanaged)
+        layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
+        return layers, [], unmanaged
+    layers, tables = layout.saved.layers(model), layout.saved.tables(model)
+    model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in (*layers, *tables)]))
+    return layers, tables, dict(layout.saved.manifest.unmanaged)
 
 
 def quantized_widths(
@@ -96,12 +98,16 @@ def quantized_widths(
     return quantized
 
 
-def use_kernels(model: nn.Module, layers: Iterable[Layer], native: bool) -> list[Layer]:
-    """Have the whole model run on the chosen kernels, and return the layers with their modules of now."""
+def use_kernels(model: nn.Module, native: bool) -> None:
+    """Have the whole model run on the chosen kernels."""
     for path, module in list(model.named_modules()):
         made = with_kernels(module, native)
         if made is not module:  # one by one, since some are in others
             model.update_modules(tree_unflatten([(path, made)]))
+
+
+def as_they_are_now(model: nn.Module, layers: Iterable[Layer]) -> list[Layer]:
+    """The layers with the modules that the model has in their places."""
     now = dict(model.named_modules())
     return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
 
@@ -116,7 +122,7 @@ def compute_model_in(
         it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
-    unread = [layer.module for layer in layers if layout.saved and not isinstance(layer.module, nn.Embedding)]
+    unread = [layer.module for layer in layers if layout.saved]
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):

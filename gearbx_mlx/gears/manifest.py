@@ -13,11 +13,13 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import parse_json, read_as, read_json, typed
 from ..formats import get_format
+from ..formats.base import Format
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
 from .values import DtypeName, Fingerprint, GroupSize, Shape, Width
 
-VERSION = 2  # 1 had no hashes
+VERSION = 3  # 1 had no hashes, 2 no packed rows of embeddings
+AFFINE = "affine"  # the format of tables
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it anew with python -m gearbx_mlx.convert"
@@ -26,15 +28,17 @@ FileName = Annotated[str, Meta(pattern=r"^[\w-][\w.-]*\.safetensors\Z")]  # insi
 if TYPE_CHECKING:
     Kind = str
 else:
-    Kind = Literal["linear", "switch", "multi", "embedding"]
+    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class SavedLayer(Struct, frozen=True):
     """One managed layer.
 
-    shape, dtype: of the original weight. lowest_bits: its floor. gears: bits to the arrays of that gear's module: the
-    names of its parameters, its bias aside, to their names in the files.
+    kind: embedding: one that is the output head too; table: one that is not. shape, dtype: of the original weight.
+    lowest_bits: its floor. gears: bits to the arrays of that gear's module: the names of its parameters, its bias
+    aside, to their names in the files. rows: of an embedding: where the gear of so many bits runs, its packed rows are
+    looked up, and else the original ones; 16: always the original ones.
 
     Raises:
         GearbxError: fields that contradict each other.
@@ -45,12 +49,29 @@ class SavedLayer(Struct, frozen=True):
     dtype: DtypeName
     lowest_bits: Annotated[int, Meta(ge=0, le=DENSE)]
     gears: Annotated[Mapping[Width, Mapping[str, str]], Meta(min_length=1)]
+    rows: Width = DENSE
 
     def __post_init__(self) -> None:
         if (len(self.shape) == 3) != (self.kind in ("switch", "multi")):
             raise GearbxError(f"shape has {len(self.shape)} lengths, which kind {self.kind} does not allow")
-        if self.kind == "embedding" and DENSE not in self.gears:
-            raise GearbxError(f"gears has no key {DENSE}, which an embedding needs")
+        if self.rows not in (DENSE, min(self.gears)) or (self.rows != DENSE and not self.is_looked_up):
+            raise GearbxError(f"rows is {self.rows}, which only an embedding with that lowest key of gears may have")
+        for bits in self.looked_up - self.gears.keys():
+            raise GearbxError(f"gears has no key {bits}, which an embedding needs")
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether it is an embedding, whose rows are looked up."""
+        return self.kind in ("embedding", "table")
+
+    def rows_at(self, bits: int) -> int:
+        """The bits of the rows that are looked up in the gear of these bits."""
+        return bits if bits == self.rows else DENSE
+
+    @property
+    def looked_up(self) -> set[int]:
+        """The bits of all rows that are looked up in some gear."""
+        return {self.rows_at(bits) for bits in self.gears} if self.is_looked_up else set()
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -63,8 +84,10 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     format, gears, group_size, manage: as the Gearbox takes them; gears are bits, ascending. dtype: that most of the
     original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
-    base: hash of every file of the base. layers: by path. unmanaged: path to reason. hashes: SHA-256 of every array in
-    the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two.
+    base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are no layers, by
+    path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
+    the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two, version 2
+    `tables`.
     """
 
     format: str
@@ -76,6 +99,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     stock: bool
     base: Annotated[Mapping[FileName, Hash], Meta(min_length=1)]
     layers: Annotated[Mapping[str, SavedLayer], Meta(min_length=1)]
+    tables: Mapping[str, SavedLayer] = {}
     unmanaged: Mapping[str, str] = {}
     hashes: Mapping[str, Hash] = {}
     gears_hash: Hash | None = None
@@ -84,6 +108,15 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def ladder(self) -> Ladder:
         return Ladder(self.gears)
+
+    @property
+    def changing(self) -> dict[str, SavedLayer]:
+        """Everything that changes with the gear, by path: layers and tables."""
+        return {**self.layers, **self.tables}
+
+    def format_of(self, path: str) -> Format:
+        """How a layer or a table is stored."""
+        return get_format(AFFINE if path in self.tables else self.format)
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
         """Some of the gears, or all.
@@ -105,11 +138,17 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises GearbxError for fields that contradict each other."""
-        format = get_format(self.format)
+        get_format(self.format)
         if self.manage not in MANAGE:
             raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(MANAGE)}")
-        for path, layer in self.layers.items():
-            place = f"layers[{shown(path)}]"
+        named = [("layers", *item) for item in self.layers.items()] + [
+            ("tables", *item) for item in self.tables.items()
+        ]
+        for field, path, layer in named:
+            place = f"{field}[{shown(path)}]"
+            if (layer.kind == "table") != (field == "tables"):
+                raise GearbxError(f"{place}.kind is {layer.kind}, which does not belong there")
+            format = self.format_of(path)
             misfit = format.fits(layer.shape[-1], self.group_size) if layer.stored else None
             if misfit:
                 raise GearbxError(f"{place}.shape is {list(layer.shape)}: {misfit}")
@@ -121,11 +160,13 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 def check_widths(place: str, layer: SavedLayer, ladder: Ladder) -> None:
     """Raises GearbxError unless a layer has the bits of every gear, or the next above its floor, and no others."""
     widths = sorted(layer.gears)
-    served = {DENSE} if layer.kind == "embedding" else set()
+    served = layer.looked_up
     for gear in ladder:
         needed = at_least(widths, max(gear.bits, layer.lowest_bits))
-        if needed not in widths or (layer.lowest_bits <= gear.bits != needed):
-            raise GearbxError(f"{place}.gears has no key {gear.bits}, which is among the gears")
+        exact = layer.kind != "table"  # which has the original rows in every gear but the lowest
+        if needed not in widths or (exact and layer.lowest_bits <= gear.bits != needed):
+            missing = gear.bits if exact else needed
+            raise GearbxError(f"{place}.gears has no key {missing}, which the gear of {gear.bits} bits needs")
         served.add(needed)
     if served != {*widths}:
         raise GearbxError(f"{place}.gears has the key {min({*widths} - served)}, which no gear uses")

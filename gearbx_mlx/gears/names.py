@@ -5,6 +5,7 @@ DEFAULT_KERNELS = "mlx"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
+EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp")
 RESIDENCIES = ("resident", "host", "disk")

@@ -15,7 +15,7 @@ from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats import get_format
 from ..formats.native import bare
-from ..formats.tied import linear_of
+from ..formats.tied import QuantizedTied, TiedEmbedding, linear_of, quantized_table
 from .activations import DTYPES
 from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
@@ -99,12 +99,9 @@ def entries_of(file: Path, missing: str) -> tuple[dict[str, Entry], int]:
 
 
 def names_in_every_gear(manifest: Manifest) -> set[str]:
-    """The arrays that no gear changes, and the rows of embeddings, which are looked up in every gear."""
-    changing: set[str] = set()
-    for layer in manifest.layers.values():
-        gears = [names for bits, names in layer.gears.items() if (layer.kind, bits) != ("embedding", DENSE)]
-        changing |= {name for names in gears for name in names.values()}
-    return {*manifest.hashes} - changing
+    """The arrays that no gear changes."""
+    gears = [names for layer in manifest.changing.values() for names in layer.gears.values()]
+    return {*manifest.hashes} - {name for names in gears for name in names.values()}
 
 
 class SavedGears:
@@ -137,58 +134,63 @@ class SavedGears:
             raise GearbxError(f"{self.directory}/{error}; {RESTORE}") from error
         setattr(model, ATTACHED, self)
         if not self.manifest.stock:
-            lowest = {
-                layer.path: self.module(layer, self.widths(layer)[0], self.storage(layer.path))
-                for layer in self.layers(model)
-            }
+            lowest = {}
+            for layer in self.layers(model):
+                dtype = self.storage(layer.path)
+                lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
             model.update_modules(tree_unflatten(list(lowest.items())))
 
     def storage(self, path: str = "") -> mx.Dtype:
         """The type of a layer in the original, or ("") of most of the original."""
-        return DTYPES[self.manifest.layers[path].dtype if path else self.manifest.dtype]
+        return DTYPES[self.manifest.changing[path].dtype if path else self.manifest.dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
         """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""
-        modules = dict(model.named_modules())
-        return [
-            Layer(path, self._blank(path, saved, modules[path]), saved.lowest_bits)
-            for path, saved in self.manifest.layers.items()
-        ]
+        return self._blanks(model, self.manifest.layers)
 
-    def module(self, layer: Layer, bits: int, dtype: mx.Dtype) -> nn.Module:
-        """The module of a layer in a gear, unread; of a tied embedding the head, or at 16 bits the embedding itself.
+    def tables(self, model: nn.Module) -> list[Layer]:
+        """The same of the embeddings that change with the gear and are no layers."""
+        return self._blanks(model, self.manifest.tables)
+
+    def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype) -> nn.Module:
+        """The module that takes a layer's place in a gear, unread.
 
         Args:
-            layer: with the dense module, native or not, that `layers` gave.
+            layer: with the dense module, native or not, that `layers` or `tables` gave.
             dtype: the type of scales, and of the weight at 16 bits.
+            activations: the type of the rows that an embedding looks up.
         """
-        names = self.manifest.layers[layer.path].gears[bits]
+        saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
         if bits == DENSE:
-            if isinstance(layer.module, nn.Embedding):
-                return layer.module
             dense = copy.copy(layer.module)
-            dense.weight = self._array(names["weight"], dtype)
+            dense.weight = self._array(saved.gears[DENSE]["weight"], dtype)
             return dense
-        arrays = {name: self.parameter(layer.path, bits, name, dtype) for name in names}
-        dense, group_size = linear_of(layer.module), self.manifest.group_size
+        arrays = {name: self._parameter(layer.path, bits, name, dtype) for name in saved.gears[bits]}
+        if saved.kind == "table":
+            return quantized_table(arrays, bits, group_size, activations)
         try:
-            return self.format.module(dense, bits, arrays, self.stored(layer), group_size)
+            linear = self.format.module(linear_of(layer.module), bits, arrays, saved.stored, group_size)
         except GearbxError as error:
             raise GearbxError(f"{self.directory / GEARS_FILE}: {layer.path}: {error}; {RESTORE}") from error
+        if saved.kind != "embedding":
+            return linear
+        if saved.rows_at(bits) == bits:
+            return QuantizedTied(linear, activations)
+        return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
 
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """A parameter of such a module by its flat name, unread unless another module has it."""
-        name = name.removeprefix(HEAD)
-        widened = bits == DENSE or name.split(".")[0] in self.format.scales
-        return self._array(self.manifest.layers[path].gears[bits][name], dtype if widened else None)
+        rows = self.manifest.changing[path].kind == "embedding" and not name.startswith(HEAD)
+        return self._parameter(path, DENSE if rows else bits, name.removeprefix(HEAD), dtype)
+
+    def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
+        """An array of a layer, by its name in gears.json."""
+        widened = bits == DENSE or name.split(".")[0] in self.manifest.format_of(path).scales
+        return self._array(self.manifest.changing[path].gears[bits][name], dtype if widened else None)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         """Bits of a layer's gears, ascending."""
-        return tuple(sorted(self.manifest.layers[layer.path].gears))
-
-    def stored(self, layer: Layer) -> tuple[int, ...]:
-        """The quantized ones among them."""
-        return self.manifest.layers[layer.path].stored
+        return tuple(sorted(self.manifest.changing[layer.path].gears))
 
     def read(self, arrays: Any) -> None:
         """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
@@ -200,12 +202,13 @@ class SavedGears:
         except RuntimeError as error:
             raise GearbxError(f"{self.directory}: a gear cannot be read ({error}); {RESTORE}") from error
 
+    def _blanks(self, model: nn.Module, wanted: Mapping[str, SavedLayer]) -> list[Layer]:
+        modules = dict(model.named_modules())
+        return [Layer(path, self._blank(path, one, modules[path]), one.lowest_bits) for path, one in wanted.items()]
+
     def _blank(self, path: str, saved: SavedLayer, now: nn.Module) -> nn.Module:
         dense = bare(KINDS[saved.kind][0])
-        if saved.kind == "embedding":  # whose rows are looked up in every gear
-            dense.weight = self._array(saved.gears[DENSE]["weight"])
-        else:
-            dense.weight = mx.zeros(saved.shape, self.storage(path))  # never evaluated
+        dense.weight = mx.zeros(saved.shape, self.storage(path))  # never evaluated
         if "bias" in now:
             dense.bias = now.bias
         dense.train(now.training)

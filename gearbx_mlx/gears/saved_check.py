@@ -8,11 +8,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
 from ..files.problems import shown
-from ..formats import get_format
 from ..formats.base import StoredArray
 from .activations import DTYPES
 from .ladder import DENSE
-from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
+from .manifest import GEARS_FILE, MANIFEST, Manifest
 from .tensor_entries import NAMES, Entry
 
 KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
@@ -20,6 +19,7 @@ KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as m
     "switch": (SwitchLinear, QuantizedSwitchLinear),
     "multi": (MultiLinear, QuantizedMultiLinear),
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
+    "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
 
 
@@ -34,15 +34,15 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, Entry], base: Mapping[s
     """
     entries = {**base, **gears}
     used = set()
-    for path, layer in manifest.layers.items():
+    for path, layer in manifest.changing.items():
         for bits, names in layer.gears.items():
-            place = f"layers[{shown(path)}].gears[{shown(str(bits))}]"
-            expected = stored_arrays(manifest, layer, bits)
+            place = f"{'tables' if path in manifest.tables else 'layers'}[{shown(path)}].gears[{shown(str(bits))}]"
+            expected = stored_arrays(manifest, path, bits)
             if names.keys() != expected.keys():
                 raise GearbxError(f"{MANIFEST}: {place} has {', '.join(map(shown, names))}, not {', '.join(expected)}")
             check_gear(place, path, names, expected, entries)
             used |= {*names.values()}
-    managed = {f"{path}.{name}" for path in manifest.layers for name in ("weight", "scales", "biases")}
+    managed = {f"{path}.{name}" for path in manifest.changing for name in ("weight", "scales", "biases")}
     unused = (gears.keys() | (managed & base.keys())) - used
     if unused:
         raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
@@ -55,12 +55,13 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, Entry], base: Mapping[s
         raise GearbxError(f"{MANIFEST}: stock is {shown(manifest.stock)}, which the files of the base contradict")
 
 
-def stored_arrays(manifest: Manifest, layer: SavedLayer, bits: int) -> dict[str, StoredArray]:
-    """The arrays that a gear of a layer has."""
+def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredArray]:
+    """The arrays that a gear of a layer or a table has."""
+    layer = manifest.changing[path]
     dtype = DTYPES[layer.dtype]
     if bits == DENSE:
         return {"weight": StoredArray(dtype, layer.shape, DENSE, "weight")}
-    return get_format(manifest.format).stored_arrays(layer.shape, bits, layer.stored, manifest.group_size, dtype)
+    return manifest.format_of(path).stored_arrays(layer.shape, bits, layer.stored, manifest.group_size, dtype)
 
 
 def check_gear(
@@ -96,15 +97,16 @@ def check_gear(
 def check_model(manifest: Manifest, model: nn.Module) -> None:
     """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
     modules = dict(model.named_modules())
-    for path, layer in manifest.layers.items():
+    for path, layer in manifest.changing.items():
+        place = "tables" if path in manifest.tables else "layers"
         module = modules.get(path)
         if not isinstance(module, KINDS[layer.kind]):
             found = "no module" if module is None else f"a {type(module).__name__}"
-            raise GearbxError(f"{MANIFEST}: layers has the key {shown(path)}, and the model has {found} there")
+            raise GearbxError(f"{MANIFEST}: {place} has the key {shown(path)}, and the model has {found} there")
         shape = module.weight.shape
         if not isinstance(module, KINDS[layer.kind][0]):
             shape = (*shape[:-1], shape[-1] * 32 // module.bits)
         if tuple(shape) != layer.shape:
             raise GearbxError(
-                f"{MANIFEST}: layers[{shown(path)}].shape is {list(layer.shape)}, and the model's is {list(shape)}"
+                f"{MANIFEST}: {place}[{shown(path)}].shape is {list(layer.shape)}, and the model's is {list(shape)}"
             )

@@ -119,14 +119,12 @@ class FromFiles:
         return self.saved.widths(layer)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        shape, size = self.saved.manifest.layers[layer.path].shape, self.saved.storage(layer.path).size
-        stored, group_size = self.saved.stored(layer), self.saved.manifest.group_size
-        return bytes_of(self.saved.format, shape, bits, stored, group_size, size, made)
+        manifest, size = self.saved.manifest, self.saved.storage(layer.path).size
+        saved, format = manifest.changing[layer.path], manifest.format_of(layer.path)
+        return bytes_of(format, saved.shape, bits, saved.stored, manifest.group_size, size, made)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        linear = self.saved.module(layer, bits, self.dtypes[layer.path])
-        whole = bits == DENSE  # in other gears of a tied embedding, `linear` is only the head
-        return {bits: linear if whole else in_place_of(layer.module, linear, self.compute_dtype)}
+        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype)}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])

@@ -8,7 +8,7 @@ from ...bit_selection.floors import Floors
 from ...errors import GearbxError
 from ...formats import DEFAULT_FORMAT
 from ...gears.ladder import Ladder
-from ...gears.names import DEFAULT_LADDER, DTYPES
+from ...gears.names import DEFAULT_LADDER, DTYPES, EMBEDDINGS
 from ..budget import Budget, BudgetSettings
 from ..floors import FloorSettings
 from ..gears import LayoutSettings, quality_ladder
@@ -37,6 +37,12 @@ class ConversionSettings(Settings):
     revision: str | None = flag(None, "Of a Hub repository: a branch, a tag or a commit.", named=True)
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
     dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
+    embeddings: str | None = flag(
+        None,
+        "Whether the lowest gear looks up quantized rows of embeddings, as what mlx_lm.convert writes. The other gears "
+        f"have the original rows. Default: {EMBEDDINGS[0]}",
+        choices=EMBEDDINGS,
+    )
     upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
     manifest: str | None = flag(
         None,
@@ -80,13 +86,22 @@ class ConvertSettings:
 
     def _check_verify(self) -> None:
         conversion = self.conversion
-        given = (conversion.model, conversion.manifest, conversion.upload_repo, conversion.dtype, self.layout.gears)
+        given = [
+            conversion.embeddings,
+            conversion.model,
+            conversion.manifest,
+            conversion.upload_repo,
+            conversion.dtype,
+            self.layout.gears,
+        ]
         if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
             raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
 
     def _check_manifest(self) -> None:
-        if self.conversion.dtype or self.layout.manage:
-            raise GearbxError("--manifest names the layers and their weights; leave out --dtype and --manage")
+        if self.conversion.dtype or self.layout.manage or self.conversion.embeddings:
+            raise GearbxError(
+                "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
+            )
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
 

@@ -1,0 +1,273 @@
+"""Embeddings in a geared checkpoint: packed for the lowest gear as mlx_lm.convert packs them, exact for the others."""
+
+import json
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from architectures import as_initialised
+from conftest import PROMPT, save_model, tiny_model, weights_of
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.commands.convert import convert as convert_model
+
+FORMATS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,16", "groupwise": "4,16"}
+FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
+WITHOUT_ORIGINAL = {"planes": "4,8", "affine": "4,8", "rowwise": "4,8", "codebook": "3,5"}
+TABLES = {  # model to its tables that are no output heads
+    "untied": ["model.embed_tokens"],
+    "tied": [],
+    "gpt2": ["model.wpe"],
+    "gemma3n": ["model.language_model.embed_tokens_per_layer"],
+    "gemma4": ["language_model.model.embed_tokens_per_layer"],
+}
+GROUP = 32
+
+
+def original(name: str, **change: object) -> nn.Module:
+    if name in ("tied", "untied"):
+        return tiny_model(dtype=mx.bfloat16, tie_word_embeddings=name == "tied", **change)
+    model = as_initialised(name).eval()
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+@pytest.fixture
+def convert(tmp_path):
+    """(model, keywords) -> the directories of the original and of the checkpoint."""
+
+    def run(name: str, change: dict | None = None, **keywords: object):
+        save_model(original(name, **(change or {})), tmp_path / "original")
+        settings = {"q_group_size": GROUP} | keywords
+        return tmp_path / "original", convert_model(tmp_path / "original", tmp_path / "geared", **settings)
+
+    return run
+
+
+def tables_in(directory) -> dict:
+    return json.loads((directory / "gears.json").read_text())["tables"]
+
+
+def array_bytes(directory, name: str) -> int:
+    return sum(array.nbytes for array in mx.load(str(directory / name)).values())
+
+
+def gearbox_of(directory, ladder=None, **keywords: object) -> Gearbox:
+    return Gearbox(gearbx_mlx.load(directory)[0], ladder, kernels="mlx", **keywords)
+
+
+class TestTheBase:
+    @pytest.mark.parametrize("format", ["planes", "affine"])
+    @pytest.mark.parametrize("name", TABLES)
+    def test_has_the_size_of_what_mlx_lm_converts_to(self, convert, tmp_path, name, format):
+        source, out = convert(name, format=format)
+        mlx_lm.convert(str(source), str(tmp_path / "mlx"), quantize=True, q_bits=4, q_group_size=GROUP)
+        ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, tmp_path / "mlx"))
+        assert {name: array.shape for name, array in ours.items()} == {n: array.shape for n, array in theirs.items()}
+        assert array_bytes(out, "model.safetensors") == array_bytes(tmp_path / "mlx", "model.safetensors")
+        assert list(tables_in(out)) == TABLES[name]
+
+    def test_is_everything_where_it_is_the_only_gear(self, convert, tmp_path):
+        _, out = convert("tied", gears="4")
+        assert array_bytes(out, "gears.safetensors") == 0
+        gearbox = gearbox_of(out)
+        stock = mlx_lm.load(str(out))[0]
+        stock.set_dtype(mx.float32)
+        assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT)).item()
+
+    @pytest.mark.parametrize("name", TABLES)
+    def test_is_run_by_mlx_lm_as_our_lowest_gear(self, convert, name):
+        _, out = convert(name, dtype="float32")  # MLX's kernels of a CPU are slow in half precision
+        stock, tokenizer = mlx_lm.load(str(out))
+        kinds = {path: type(module) for path, module in stock.named_modules()}
+        assert all(kinds[path] is nn.QuantizedEmbedding for path in TABLES[name])
+        assert isinstance(mlx_lm.generate(stock, tokenizer, "a b c", max_tokens=4), str)
+        gearbox = gearbox_of(out)
+        assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT)).item()
+
+    @pytest.mark.parametrize("format", ["rowwise", "codebook"])
+    def test_stays_the_original_where_the_format_is_not_mlx_lms(self, convert, format):
+        source, out = convert("untied", format=format, gears=FORMATS[format])
+        assert tables_in(out) == {}
+        ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, source))
+        assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
+
+    def test_respects_the_model_class_and_the_choice_of_layers(self, convert):
+        _, out = convert("untied", manage="mlp")
+        assert tables_in(out) == {}
+
+
+class TestGears:
+    @pytest.mark.parametrize("kernels", ["mlx", "native"])
+    @pytest.mark.parametrize("name", TABLES)
+    def test_above_the_lowest_are_those_of_the_original_bit_for_bit(self, convert, name, kernels):
+        source, out = convert(name)
+        saved = Gearbox(gearbx_mlx.load(out)[0], kernels=kernels)
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", group_size=GROUP, kernels=kernels)
+        packed = saved.model(PROMPT)
+        for gear in ("mid", "high"):
+            saved.shift(gear)
+            made.shift(gear)
+            assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
+            assert saved.weight_bytes_per_token(gear_of(saved, gear)) == made.weight_bytes_per_token(
+                gear_of(made, gear)
+            )
+        saved.shift("low")
+        assert mx.array_equal(saved.model(PROMPT), packed).item()
+        made.shift("low")
+        assert not mx.array_equal(packed, made.model(PROMPT)).item()  # whose input rows are exact
+        assert saved.fingerprint == made.fingerprint
+        assert saved.bits_per_weight(saved.ladder[0]) == made.bits_per_weight(made.ladder[0])
+
+    @pytest.mark.parametrize("name", ["untied", "tied", "gemma4"])
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_the_top_one_is_the_original_in_every_format(self, convert, name, format):
+        source, out = convert(name, format=format, gears=FORMATS[format])
+        saved = gearbox_of(out)
+        saved.shift("high")
+        model = gearbx_mlx.load(source)[0]
+        model.set_dtype(saved.compute_dtype)
+        assert mx.array_equal(saved.model(PROMPT), model(PROMPT)).item()
+
+    @pytest.mark.parametrize("name", ["untied", "tied"])
+    @pytest.mark.parametrize("format", WITHOUT_ORIGINAL)
+    def test_the_top_one_has_exact_rows_without_a_gear_of_16_bits(self, convert, name, format):
+        source, out = convert(name, format=format, gears=WITHOUT_ORIGINAL[format])
+        saved = gearbox_of(out)
+        made = gearbox_of(source, WITHOUT_ORIGINAL[format], format=format, group_size=GROUP)
+        for gearbox in (saved, made):
+            gearbox.shift("high")
+        assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
+        saved.shift("low")
+        assert mx.isfinite(saved.model(PROMPT)).all().item()
+
+    @pytest.mark.parametrize("format", ["rowwise", "codebook"])
+    def test_a_tied_base_that_mlx_lm_cannot_run_is_its_lowest_gear(self, convert, format):
+        source, out = convert("tied", format=format, gears=WITHOUT_ORIGINAL[format])
+        model = gearbx_mlx.load(out)[0]
+        made = gearbox_of(source, WITHOUT_ORIGINAL[format], format=format)
+        made.shift("low")
+        expected = made.model(PROMPT)
+        assert mx.allclose(model(PROMPT).astype(mx.float32), expected.astype(mx.float32), atol=0.05).item()
+
+    @pytest.mark.parametrize("residency", ["host", "disk"])
+    @pytest.mark.parametrize("name", ["tied", "gemma4"])
+    def test_come_back_after_they_were_given_up(self, convert, name, residency):
+        _, out = convert(name)
+        kept, given_up = gearbox_of(out), gearbox_of(out, residency=residency)
+        for gear in ("high", "low", "mid", "high", "mid", "low"):
+            kept.shift(gear)
+            given_up.shift(gear)
+            ours, theirs = weights_of(kept.model), weights_of(given_up.model)
+            assert ours.keys() == theirs.keys()
+            assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)
+
+    def test_the_lowest_one_leaves_exact_rows_in_the_file(self, convert):
+        _, out = convert("untied", change={"vocab_size": 16384})
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        gearbox = gearbox_of(out)
+        low = mx.get_active_memory() - before
+        assert low <= 1.05 * sum(array.nbytes for array in weights_of(gearbox.model).values())
+        gearbox.shift("high")
+        assert mx.get_active_memory() - before > low + gearbox.model.model.embed_tokens.weight.nbytes
+
+    def test_some_of_them_may_be_chosen(self, convert):
+        source, out = convert("untied")
+        saved, made = gearbox_of(out, "8,16"), gearbox_of(source, "4,8,16", group_size=GROUP)
+        made.shift(8)
+        assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
+
+
+def gear_of(gearbox: Gearbox, name: str):
+    return gearbox.ladder.find(name)
+
+
+class TestKeep:
+    @pytest.mark.parametrize("name", TABLES)
+    def test_has_the_original_rows_in_every_gear(self, convert, name):
+        source, out = convert(name, embeddings="keep")
+        assert tables_in(out) == {}
+        saved, made = gearbox_of(out), gearbox_of(source, "4,8,16", group_size=GROUP)
+        for gear in ("low", "mid", "high"):
+            saved.shift(gear)
+            made.shift(gear)
+            assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
+
+    def test_is_what_version_2_wrote_and_still_loads(self, convert):
+        source, out = convert("tied", embeddings="keep")
+        content = json.loads((out / "gears.json").read_text())
+        del content["tables"]
+        for layer in content["layers"].values():
+            del layer["rows"]
+        (out / "gears.json").write_text(json.dumps(content | {"version": 2}))
+        saved, made = gearbox_of(out), gearbox_of(source, "4,8,16", group_size=GROUP)
+        made.shift("low")
+        assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
+
+
+class TestDamage:
+    def test_verify_compares_the_arrays_of_tables(self, convert, command):
+        _, out = convert("gemma4")
+        assert command("convert", "--verify", out).status == 0
+        (table,) = TABLES["gemma4"]
+        file = out / "gears.safetensors"
+        place = gearbx_mlx.load(out)[0].saved_gears.hashes.places[f"{table}@16.weight"]
+        content = bytearray(file.read_bytes())
+        content[place.begin] ^= 1
+        file.write_bytes(content)
+        done = command("convert", "--verify", out)
+        assert done.status == 2
+        assert f"{table}@16.weight is damaged" in done.err
+        gearbox = gearbox_of(out)
+        with pytest.raises(GearbxError, match="is damaged"):
+            gearbox.shift("high")
+        assert gearbox.gear == gearbox.ladder[0]
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which does not"),
+            (lambda c: c["layers"].update(c.pop("tables")), "kind is table, which does not belong there"),
+            (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which only an embedding with"),
+            (
+                lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"),
+                "has no key 16, which the gear of 8 bits needs",
+            ),
+            (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("4"), "rows is 4, which only an embedding with"),
+            (lambda c: c["tables"].clear(), "does not name"),
+            (lambda c: c["tables"]["model.embed_tokens"].update(shape=[64, 64]), "and gears.json needs"),
+            (lambda c: c["layers"]["lm_head"].update(rows=4), "rows is 4, which only an embedding with"),
+        ],
+    )
+    def test_of_gears_json_is_refused_in_one_line(self, convert, change, words):
+        _, out = convert("untied")
+        content = json.loads((out / "gears.json").read_text())
+        change(content)
+        (out / "gears.json").write_text(json.dumps(content))
+        with pytest.raises(GearbxError, match=words) as raised:
+            gearbx_mlx.load(out)
+        assert "\n" not in str(raised.value)
+
+
+class TestFlags:
+    def test_the_choice_is_a_part_of_an_interrupted_conversion(self, convert, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr("gearbx_mlx.conversion.converter.Converter.finish", lambda self: stop())
+            with pytest.raises(KeyboardInterrupt):
+                convert("untied")
+        with pytest.raises(GearbxError, match='embeddings "quantize" and not "keep"; remove it'):
+            convert_model(tmp_path / "original", tmp_path / "geared", q_group_size=GROUP, embeddings="keep")
+        out = convert_model(tmp_path / "original", tmp_path / "geared", q_group_size=GROUP)
+        assert list(tables_in(out)) == TABLES["untied"]
+
+    def test_a_table_of_bits_names_its_layers_itself(self, command, tmp_path):
+        done = command("convert", "--manifest", tmp_path / "x", "--embeddings", "keep")
+        assert done.status == 2
+        assert "leave out --dtype, --manage and --embeddings" in done.err
+
+
+def stop():
+    raise KeyboardInterrupt
