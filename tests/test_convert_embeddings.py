@@ -94,6 +94,12 @@ class TestTheBase:
         ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, source))
         assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
 
+    @pytest.mark.parametrize(("embeddings", "said"), [("quantize", True), ("keep", False)])
+    def test_says_in_its_model_card_what_is_looked_up(self, convert, embeddings, said):
+        _, out = convert("tied", embeddings=embeddings)
+        sentence = "embeddings look up rows of 4 bits; the other gears look up the original ones."
+        assert (sentence in (out / "README.md").read_text()) == said
+
     def test_respects_the_model_class_and_the_choice_of_layers(self, convert):
         _, out = convert("untied", manage="mlp")
         assert tables_in(out) == {}
@@ -234,7 +240,7 @@ class TestDamage:
             (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which only an embedding with"),
             (
                 lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"),
-                "has no key 16, which the gear of 8 bits needs",
+                "has no key 16, which the gear of 8",
             ),
             (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("4"), "rows is 4, which only an embedding with"),
             (lambda c: c["tables"].clear(), "does not name"),
@@ -250,6 +256,14 @@ class TestDamage:
         with pytest.raises(GearbxError, match=words) as raised:
             gearbx_mlx.load(out)
         assert "\n" not in str(raised.value)
+
+    def test_rows_of_a_head_in_another_format_are_refused(self, convert):
+        _, out = convert("tied", format="rowwise", gears="4,16")
+        content = json.loads((out / "gears.json").read_text())
+        content["layers"]["model.embed_tokens"]["rows"] = 4
+        (out / "gears.json").write_text(json.dumps(content))
+        with pytest.raises(GearbxError, match="rows is 4, and format rowwise looks no packed rows up"):
+            gearbx_mlx.load(out)
 
 
 class TestFlags:

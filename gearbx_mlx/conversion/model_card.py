@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from .. import __version__
 from ..formats import OF_MLX
 from ..gears.discovery import at_least
-from ..gears.ladder import Ladder
+from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Manifest
 
 CARD = "README.md"
@@ -109,6 +109,7 @@ def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[st
         "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
         "arrays where the format can. A gear of 16 bits has the original weights.",
         table(("file", "size"), [(f"`{name}`", megabytes(size)) for name, size in files.items()]),
+        *rows_text(manifest),
         *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
         "## Use with mlx-lm",
         mlx_lm_text(manifest, gears),
@@ -116,6 +117,15 @@ def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[st
     if manifest.stock:
         text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
     return card_text(text, origin)
+
+
+def rows_text(manifest: Manifest) -> list[str]:
+    """What input tokens look up, where that changes with the gear."""
+    rows = {layer.rows for layer in manifest.changing.values()} - {DENSE}
+    if not rows:
+        return []
+    others = "; the other gears look up the original ones" if len(manifest.gears) > 1 else ""
+    return [f"In the lowest gear, embeddings look up rows of {', '.join(map(str, sorted(rows)))} bits{others}."]
 
 
 def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:

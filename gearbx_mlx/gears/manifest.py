@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import parse_json, read_as, read_json, typed
-from ..formats import get_format
+from ..formats import OF_MLX, get_format
 from ..formats.base import Format
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
@@ -114,6 +114,10 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         """Everything that changes with the gear, by path: layers and tables."""
         return {**self.layers, **self.tables}
 
+    def place_of(self, path: str) -> str:
+        """Where gears.json has a layer or a table."""
+        return f"{'tables' if path in self.tables else 'layers'}[{shown(path)}]"
+
     def format_of(self, path: str) -> Format:
         """How a layer or a table is stored."""
         return get_format(AFFINE if path in self.tables else self.format)
@@ -141,17 +145,18 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         get_format(self.format)
         if self.manage not in MANAGE:
             raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(MANAGE)}")
-        named = [("layers", *item) for item in self.layers.items()] + [
-            ("tables", *item) for item in self.tables.items()
-        ]
-        for field, path, layer in named:
-            place = f"{field}[{shown(path)}]"
-            if (layer.kind == "table") != (field == "tables"):
-                raise GearbxError(f"{place}.kind is {layer.kind}, which does not belong there")
+        for field, found in {"layers": self.layers, "tables": self.tables}.items():
+            for path, layer in found.items():
+                if (layer.kind == "table") != (field == "tables"):
+                    raise GearbxError(f"{field}[{shown(path)}].kind is {layer.kind}, which does not belong there")
+        for path, layer in self.changing.items():
+            place = self.place_of(path)
             format = self.format_of(path)
             misfit = format.fits(layer.shape[-1], self.group_size) if layer.stored else None
             if misfit:
                 raise GearbxError(f"{place}.shape is {list(layer.shape)}: {misfit}")
+            if layer.rows != DENSE and format.name not in OF_MLX:
+                raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} looks no packed rows up")
             for bits in layer.stored:
                 format.check(bits)
             check_widths(place, layer, self.ladder)

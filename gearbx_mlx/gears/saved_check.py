@@ -36,7 +36,7 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, Entry], base: Mapping[s
     used = set()
     for path, layer in manifest.changing.items():
         for bits, names in layer.gears.items():
-            place = f"{'tables' if path in manifest.tables else 'layers'}[{shown(path)}].gears[{shown(str(bits))}]"
+            place = f"{manifest.place_of(path)}.gears[{shown(str(bits))}]"
             expected = stored_arrays(manifest, path, bits)
             if names.keys() != expected.keys():
                 raise GearbxError(f"{MANIFEST}: {place} has {', '.join(map(shown, names))}, not {', '.join(expected)}")
@@ -98,15 +98,15 @@ def check_model(manifest: Manifest, model: nn.Module) -> None:
     """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
     modules = dict(model.named_modules())
     for path, layer in manifest.changing.items():
-        place = "tables" if path in manifest.tables else "layers"
         module = modules.get(path)
         if not isinstance(module, KINDS[layer.kind]):
             found = "no module" if module is None else f"a {type(module).__name__}"
-            raise GearbxError(f"{MANIFEST}: {place} has the key {shown(path)}, and the model has {found} there")
+            field = "tables" if path in manifest.tables else "layers"
+            raise GearbxError(f"{MANIFEST}: {field} has the key {shown(path)}, and the model has {found} there")
         shape = module.weight.shape
         if not isinstance(module, KINDS[layer.kind][0]):
             shape = (*shape[:-1], shape[-1] * 32 // module.bits)
         if tuple(shape) != layer.shape:
             raise GearbxError(
-                f"{MANIFEST}: {place}[{shown(path)}].shape is {list(layer.shape)}, and the model's is {list(shape)}"
+                f"{MANIFEST}: {manifest.place_of(path)}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
             )
