@@ -124,7 +124,7 @@ def main() -> None:
         folder = Path(name)
         source, out = random_model(folder, args.hidden, args.layers), folder / "geared"
         shipped = [sys.executable, "-c", PEAK, "--mlx-path", folder / "small"]
-        command = [sys.executable, "-c", PEAK, "--model", source, "--mlx-path", out]
+        command = [sys.executable, "-c", PEAK, "--model", source, "--mlx-path", out, "--embeddings", "keep"]
         idle, peak = (
             int(subprocess.run(c, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]) * 1024 / 1e9
             for c in (shipped, [*command, "--gears", args.gears])

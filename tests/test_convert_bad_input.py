@@ -18,6 +18,7 @@ from conftest import save_model, tiny_model
 import gearbx_mlx
 from gearbx_mlx import GearbxError
 from gearbx_mlx.conversion import tensor_file
+from gearbx_mlx.gears.manifest import VERSION
 from gearbx_mlx.loading import DEMO_MODEL
 
 
@@ -75,8 +76,9 @@ class TestLoading:
         self.refused(geared, "gears.json: missing beside gears.safetensors")
 
     def test_a_newer_version(self, geared):
-        change_manifest(geared, version=3)
-        self.refused(geared, "gears.json: of version 3, and this gearbx-mlx reads up to 2; upgrade gearbx-mlx")
+        change_manifest(geared, version=VERSION + 1)
+        words = f"gears.json: of version {VERSION + 1}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
+        self.refused(geared, words)
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
     def test_a_damaged_manifest(self, geared, text):

@@ -72,6 +72,7 @@ def quantized_table(arrays: Mapping[str, mx.array], bits: int, group_size: int, 
     table.bits, table.group_size, table.mode, table.dtype = bits, group_size, "affine", dtype
     for name, array in arrays.items():
         table[name] = array
+    table.num_embeddings, table.dims = len(arrays["weight"]), arrays["scales"].shape[-1] * group_size
     table.freeze()
     return table
 
