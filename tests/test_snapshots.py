@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.decoding.rows import Rows
+from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.snapshots import Snapshot
 from gearbx_mlx.routing.acceptance import FixedLength
 
@@ -79,7 +79,8 @@ def plain(model, tokens, cache):
 
 
 def rows_of(model, tokens, cache):
-    return Rows(lambda tokens, cache: model(tokens, cache=cache), model, mx.array([tokens]), cache)
+    gearbox = Gearbox(model, "16")
+    return Verifier(gearbox, gearbox.ladder.top).rows(mx.array([tokens]), cache)
 
 
 def begun(model, count):
@@ -154,8 +155,11 @@ class TestRows:
     @pytest.mark.parametrize("architecture", STATES)
     def test_earlier_states_are_computed_without_the_weights_of_linear_layers(self, architecture):
         model = tiny_model(architecture)
+        gearbox = Gearbox(model, "4,16")
+        verifier = Verifier(gearbox, gearbox.ladder.top)
         cache, other = begun(model, 3), begun(model, 3)
-        rows = rows_of(model, TOKENS, cache)
+        gearbox.shift("low")  # as after a draft
+        rows = verifier.rows(mx.array([TOKENS]), cache)
         mx.eval(rows.logits, plain(model, TOKENS[:3], other))
         rows.show(3)
         for module in model.modules():
@@ -189,12 +193,16 @@ class TestRows:
         model = tiny_model("lfm2")
         cache, other = begun(model, 3), begun(model, 3)
 
-        def interrupted(tokens, cache):
-            model(tokens, cache=cache)
-            raise KeyboardInterrupt
+        class Interrupted(type(model)):
+            def __call__(self, inputs, cache):
+                super().__call__(inputs, cache=cache)
+                raise KeyboardInterrupt
 
+        gearbox, own = Gearbox(model, "16"), type(model)
+        model.__class__ = Interrupted
         with pytest.raises(KeyboardInterrupt):
-            Rows(interrupted, model, mx.array([TOKENS]), cache)
+            Verifier(gearbox, gearbox.ladder.top).rows(mx.array([TOKENS]), cache)
+        model.__class__ = own
         assert mx.array_equal(plain(model, [3, 4], cache), plain(model, [3, 4], other))
 
 

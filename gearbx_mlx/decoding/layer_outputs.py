@@ -6,7 +6,7 @@ pass costs little: its norms, convolutions and recurrences.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,18 +20,23 @@ LINEAR = (nn.Linear, *QUANTIZED)
 NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Those of the gear that is engaged."""
+    return [module for module in model.modules() if isinstance(module, LINEAR)]
+
+
 class LayerOutputs:
-    """The outputs of a model's linear layers in one pass over K tokens.
+    """The outputs of linear layers in one pass over K tokens.
 
     Args:
-        model: in the gear of the pass.
+        layers: of the gear of the pass.
         count: K, two or more.
     """
 
-    def __init__(self, model: nn.Module, count: int):
+    def __init__(self, layers: Sequence[nn.Module], count: int):
         self.count = count
-        self._layers = [module for module in model.modules() if isinstance(module, LINEAR)]
-        self._outputs: list[list[mx.array | None]] = [[] for _ in self._layers]
+        self._layers = layers
+        self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
     def recorded(self) -> AbstractContextManager[None]:
         """In the block, layers note their outputs."""

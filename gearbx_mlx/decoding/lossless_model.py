@@ -13,22 +13,20 @@ for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from ..errors import GearbxError
-from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
 from .history import History
-from .rows import Rows
+from .rows import Rows, Verifier
+from .short_path import warn_of_other_paths
 from .snapshots import Snapshot
 from .step import Draft, Step
 from .wrapper import ModelWrapper
@@ -79,7 +77,7 @@ class LosslessModel(ModelWrapper):
         max_tokens: how many will be generated; -1: no limit.
 
     Raises:
-        GearbxError: a ladder of one gear, a draft gear that is the top one, latent attention in half precision.
+        GearbxError: a ladder of one gear, a draft gear that is the top one.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class LosslessModel(ModelWrapper):
         self.draft = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
         if self.draft == self.top:
             raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
-        check_attention(gearbox)
+        warn_of_other_paths(gearbox)
         self.rule = rule or default_rule()
         self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
@@ -107,6 +105,7 @@ class LosslessModel(ModelWrapper):
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self._history = History(counted_only=not self.logits_processors)
+        self._verifier = Verifier(gearbox, self.top)
         self._verified: Verified | None = None
 
     def __call__(
@@ -135,7 +134,7 @@ class LosslessModel(ModelWrapper):
         self._verified = None
         drafted, entropies = self._drafts(token, cache, self._most(token))
         tokens = [token, *drafted]
-        rows = Rows(functools.partial(self.run, self.top), self.gearbox.model, mx.array([tokens]), cache)
+        rows = self._verifier.rows(mx.array([tokens]), cache)
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
         verified = Verified(tokens, rows, noise, list(cache))
         ran = [self.draft] * len(drafted) + [self.top]
@@ -178,20 +177,6 @@ class LosslessModel(ModelWrapper):
                 if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
                     break
         return drafted, entropies
-
-
-def check_attention(gearbox: Gearbox) -> None:
-    """Raises GearbxError for multi-head latent attention in half precision.
-
-    It computes one token in another order than several, and the difference decides between tokens that are far from a
-    near-tie.
-    """
-    latent = any(isinstance(module, MultiLinear | QuantizedMultiLinear) for module in gearbox.model.modules())
-    if latent and gearbox.compute_dtype != mx.float32:
-        raise GearbxError(
-            f"mode 'lossless' in {dtype_name(gearbox.compute_dtype)}: this model's latent attention rounds several "
-            "tokens otherwise than one, which changes the text; give --dtype float32, or use mode 'route'"
-        )
 
 
 @contextlib.contextmanager

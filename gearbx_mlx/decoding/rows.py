@@ -10,8 +10,8 @@ further tokens. It may stop there, save the cache, or go on with another token.
   asks for it. Most often nobody does, since the next token was accepted too.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import functools
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -19,36 +19,72 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from .caches import parts
-from .layer_outputs import LayerOutputs
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from .caches import Cache, parts
+from .layer_outputs import LayerOutputs, linear_layers
+from .pass_classes import of_classes
+from .short_path import on_short_path
 from .sink_masks import sinks_seen
 from .snapshots import APPENDING, PartState, Snapshot
+from .turns import turn
 from .unsettled import is_unsettled, settle_later, settled
 
 CUT = (*APPENDING, ChunkedKVCache, RotatingKVCache)  # a pass over several tokens leaves all entries in them
+
+
+class Verifier:
+    """Computes several tokens in one pass as it computes one alone, in a gear of a gearbox."""
+
+    def __init__(self, gearbox: Gearbox, gear: Gear):
+        self.gearbox, self.gear = gearbox, gear
+
+    def rows(self, tokens: mx.array, cache: Cache) -> "Rows":
+        """The pass over tokens (1, K)."""
+        self.gearbox.shift(self.gear)
+        return Rows(self, tokens, cache)
+
+    def run(self, tokens: mx.array, cache: Cache) -> mx.array:
+        """Logits (1, K, V)."""
+        self.gearbox.shift(self.gear)
+        with ExitStack() as stack:
+            if tokens.shape[1] > 1:
+                stack.enter_context(sinks_seen(cache))
+                stack.enter_context(of_classes(self._short_path))
+            return self.gearbox.model(tokens, cache=cache)
+
+    @functools.cached_property
+    def linear_layers(self) -> list[nn.Module]:
+        """Of the gear, which is engaged when they are first asked for."""
+        return linear_layers(self.gearbox.model)
+
+    @functools.cached_property
+    def _short_path(self) -> list[tuple[nn.Module, type]]:
+        return on_short_path(self.gearbox.model)
 
 
 class Rows:
     """One pass over K tokens. Afterwards the cache is as after the first of them.
 
     Args:
-        run: computes logits from (tokens, cache) in the gear of the pass.
-        model: that it runs.
+        verifier: runs the pass; its gear is engaged.
         tokens: (1, K).
         cache: of the model.
 
-    `logits` (1, K, V) are of all tokens.
+    `logits` (1, K, V) are of all tokens; `rows` is how many of them the cache shows.
     """
 
-    def __init__(self, run: Callable[[mx.array, Any], mx.array], model: nn.Module, tokens: mx.array, cache: Any):
-        self._run, self._tokens = run, tokens
+    def __init__(self, verifier: Verifier, tokens: mx.array, cache: Cache):
+        self._verifier, self._tokens = verifier, tokens
         self.count = tokens.shape[1]
         self._before = Snapshot(cache)
         has_states = any(part.kind not in CUT for part in self._before.parts)
-        self._outputs = LayerOutputs(model, self.count) if has_states and self.count > 1 else None
+        self._outputs = LayerOutputs(verifier.linear_layers, self.count) if has_states and self.count > 1 else None
         try:
-            with sinks_seen(cache), nullcontext() if self._outputs is None else self._outputs.recorded():
-                self.logits = run(tokens, cache)
+            with ExitStack() as stack:
+                if self._outputs is not None:
+                    stack.enter_context(self._outputs.recorded())
+                self.logits = verifier.run(tokens, cache)
         except BaseException:
             self._before.restore()
             raise
@@ -82,9 +118,13 @@ class Rows:
     def _settle(self) -> None:
         """Compute the states after the rows that are shown."""
         assert self._outputs is not None
-        cache = self._before.second()
-        with self._outputs.recalled():
-            self._run(self._tokens[:, : self.rows], cache)
+        gearbox, cache = self._verifier.gearbox, self._before.second()
+        with turn(gearbox):
+            engaged = gearbox.gear
+            gearbox.shift(self._verifier.gear)
+            with self._outputs.recalled():
+                self._verifier.run(self._tokens[:, : self.rows], cache)
+            gearbox.shift(engaged)
         for after, part in zip(self._after, parts(cache)):
             if after.kind not in CUT:
                 settled(after.part, after.kind)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..decoding.rows import Rows
+from ..decoding.rows import Verifier
 from ..decoding.snapshots import Snapshot
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -49,18 +49,17 @@ def drafted(
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
     counts the passes of the draft and of its verification.
     """
-    model = gearbox.model
+    verifier = Verifier(gearbox, top)
     for number, window in enumerate(windows):
-        cache = make_prompt_cache(model)
+        cache = make_prompt_cache(gearbox.model)
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
             most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft
             gearbox.shift(low)
             with Snapshot(cache).borrowed():
                 drafts = draft(gearbox, window[place : place + most], cache, rule)
-            gearbox.shift(top)
             read = mx.array([window[place : place + len(drafts) + 1]])
-            rows = Rows(lambda tokens, cache: model(tokens, cache=cache), model, read, cache)
+            rows = verifier.rows(read, cache)
             verified = logprobs_of(rows.logits)
             same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
             kept = sum(itertools.takewhile(bool, same)) + 1
