@@ -42,8 +42,8 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
     if others and gearbox.compute_dtype != mx.float32:
         dtype = dtype_name(gearbox.compute_dtype)
         said = (
-            f"{min(others)} computes several tokens otherwise than one, so that in {dtype} a text of mode 'lossless' may "
-            "differ from the top gear's; --dtype float32 makes that unlikely"
+            f"{min(others)} computes several tokens otherwise than one, so that in {dtype} a text of mode 'lossless' "
+            "may differ from the top gear's; --dtype float32 makes that unlikely"
         )
         warnings.warn(said, GearbxWarning, stacklevel=4)
 
