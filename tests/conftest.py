@@ -1,5 +1,4 @@
 import dataclasses
-import importlib
 import json
 import os
 import shutil
@@ -12,6 +11,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from architectures import CONFIGS, as_initialised
+from architectures import VOCABULARY as VOCABULARY
 from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
@@ -30,100 +31,26 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("gearbx", deadline=None, derandomize="HYPOTHESIS_SEARCH" not in os.environ)
 settings.load_profile("gearbx")
 
-VOCABULARY = 128
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 ON_A_CPU = pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
 )
 
-COMMON = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "head_dim": 32,
-}
-MIXTURE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-ARCHITECTURES = {
-    "llama": COMMON,
-    "qwen2": COMMON,
-    "qwen3": COMMON,
-    "qwen3_moe": COMMON | MIXTURE,
-    "gemma3_text": COMMON | {"query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
-    "gemma3": {
-        "text_config": COMMON
-        | {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 64, "sliding_window_pattern": 2},
-        "vocab_size": VOCABULARY,
-    },
-    "phi3": COMMON,
-    "mixtral": COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_neox": COMMON
-    | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
-}
-FURTHER = {  # with latent attention, with a state, and with states and entries
-    "deepseek_v3": COMMON
-    | {
-        "num_key_value_heads": 2,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 2,  # on a CPU, MLX computes experts in float32 only
-    },
-    "mamba": COMMON
-    | {
-        "state_size": 8,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 4,
-    },
-    "lfm2": COMMON
-    | {
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 128,
-        "block_multiple_of": 16,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "full_attn_idxs": [1],
-        "num_heads": 2,
-    },
+# One of each kind that has a cache of keys and values and no state; tests/architectures has all classes.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3", "phi3", "mixtral", "gpt_neox")
+
+
+WIDE = {"sliding_window": 64}  # which short texts do not fill
+CHANGES = {
+    "gemma3_text": WIDE,
+    "gemma3": {"text_config": CONFIGS["gemma3"]["text_config"] | WIDE},
+    "deepseek_v3": {"first_k_dense_replace": 2},  # on a CPU, MLX computes experts in float32 only
 }
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32, **change: object) -> nn.Module:
-    """A random instance of one of mlx-lm's classes: structure without sense."""
-    mx.random.seed(seed)
-    module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    model = module.Model(
-        module.ModelArgs.from_dict({"model_type": architecture} | (ARCHITECTURES | FURTHER)[architecture] | change)
-    )
-    model.set_dtype(dtype)
-    mx.eval(model.parameters())
-    return model
+    """A random instance of one of mlx-lm's classes, as it is initialised: structure without sense."""
+    return as_initialised(architecture, seed, dtype, **(CHANGES.get(architecture, {}) | change))
 
 
 def heavy(*shape: int, seed: int = 0, scale: float = 0.02) -> mx.array:
