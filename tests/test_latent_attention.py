@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from architectures import tiny
 from conftest import tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -51,3 +52,9 @@ def test_kickdown_runs_in_half_precision_for_it_computes_one_token_at_a_time(dem
     gearbox = Gearbox(model, "4,16", dtype="bfloat16")
     always = Kickdown(rule=lambda entropy, position, gear: True)
     assert text(model, demo.tokenizer, always, gearbox) == text(model, demo.tokenizer, Static(), gearbox)
+
+
+def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
+    gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
+    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens otherwise than one"):
+        stream_generate(gearbox.model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)

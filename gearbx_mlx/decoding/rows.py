@@ -25,10 +25,10 @@ from .caches import Cache, parts
 from .layer_outputs import LayerOutputs, linear_layers
 from .pass_classes import of_classes
 from .short_path import on_short_path
-from .sink_masks import sinks_seen
 from .snapshots import APPENDING, PartState, Snapshot
 from .turns import turn
 from .unsettled import is_unsettled, settle_later, settled
+from .window_masks import windows_of_single_tokens
 
 CUT = (*APPENDING, ChunkedKVCache, RotatingKVCache)  # a pass over several tokens leaves all entries in them
 
@@ -49,7 +49,7 @@ class Verifier:
         self.gearbox.shift(self.gear)
         with ExitStack() as stack:
             if tokens.shape[1] > 1:
-                stack.enter_context(sinks_seen(cache))
+                stack.enter_context(windows_of_single_tokens(cache))
                 stack.enter_context(of_classes(self._short_path))
             return self.gearbox.model(tokens, cache=cache)
 

@@ -22,6 +22,7 @@ from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 
 ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by
+UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 
 
 def on_short_path(model: nn.Module) -> list[tuple[nn.Module, type]]:
@@ -36,14 +37,17 @@ def on_short_path(model: nn.Module) -> list[tuple[nn.Module, type]]:
 
 
 def warn_of_other_paths(gearbox: Gearbox) -> None:
-    """Name the latent attention that has no such subclass, if the difference may change a text."""
+    """Name what computes several tokens otherwise than one, if that may change a text."""
     found = {id(module) for module, _ in on_short_path(gearbox.model)}
     others = {type(m).__name__ for m in gearbox.model.modules() if m.keys() >= ABSORBED and id(m) not in found}
-    if others and gearbox.compute_dtype != mx.float32:
-        dtype = dtype_name(gearbox.compute_dtype)
+    if type(gearbox.model).__module__ in UNMASKED:
+        others = {type(gearbox.model).__module__}
+    elif gearbox.compute_dtype == mx.float32:
+        return
+    if others:
         said = (
-            f"{min(others)} computes several tokens otherwise than one, so that in {dtype} a text of mode 'lossless' "
-            "may differ from the top gear's; --dtype float32 makes that unlikely"
+            f"{min(others)} computes several tokens otherwise than one, so that a text of mode 'lossless' in "
+            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
         )
         warnings.warn(said, GearbxWarning, stacklevel=4)
 
