@@ -2,16 +2,32 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-FEW = 8  # rows along the first axis that are looked at one by one: experts; an embedding has more
+FEW = 8  # rows that are looked at one by one: experts; an embedding has more
 
-Slot = tuple[dict | list, str | int]  # where a module keeps an array
+
+@dataclass
+class Slot:
+    """Where a module keeps an array, and how many rows of it can be read one without another."""
+
+    node: dict | list
+    key: str | int
+    rows: int
+
+    @property
+    def array(self) -> mx.array:
+        return self.node[self.key]
+
+    def put(self, array: mx.array) -> None:
+        self.node[self.key] = array
+
+
 Spoiling = Callable[[mx.array], mx.array]
 
 
@@ -43,27 +59,34 @@ def step(model: nn.Module, prompt: list[int]) -> Callable[[Callable[[], None], C
     )
 
 
-def slots(tree: Any) -> Iterator[Slot]:
-    """Every place in a model that has an array, each array once."""
+def slots(model: nn.Module) -> Iterator[Slot]:
+    """Every place in a model that has a parameter, each array once."""
     seen = set()
-    stack: list[Any] = [tree]
-    while stack:
-        node = stack.pop()
-        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            if isinstance(value, dict | list):
-                stack.append(value)
-            elif isinstance(value, mx.array) and not str(key).startswith("_") and id(value) not in seen:
-                seen.add(id(value))
-                yield node, key
+    for module in model.modules():
+        places = list(own_places(module))
+        experts = {len(node[key]) for node, key in places if node[key].ndim > 2}
+        for node, key in places:
+            array = node[key]
+            if id(array) not in seen:
+                seen.add(id(array))
+                divides = array.ndim > 1 and (len(array) > FEW or len(array) in experts)
+                yield Slot(node, key, len(array) if divides else 1)
+
+
+def own_places(node: dict | list) -> Iterator[tuple[dict | list, str | int]]:
+    """Where a module has arrays of its own, also in lists."""
+    for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        if isinstance(value, mx.array) and not str(key).startswith("_"):
+            yield node, key
+        elif isinstance(value, dict | list) and not isinstance(value, nn.Module):
+            yield from own_places(value)
 
 
 def spoiled_bytes(slot: Slot, read: Callable) -> int:
     """The bytes of an array that a step reads: whole rows of it, if not all."""
-    array = slot[0][slot[1]]
-    rows = len(array) if array.ndim > 1 else 1
     for spoil in WAYS:
-        if is_read(slot, read, spoil, 0, rows):
-            return array.nbytes // rows * rows_read(slot, read, spoil, 0, rows)
+        if is_read(slot, read, spoil, 0, slot.rows):
+            return slot.array.nbytes // slot.rows * rows_read(slot, read, spoil, 0, slot.rows)
     return 0
 
 
@@ -83,12 +106,10 @@ def rows_read(slot: Slot, read: Callable, spoil: Spoiling, first: int, last: int
 
 def is_read(slot: Slot, read: Callable, spoil: Spoiling, first: int, last: int) -> bool:
     """Whether a step differs with these rows spoiled."""
-    node, key = slot
-    array = node[key]
-    other = spoil(array)
-    if array.ndim > 1:
+    array, other = slot.array, spoil(slot.array)
+    if last - first < slot.rows:
         other = mx.concatenate([array[:first], other[first:last], array[last:]])
-    return read(partial(node.__setitem__, key, other), partial(node.__setitem__, key, array))
+    return read(partial(slot.put, other), partial(slot.put, array))
 
 
 def to_nothing(array: mx.array) -> mx.array:
