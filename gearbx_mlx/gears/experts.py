@@ -28,9 +28,16 @@ def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) 
         modules: of the whole model, by path.
         positions: tokens computed in one pass, as if no two of them used the same expert.
     """
-    experts = getattr(modules[path], "num_experts", None)
+    experts = experts_of(path, modules)
     chosen = chosen_experts(path, modules) if experts else None
-    return min(1.0, positions * chosen / experts) if experts and chosen else 1.0
+    return min(1.0, positions * chosen / experts) if chosen else 1.0
+
+
+def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
+    """The number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
+    block, _, _ = path.rpartition(".experts.")
+    listed = modules[block].get("experts") if block else None
+    return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
 
 
 def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
@@ -56,7 +63,7 @@ def places(block: nn.Module) -> Iterator[Any]:
 def warn_of_unknown_routing(model: nn.Module) -> None:
     """Warn of mixtures that do not say how many experts a token uses: they are counted as if it used all of them."""
     modules = dict(model.named_modules())
-    mixtures = [path for path, module in modules.items() if getattr(module, "num_experts", None) and "weight" in module]
+    mixtures = [path for path, module in modules.items() if "weight" in module and experts_of(path, modules)]
     unknown = [path for path in mixtures if chosen_experts(path, modules) is None]
     if unknown:
         warnings.warn(

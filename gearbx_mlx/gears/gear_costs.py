@@ -94,8 +94,8 @@ class GearCosts:
             found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
         modules = dict(self.model.named_modules())
         for path, reason in self.unmanaged.items():
-            module = modules.get(path, modules[path.rpartition(".")[0]])  # some matrices are no modules of their own
-            kernels = kernels_of(module, self.kernels, None)
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
+            kernels = kernels_of(modules[holder], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
         return found
 

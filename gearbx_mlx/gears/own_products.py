@@ -20,18 +20,18 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
         module: of a class that is no linear layer that a gearbox knows.
 
     Returns:
-        the path of the module for its `weight`, and the paths of other parameters of two axes or more.
+        the path of the module for its `weight`, and those of other parameters of two axes, except biases.
     """
     kind = type(module).__name__
-    found = {}
-    for name, value in module.items():
-        if name.startswith("_") or not isinstance(value, mx.array) or sum(length > 1 for length in value.shape) < 2:
-            continue
-        if name != "weight":
-            found[f"{path}.{name}".lstrip(".")] = f"class {kind} computes with it itself"
-        else:
-            found[path] = "a convolution" if "Conv" in kind else f"layers of class {kind} are not known"
-    return found
+    names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
+    if "weight" in names:
+        return {path: "a convolution" if "Conv" in kind else f"layers of class {kind} are not known"}
+    return {f"{path}.{name}".lstrip("."): f"class {kind} computes with it itself" for name in names}
+
+
+def is_matrix(value: object) -> bool:
+    """Whether a parameter is an array with more than one row, and more than one column."""
+    return isinstance(value, mx.array) and sum(length > 1 for length in value.shape) > 1
 
 
 def readers(model: nn.Module) -> dict[str, str]:
