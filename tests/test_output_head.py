@@ -105,7 +105,6 @@ def test_rows_that_are_no_tokens_do_not_count_as_vocabulary():
     model = tiny_model()
     model.model.embed_tokens = nn.Embedding(VOCABULARY + 64, 64)  # padded, beside a head that is not
     assert vocabulary(model) == VOCABULARY
-    model.model.embed_tokens.as_linear = None
     assert tied_head(model) is None
 
 

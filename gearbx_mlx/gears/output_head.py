@@ -79,13 +79,16 @@ def is_table(module: nn.Module) -> bool:
 
 def logits_length(model: nn.Module) -> int:
     """The length of the logits after one token. Raises whatever a model raises that cannot run without values."""
+    lengths: list[int] = []
 
-    def logits(token: mx.array) -> mx.array:
-        return model(token, cache=make_prompt_cache(model))
+    def trace(token: mx.array) -> mx.array:
+        lengths.append(model(token, cache=make_prompt_cache(model)).shape[-1])
+        return token  # nothing of the model is left to compile
 
     # While a function is compiled, MLX refuses to compute: no weight of a large model is read by mistake.
     with unchanged(model):
-        return mx.compile(logits)(TOKEN).shape[-1]
+        mx.compile(trace)(TOKEN)
+    return lengths[0]
 
 
 @contextlib.contextmanager
