@@ -8,6 +8,7 @@ import mlx_lm
 import pytest
 from architectures import as_initialised
 from conftest import PROMPT, save_model, tiny_model, weights_of
+from mlx_lm.models import llama
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
@@ -100,9 +101,23 @@ class TestTheBase:
         sentence = "embeddings look up rows of 4 bits; the other gears look up the original ones."
         assert (sentence in (out / "README.md").read_text()) == said
 
-    def test_respects_the_model_class_and_the_choice_of_layers(self, convert):
+    def test_keeps_embeddings_that_are_not_selected(self, convert):
         _, out = convert("untied", manage="mlp")
         assert tables_in(out) == {}
+
+    @pytest.mark.parametrize(("answer", "rows"), [({"bits": 8, "group_size": GROUP}, 8), (False, None), (True, 4)])
+    def test_does_what_the_model_class_says(self, convert, monkeypatch, answer, rows):
+        def predicate(model, path, module):
+            return answer if path == "model.embed_tokens" else hasattr(module, "to_quantized")
+
+        monkeypatch.setattr(llama.Model, "quant_predicate", predicate, raising=False)
+        _, out = convert("untied")
+        assert tables_in(out).get("model.embed_tokens", {}).get("rows") == rows
+        table = mlx_lm.load(str(out))[0].model.embed_tokens
+        assert getattr(table, "bits", None) == rows
+        gearbox = gearbox_of(out)
+        gearbox.shift("mid")
+        assert (type(gearbox.model.model.embed_tokens) is nn.Embedding) == (rows != 8)
 
 
 class TestGears:
