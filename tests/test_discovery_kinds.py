@@ -12,7 +12,8 @@ from architectures.reading import bytes_read
 from conftest import PROMPT, save_model, tiny_model
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.decoding.governor import cap_schedule_of
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats import FORMATS
 from gearbx_mlx.gears.experts import chosen_experts, experts_of
@@ -118,6 +119,23 @@ class TestOthers:
         assert re.search(rf"^{numbers}: dense \({reason}\)", gearbox.describe(), re.MULTILINE)
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
 
+    @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
+    @pytest.mark.parametrize("quantized", [False, True])
+    def test_sharded_layers_are_reported_and_counted(self, sharding, quantized):
+        model = tiny_model()
+        plain = Gearbox(tiny_model(), group_size=32)
+        layer = model.model.layers[0].mlp.up_proj
+        layer = nn.layers.distributed.shard_linear(layer.to_quantized(32, 4) if quantized else layer, sharding)
+        model.model.layers[0].mlp.up_proj = layer
+        if quantized:
+            with pytest.raises(GearbxError, match="the model is quantized already"):
+                Gearbox(model)
+            return
+        gearbox = Gearbox(model, group_size=32)
+        kind = type(layer).__name__
+        assert gearbox.unmanaged == {"model.layers.0.mlp.up_proj": f"layers of class {kind} are not known"}
+        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == plain.weight_bytes_per_token(plain.ladder.top)
+
     def test_a_layer_whose_weight_the_model_reads_stays_dense(self):
         """Gemma 3n clips such weights before it multiplies by them; packed ones are codes."""
         model = tiny("gemma3n")
@@ -153,6 +171,8 @@ class TestTowers:
             "vision_tower.layers.0",
             "vision_tower.head",
         }
+        schedules = [cap_schedule_of(gearbox, None, {}) for gearbox in (plain, seeing)]
+        assert schedules[0].read([0, 0, 1])[0] == schedules[1].read([0, 0, 1])[0]
         seeing.shift("low")
         assert seeing.model.vision_tower.layers[0].bits == 4
         for gear in plain.ladder:

@@ -32,6 +32,8 @@ QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,
     QuantizedMultiLinear,
+    nn.QuantizedAllToShardedLinear,
+    nn.QuantizedShardedToAllLinear,
     nn.QuantizedEmbedding,
     PlanesLinear,
     PlanesSwitchLinear,
