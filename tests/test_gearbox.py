@@ -228,7 +228,7 @@ class TestShift:
         ("arguments", "complaint"),
         [
             ({"format": "nf4"}, "format 'nf4' does not exist"),
-            ({"manage": "everything"}, "manage 'everything' does not exist"),
+            ({"manage": "nothing"}, "manage 'nothing' does not exist"),
             ({"residency": "cloud"}, "residency 'cloud' does not exist"),
             ({"residency": "disk"}, "give checkpoint="),
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),

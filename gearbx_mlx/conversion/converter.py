@@ -10,7 +10,6 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
@@ -25,6 +24,7 @@ from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import GEARS_FILE, MANIFEST, Hash, Manifest, SavedLayer
 from ..gears.offload import EMPTY, put
+from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
 from ..gears.values import DtypeName, GroupSize, Width
 from .tensor_file import TensorFile
@@ -32,7 +32,7 @@ from .tensor_file import TensorFile
 BASE_FILE = "model.safetensors"
 JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done
 REMOVE = "remove the directory, and the same command begins anew"
-STOCK = (nn.QuantizedLinear, QuantizedSwitchLinear)
+STOCK = tuple(quantized for _, quantized in KINDS.values())
 ROOM = 512  # bytes of a header for the entry of one array, name included
 ARRAYS_PER_GEAR = 8  # at most
 
@@ -263,8 +263,7 @@ class Converter:
 
     def _saved(self, layer: Layer) -> SavedLayer:
         unit = self.done[f"{layer.path}.weight"]
-        kind = "embedding" if isinstance(layer.module, nn.Embedding) else "linear"
-        kind = "switch" if isinstance(layer.module, SwitchLinear) else kind
+        kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
         return SavedLayer(kind, unit.shape, unit.dtype, layer.lowest_bits, unit.names)
 
     def _note(self, line: Plan | Unit) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from mlx_lm.generate import GenerationResponse
 
 from ..errors import GearbxError, GearbxWarning
-from ..gears.cost import used_share
 from ..gears.default_sensitivity import default_sensitivity
 from ..gears.discovery import Layer
+from ..gears.experts import used_share
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
 from ..machine.budget import SteadyBudget

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
@@ -50,7 +51,7 @@ class Format(Protocol):
         """Quantize one layer: the gear with `bits`, and any other gears that come with it at no cost.
 
         Args:
-            dense: a Linear or SwitchLinear, weight (O, I) or (E, O, I) in the checkpoint's own type.
+            dense: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I), in the checkpoint's own type.
             bits: of the gear that is needed now.
             ladder: bits of all quantized gears, ascending.
             group_size: inputs that share a scale; formats with a group size of their own ignore it.
@@ -105,7 +106,7 @@ def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dt
 def quantized_module(
     dense: nn.Module, bits: int, group_size: int, weight: mx.array, scales: mx.array, biases: mx.array
 ) -> nn.Module:
-    """MLX's quantized module for a Linear or SwitchLinear, over these arrays; the bias is shared, not copied.
+    """MLX's quantized module for a Linear, SwitchLinear or MultiLinear, over these arrays; it shares the bias.
 
     A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
     the numbers that its tokens are sampled with.
@@ -113,6 +114,8 @@ def quantized_module(
     native = isinstance(dense, Native)
     if isinstance(dense, nn.Linear):
         module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
+    elif isinstance(dense, MultiLinear):
+        module = bare(QuantizedMultiLinear)
     else:
         module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
         module.global_scale = None

@@ -29,7 +29,14 @@ from .codebook_outliers import (
 )
 from .codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
 from .native import Native
-from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import (
+    Arrays,
+    Reconstructed,
+    ReconstructedLinear,
+    ReconstructedMultiLinear,
+    ReconstructedSwitchLinear,
+    kind_for,
+)
 
 ENTRY_SIZE = 2  # bytes: always float16
 
@@ -140,6 +147,10 @@ class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
     """A SwitchLinear over one codebook per row."""
 
 
+class CodebookMultiLinear(_Rows, ReconstructedMultiLinear):
+    """A MultiLinear over one codebook per row."""
+
+
 class CodebookFormat(abc.ABC):
     """Formats of learned codebooks: every gear has its own codes and tables.
 
@@ -153,6 +164,7 @@ class CodebookFormat(abc.ABC):
     linear: type[CodebookModule]
     native_linear: type[CodebookModule]
     experts: type[CodebookModule]
+    heads: type[CodebookModule]
     native, native_experts = True, False
     scales: frozenset[str] = frozenset()  # always float16
 
@@ -195,7 +207,7 @@ class CodebookFormat(abc.ABC):
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         self.check_places(arrays, dense.weight.shape[-1])
         linear = self.native_linear if isinstance(dense, Native) else self.linear
-        kind = linear if dense.weight.ndim == 2 else self.experts
+        kind = kind_for(dense, linear, self.experts, self.heads)
         return kind(dense, bits, arrays, self.cache)
 
     def bytes_read(
@@ -210,7 +222,8 @@ class Codebook(CodebookFormat):
 
     name = "codebook"
     layer_bits = tuple(LAYOUT)
-    linear, native_linear, experts = CodebookLinear, NativeCodebookLinear, CodebookSwitchLinear
+    linear, native_linear = CodebookLinear, NativeCodebookLinear
+    experts, heads = CodebookSwitchLinear, CodebookMultiLinear
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.rounds)

@@ -23,7 +23,7 @@ from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct,
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
 from .packing import pack_mlx_codes, unpack_mlx_codes
-from .reconstruct import Arrays, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import Arrays, ReconstructedLinear, ReconstructedMultiLinear, ReconstructedSwitchLinear
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = 32, 128
@@ -212,12 +212,16 @@ class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
     """A SwitchLinear with a library of codebooks for each expert."""
 
 
+class LibraryMultiLinear(_Library, ReconstructedMultiLinear):
+    """A MultiLinear with a library of codebooks for each head."""
+
+
 class CodebookLibrary(CodebookFormat):
     """32 codebooks for a matrix instead of one for each row: a kernel keeps them in less memory."""
 
     name = "codebook-library"
     layer_bits = BITS
-    linear, native_linear, experts = LibraryLinear, NativeLibraryLinear, LibrarySwitchLinear
+    linear, native_linear, experts, heads = LibraryLinear, NativeLibraryLinear, LibrarySwitchLinear, LibraryMultiLinear
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.rounds)

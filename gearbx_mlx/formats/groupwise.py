@@ -15,7 +15,14 @@ from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
 from .base import StoredArray
 from .native import Native, NativeDense
-from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import (
+    Arrays,
+    Reconstructed,
+    ReconstructedLinear,
+    ReconstructedMultiLinear,
+    ReconstructedSwitchLinear,
+    kind_for,
+)
 from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
 
 BITS, Q_MAX, GROUP = 4, 7, 32
@@ -67,6 +74,10 @@ class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
     """A SwitchLinear over groupwise codes."""
 
 
+class GroupwiseMultiLinear(_Groupwise, ReconstructedMultiLinear):
+    """A MultiLinear over groupwise codes."""
+
+
 class Groupwise:
     """One gear of 4 bits; with the scales, 5 bits per weight.
 
@@ -102,7 +113,7 @@ class Groupwise:
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
-        kind: type[_Groupwise] = GroupwiseLinear if dense.weight.ndim == 2 else GroupwiseSwitchLinear
+        kind: type[_Groupwise] = kind_for(dense, GroupwiseLinear, GroupwiseSwitchLinear, GroupwiseMultiLinear)
         if isinstance(dense, NativeDense):
             kind = NativeGroupwiseLinear
         return kind(dense, BITS, arrays, self.cache)

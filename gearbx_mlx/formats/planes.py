@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..kernels.dispatch import stack_experts, stack_product
@@ -213,6 +214,13 @@ class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
         return with_expert_bias(self, y, indices)
 
 
+class PlanesMultiLinear(_PlanesModule):
+    """A MultiLinear over a prefix of bit planes: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        return planes_matmul(x, *self._stack(), transpose=transpose)
+
+
 class NestedPlanes:
     """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
 
@@ -266,7 +274,9 @@ class NestedPlanes:
             return quantized_module(dense, bits, planes.group_size, *first)
         native, one = isinstance(dense, Native), dense.weight.ndim == 2
         kind: type[_PlanesModule]
-        if native:
+        if isinstance(dense, MultiLinear):
+            kind = PlanesMultiLinear
+        elif native:
             kind = NativePlanesLinear if one else NativePlanesSwitchLinear
         else:
             kind = PlanesLinear if one else PlanesSwitchLinear

@@ -1,18 +1,21 @@
 """Modules for formats that MLX has no kernel for: reconstruct the dense weight, then multiply with MLX (GEARBX 7.1)."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear
 
 Arrays = Mapping[str, mx.array]
+K = TypeVar("K")
 
 
 class Reconstructed(nn.Module):
     """A frozen layer over packed rows, which shares the dense layer's bias.
 
     Args:
-        dense: the Linear or SwitchLinear that this layer replaces; only its shape and its bias are used.
+        dense: the Linear, SwitchLinear or MultiLinear that this layer replaces; only its shape and bias are used.
         bits: of a code.
         arrays: name to array: `weight` (..., O, words), the packed codes, and others such as `scales`. For experts,
             each has a leading dimension E.
@@ -91,3 +94,18 @@ class ReconstructedSwitchLinear(Reconstructed):
     @property
     def num_experts(self) -> int:
         return self.weight.shape[0]
+
+
+class ReconstructedMultiLinear(Reconstructed):
+    """A MultiLinear over packed rows: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        weight = self.dense_weight(x.dtype)
+        return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+
+
+def kind_for(dense: nn.Module, linear: K, experts: K, heads: K) -> K:
+    """The class for a layer: `linear` for a Linear, `experts` for a SwitchLinear, `heads` for a MultiLinear."""
+    if isinstance(dense, MultiLinear):
+        return heads
+    return linear if dense.weight.ndim == 2 else experts

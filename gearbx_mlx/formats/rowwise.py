@@ -15,7 +15,14 @@ from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
 from .base import StoredArray
 from .native import Native, NativeDense
-from .reconstruct import Arrays, Reconstructed, ReconstructedLinear, ReconstructedSwitchLinear
+from .reconstruct import (
+    Arrays,
+    Reconstructed,
+    ReconstructedLinear,
+    ReconstructedMultiLinear,
+    ReconstructedSwitchLinear,
+    kind_for,
+)
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}
@@ -117,6 +124,10 @@ class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):
     """A SwitchLinear over per-channel codes."""
 
 
+class RowwiseMultiLinear(_Rowwise, ReconstructedMultiLinear):
+    """A MultiLinear over per-channel codes."""
+
+
 class Rowwise:
     """Every gear has its own codes. Scales take next to no memory; the largest weight of a row sets the error of all.
 
@@ -149,7 +160,7 @@ class Rowwise:
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
-        kind: type[_Rowwise] = RowwiseLinear if dense.weight.ndim == 2 else RowwiseSwitchLinear
+        kind: type[_Rowwise] = kind_for(dense, RowwiseLinear, RowwiseSwitchLinear, RowwiseMultiLinear)
         if isinstance(dense, NativeDense):
             kind = NativeRowwiseLinear
         return kind(dense, bits, arrays, self.cache)

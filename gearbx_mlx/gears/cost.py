@@ -6,14 +6,16 @@ Floating arrays are counted in the checkpoint's type. On a CPU a half-precision 
 activations.py); counting four bytes per weight there would flatter every gear below the top one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .experts import used_share
+from .towers import in_tower
+
 HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k")
 
 
 def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
@@ -38,8 +40,9 @@ def token_bytes(
         positions: tokens computed in one pass.
 
     Returns:
-        bytes: every parameter once. A mixture of experts counts only those that a token uses (for several positions,
-        as if no two used the same), and an embedding one row, unless it is the output head too.
+        bytes: every parameter once, except in towers for images or sound. A mixture of experts counts only those that
+        a token uses (for several positions, as if no two used the same), and an embedding one row, unless it is the
+        output head too.
     """
     modules = dict(model.named_modules())
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
@@ -49,37 +52,25 @@ def token_bytes(
         dtype = storage.get(path, storage[""])
         if path.rpartition(".")[0] in managed:
             continue  # a part of a tied embedding
+        if in_tower(path):
+            continue
         if path in managed:
             total += managed[path] * used_share(path, modules, positions)
         elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             rows = module.weight.shape[0]
             total += layer_bytes(module, dtype) / (rows / positions if head_is_separate else 1)
         elif path in containers:
-            own = (value for value in module.values() if isinstance(value, mx.array))
+            own = (array for name, array in module.items() if isinstance(array, mx.array) and name[0] != "_")
             total += sum(stored_bytes(array, dtype) for array in own)
         else:
             total += layer_bytes(module, dtype) * used_share(path, modules, positions)
     return round(total)
 
 
-def separate_head(paths: Iterable[str]) -> bool:
-    """Whether the output head is a layer of its own; otherwise the embedding is the head too."""
-    return any(path.split(".")[-1] in HEADS for path in paths)
-
-
-def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """The share of a layer's weights that tokens use: all of them, or the chosen experts of a mixture."""
-    experts = getattr(modules[path], "num_experts", None)
-    if not experts:
-        return 1.0
-    parts = path.split(".")
-    for end in range(len(parts) - 1, 0, -1):  # the block that routes is an ancestor of the experts
-        block = modules.get(".".join(parts[:end]))
-        for name in EXPERTS_PER_TOKEN:
-            chosen = getattr(block, name, None)
-            if isinstance(chosen, int):
-                return min(1.0, positions * chosen / experts)
-    return 1.0
+def separate_head(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the output head is a layer or an array of its own; otherwise the embedding is the head too."""
+    names = {path.split(".")[-1] for path in modules if not in_tower(path)}
+    return not HEADS.isdisjoint(names | modules[""].keys())
 
 
 def whole_model_speedup(managed_share: float, reduction: float) -> float:

@@ -7,32 +7,42 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
-from ..formats.planes import PlanesLinear, PlanesSwitchLinear
+from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
+from .own_products import own_matrices, readers
+from .towers import in_tower
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
 # the largest magnitude of a weight in a quantized gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear)
+DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,
+    QuantizedMultiLinear,
+    nn.QuantizedAllToShardedLinear,
+    nn.QuantizedShardedToAllLinear,
     nn.QuantizedEmbedding,
     PlanesLinear,
     PlanesSwitchLinear,
+    PlanesMultiLinear,
     Reconstructed,
 )
+
+
+TOWER = "reads images or sound, and is selected by manage 'everything'"
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,12 @@ def is_mlp(path: str, module: nn.Module) -> bool:
     return any(part.isdigit() for part in path.split(".")) and not is_attention(path, module)
 
 
-MANAGE: dict[str, Predicate] = {"all": lambda path, module: True, "attention": is_attention, "mlp": is_mlp}
+MANAGE: dict[str, Predicate] = {
+    "all": lambda path, module: not in_tower(path),
+    "attention": lambda path, module: is_attention(path, module) and not in_tower(path),
+    "mlp": lambda path, module: is_mlp(path, module) and not in_tower(path),
+    "everything": lambda path, module: True,  # towers for images and sound too
+}
 
 
 def get_predicate(manage: str | Predicate) -> Predicate:
@@ -140,7 +155,7 @@ def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
     """
     rows = vocabulary(model) if any(isinstance(m, tuple(tables)) for m in model.modules()) else 0
     largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
-    separate = separate_head(path for path, _ in model.named_modules())
+    separate = separate_head(dict(model.named_modules()))
     # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
     uses_it = any(calls_as_linear(kind) for kind in {type(module) for module in model.modules()})
     return largest[0] if len(largest) == 1 and uses_it and not separate else None
@@ -160,6 +175,8 @@ def discover(
 ) -> tuple[list[Layer], dict[str, str]]:
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
+    The others include matrices that a class of the model multiplies by itself, such as routers.
+
     A layer is managed if the predicate takes it, the model class does not object (with its `quant_predicate`, which may
     also ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
@@ -168,21 +185,26 @@ def discover(
     """
     predicate = get_predicate(manage)
     own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
-    managed, unmanaged = [], {}
-    head = tied_head(model)
+    managed: list[Layer] = []
+    unmanaged: dict[str, str] = {}
+    head, read_by, separate = tied_head(model), readers(model), separate_head(dict(model.named_modules()))
     for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
+        if isinstance(module, TABLES) and path != head:
+            if path in read_by and not separate:
+                unmanaged[path] = f"class {read_by[path]} reads its weight itself"
+            continue
         if type(module) not in DENSE and path != head:
             # An unknown class may compute something else, which a stock quantized layer would not.
-            kind = type(module).__name__
-            if "Linear" in kind and not isinstance(module, QUANTIZED) and "weight" in module:
-                unmanaged[path] = f"layers of class {kind} are not known"
+            unmanaged |= {} if isinstance(module, QUANTIZED) else own_matrices(path, module)
             continue
         choice, objection = predicate(path, module), own(path, module)
         misfit = get_format(format).fits(module.weight.shape[-1], group_size)
         if not choice:
-            unmanaged[path] = "not selected by manage"
+            unmanaged[path] = TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:
             unmanaged[path] = "kept dense by the model class"
+        elif path in read_by and path != head:
+            unmanaged[path] = f"class {read_by[path]} reads its weight itself"
         elif misfit:
             unmanaged[path] = misfit
         elif not mx.issubdtype(module.weight.dtype, mx.floating):

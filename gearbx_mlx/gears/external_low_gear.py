@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError
@@ -19,7 +20,7 @@ from .discovery import Layer, is_quantized
 from .ladder import Ladder
 from .sources import Original, Source
 
-AFFINE = (nn.QuantizedLinear, QuantizedSwitchLinear)
+AFFINE = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ class GearCosts:
             found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
         modules = dict(self.model.named_modules())
         for path, reason in fixed_layers(modules, [layer.path for layer in self.layers], self.unmanaged).items():
-            kernels = kernels_of(modules[path], self.kernels, None)
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
+            kernels = kernels_of(modules[holder], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
         return found
 

@@ -14,6 +14,7 @@ from ..formats.tied import linear_of
 from .attachment import ATTACHED, attached, model_fingerprint
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
+from .experts import warn_of_unknown_routing
 from .external_low_gear import differing, external_low_gear
 from .gear_costs import GearCosts
 from .gear_modules import GearModules
@@ -43,6 +44,7 @@ class Gearbox(GearCosts):
         format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
             "groupwise", "codebook", "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
+            "everything" takes those of towers for images and sound too.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
         residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk".
         checkpoint: the model's directory, for "disk".
@@ -98,6 +100,7 @@ class Gearbox(GearCosts):
         self.residency = self._residency(residency, checkpoint, scales)
         if quantized and self.saved is None:
             warn_if_quantized([layer.module.weight for layer in self.layers])
+        warn_of_unknown_routing(model)
         from_files = self.saved is not None
         self._modules = GearModules(self.layers, self.source, self.residency, from_files, self.kernels.x_bits)
         self._prepared: set[Gear] = set()

@@ -26,7 +26,7 @@ FileName = Annotated[str, Meta(pattern=r"^[\w-][\w.-]*\.safetensors\Z")]  # insi
 if TYPE_CHECKING:
     Kind = str
 else:
-    Kind = Literal["linear", "switch", "embedding"]
+    Kind = Literal["linear", "switch", "multi", "embedding"]
 Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -47,7 +47,7 @@ class SavedLayer(Struct, frozen=True):
     gears: Annotated[Mapping[Width, Mapping[str, str]], Meta(min_length=1)]
 
     def __post_init__(self) -> None:
-        if (len(self.shape) == 3) != (self.kind == "switch"):
+        if (len(self.shape) == 3) != (self.kind in ("switch", "multi")):
             raise GearbxError(f"shape has {len(self.shape)} lengths, which kind {self.kind} does not allow")
         if self.kind == "embedding" and DENSE not in self.gears:
             raise GearbxError(f"gears has no key {DENSE}, which an embedding needs")

@@ -6,5 +6,5 @@ DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
-MANAGE = ("all", "attention", "mlp")
+MANAGE = ("all", "attention", "mlp", "everything")
 RESIDENCIES = ("resident", "host", "disk")

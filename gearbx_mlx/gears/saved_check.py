@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
@@ -14,9 +15,10 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
 from .tensor_entries import NAMES, Entry
 
-KINDS: dict[str, tuple[type[nn.Module], ...]] = {  # dense first
+KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
     "linear": (nn.Linear, nn.QuantizedLinear),
     "switch": (SwitchLinear, QuantizedSwitchLinear),
+    "multi": (MultiLinear, QuantizedMultiLinear),
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
 }
 

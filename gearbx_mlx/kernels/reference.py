@@ -34,22 +34,26 @@ def planes_matmul(
     biases: Sequence[mx.array],
     widths: Sequence[int],
     group_size: int,
+    transpose: bool = True,
 ) -> mx.array:
-    """x @ W^T for a prefix of bit planes.
+    """x @ W^T for a prefix of bit planes, or x @ W.
 
     Args:
-        x: (..., I).
-        weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-        scales: (O, I / group_size), of the first plane; the others are powers of two below it.
-        biases: per plane, (O, I / group_size).
+        x: (..., I); for x @ W (..., O).
+        weights: per plane, (..., O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
+        scales: (..., O, I / group_size), of the first plane; the others are powers of two below it.
+        biases: per plane, (..., O, I / group_size).
         widths: bits of each plane.
+        transpose: whether W is transposed.
 
     Returns:
-        (..., O).
+        (..., O); for x @ W (..., I).
     """
 
     def product(i: int, width: int) -> mx.array:
-        return mx.quantized_matmul(x, weights[i], scales, biases[i], transpose=True, group_size=group_size, bits=width)
+        return mx.quantized_matmul(
+            x, weights[i], scales, biases[i], transpose=transpose, group_size=group_size, bits=width
+        )
 
     return sum_planes(product, widths)
 
