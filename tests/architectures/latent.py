@@ -41,6 +41,8 @@ LATENTS = {
         "candidate_source_layer_id": 4,
         "candidate_topk_blocks": 4,
         "candidate_block_size": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
         "rms_norm_eps": 1e-20,
     },
     "glm4_moe_lite": DEEPSEEK | CHOICE | {"num_nextn_predict_layers": 1},
