@@ -1,10 +1,14 @@
-"""Multi-head latent attention (DeepSeek), which computes one token in another order than several."""
+"""Multi-head latent attention (DeepSeek): mlx-lm computes one token on another path than several."""
 
 import mlx.core as mx
 import pytest
-from conftest import save_model, tiny_model
+from architectures import tiny
+from conftest import tiny_model
+from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Static, stream_generate
+from gearbx_mlx import Gearbox, GearbxWarning, Kickdown, Lossless, Static, stream_generate
+from gearbx_mlx.decoding import short_path
+from gearbx_mlx.decoding.rows import Verifier
 
 PROMPT = [1, 5, 9, 2, 7]
 
@@ -13,19 +17,34 @@ def text(model, tokenizer, mode, gearbox):
     return [r.token for r in stream_generate(model, tokenizer, PROMPT, 30, mode=mode, gearbox=gearbox)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lossless_refuses_latent_attention_in_half_precision(demo, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kernels", ["mlx", "auto"])
+def test_lossless_writes_the_text_of_the_top_gear(demo, dtype, kernels):
+    for seed in range(3):
+        model = tiny_model("deepseek_v3", seed=seed, dtype=mx.bfloat16)
+        gearbox = Gearbox(model, "6,16", dtype=dtype, kernels=kernels)
+        drafted = text(model, demo.tokenizer, Lossless(draft_length=3), gearbox)
+        assert drafted == text(model, demo.tokenizer, Static(), gearbox)
+
+
+def test_several_tokens_have_the_bits_of_single_ones():
     model = tiny_model("deepseek_v3", dtype=mx.bfloat16)
-    gearbox = Gearbox(model, "4,16", dtype=dtype)
-    with pytest.raises(GearbxError, match=rf"mode 'lossless' in {dtype}: .*give --dtype float32, or use mode 'route'"):
+    gearbox = Gearbox(model, "16", dtype="bfloat16")
+    alone, together = make_prompt_cache(model), make_prompt_cache(model)
+    for cache in (alone, together):
+        model(mx.arange(20)[None], cache=cache)
+    tokens = list(range(30, 38))
+    rows = Verifier(gearbox, gearbox.ladder.top).rows(mx.array([tokens]), together)
+    single = mx.concatenate([model(mx.array([[token]]), cache=alone) for token in tokens], axis=1)
+    assert mx.array_equal(rows.logits, single)
+
+
+def test_a_class_whose_source_is_not_to_be_had_is_named_before_the_text(demo, monkeypatch):
+    model = tiny_model("deepseek_v3", dtype=mx.bfloat16)
+    gearbox = Gearbox(model, "4,16", dtype="bfloat16")
+    monkeypatch.setattr(short_path, "short_path", lambda kind: None)
+    with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens otherwise than one"):
         stream_generate(model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)
-
-
-def test_lossless_writes_the_text_of_the_top_gear_in_float32(demo):
-    model = tiny_model("deepseek_v3", dtype=mx.bfloat16)
-    gearbox = Gearbox(model, "4,16", dtype="float32")
-    drafted = text(model, demo.tokenizer, Lossless(draft_length=3), gearbox)
-    assert drafted == text(model, demo.tokenizer, Static(), gearbox)
 
 
 def test_kickdown_runs_in_half_precision_for_it_computes_one_token_at_a_time(demo):
@@ -35,10 +54,7 @@ def test_kickdown_runs_in_half_precision_for_it_computes_one_token_at_a_time(dem
     assert text(model, demo.tokenizer, always, gearbox) == text(model, demo.tokenizer, Static(), gearbox)
 
 
-def test_the_command_says_so_before_the_text(command, tmp_path):
-    save_model(tiny_model("deepseek_v3", dtype=mx.bfloat16, vocab_size=4096), tmp_path / "latent")
-    arguments = "--model", tmp_path / "latent", "--mode", "lossless", "--gears", "4,16", "-m", 5
-    refused = command("generate", *arguments, "--dtype", "bfloat16")
-    assert (refused.status, refused.out) == (2, "")
-    assert "give --dtype float32" in refused.err
-    assert command("generate", *arguments, "--dtype", "float32").status == 0
+def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
+    gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
+    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens otherwise than one"):
+        stream_generate(gearbox.model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)

@@ -9,19 +9,15 @@ import pytest
 from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
     QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, stream_generate
-from gearbx_mlx.decoding.caches import borrowed, length, room, take_back
+from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.snapshots import Snapshot
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
@@ -95,12 +91,12 @@ class TestIsTheTopGear:
             cache = make_prompt_cache(model)
             gearbox.model(mx.array(tokens[:start])[None], cache=cache)
             gearbox.shift(gear)
-            single = []
+            single, before = [], Snapshot(cache)
             for token in tokens[start : start + 16]:
                 single.append(model(mx.array([[token]]), cache=cache)[0, 0])
                 mx.eval(single)
             for count in (2, 7, 16):
-                take_back(cache, length(cache) - start)
+                before.restore()
                 many = model(mx.array(tokens[start : start + count])[None], cache=cache)[0]
                 assert mx.array_equal(many, mx.stack(single[:count]))
 
@@ -252,25 +248,6 @@ class TestCache:
         geared_demo.shift("high")
         assert text == mlx_lm.generate(demo.model, demo.tokenizer, QUESTION, max_tokens=30)
 
-    def test_one_that_cannot_be_taken_back_is_refused_by_name(self, tiny):
-        lossless = LosslessModel(Gearbox(tiny, "4,16"))
-        with pytest.raises(GearbxError, match=r"'lossless' .* ArraysCache keeps a state"):
-            lossless(mx.array([[3]]), cache=[KVCache(), ArraysCache(2)])
-        full = [RotatingKVCache(6) for _ in tiny.layers]
-        lossless(mx.array([list(range(1, 9))]), cache=full)
-        with pytest.raises(GearbxError, match="RotatingKVCache is full at 6 tokens"):
-            lossless(mx.array([[3]]), cache=full)
-
-    def test_one_that_fills_up_on_the_way_is_left_to_the_top_gear(self):
-        model = tiny_model("llama")
-        gearbox = Gearbox(model, "6,16")
-        caches = [[RotatingKVCache(20, 4) for _ in model.layers] for _ in range(2)]
-        theirs = [token for token, _ in generate_step(PROMPT[0], model, max_tokens=40, prompt_cache=caches[0])]
-        lossless = LosslessModel(gearbox, FixedLength(6))
-        with pytest.warns(GearbxWarning, match=r"the top gear goes on alone: .*RotatingKVCache is full at 20"):
-            ours = [token for token, _ in generate_step(PROMPT[0], lossless, max_tokens=40, prompt_cache=caches[1])]
-        assert ours == theirs
-
     def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
         lossless = LosslessModel(gearbox, FixedLength(5))
@@ -279,27 +256,6 @@ class TestCache:
             mine = lossless(mx.array([[token]]), cache=cache)
             gearbox.shift("high")
             assert mx.array_equal(mine, tiny(mx.array([[token]]), cache=other))
-
-    def test_room_and_taking_back(self):
-        grown, rotating, chunked = KVCache(), RotatingKVCache(8), ChunkedKVCache(9)
-        entry = mx.ones((1, 1, 5, 4))
-        for part in (grown, rotating, chunked):
-            part.update_and_fetch(entry, entry)
-        assert (room([grown]), room([rotating]), room([chunked]), room([CacheList(grown, rotating)])) == (
-            math.inf,
-            2,
-            3,
-            2,
-        )
-
-        def interrupted_before_the_second_layer():
-            with borrowed([grown, rotating]):
-                grown.update_and_fetch(entry[:, :, :2], entry[:, :, :2])
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            interrupted_before_the_second_layer()
-        assert (grown.offset, rotating.offset) == (5, 5)
 
 
 class TestWhatIsCounted:

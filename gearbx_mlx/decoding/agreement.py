@@ -14,7 +14,7 @@ from ..gears.ladder import Gear
 from ..routing.acceptance import best_bound, best_length, fit_curve
 from ..routing.draft_file import DraftFile
 from ..routing.entropy import entropy_bits
-from .caches import room, take_back, untrimmable
+from .snapshots import Snapshot
 
 BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
 
@@ -40,14 +40,9 @@ def record_agreement(
 
     Returns:
         for each gear, len(text) entropies and answers. The top gear is engaged afterwards.
-
-    Raises:
-        GearbxError: the model's KV cache cannot be taken back from.
     """
     model = gearbox.model
     cache = make_prompt_cache(model)
-    if room(cache) < len(prompt) + len(text):
-        raise untrimmable(cache, "lossless")
     gearbox.shift(top)
     if len(prompt) > 1:
         model(mx.array(list(prompt[:-1]))[None], cache=cache)
@@ -56,10 +51,11 @@ def record_agreement(
     for start in range(0, len(inputs), BLOCK):
         block = mx.array(inputs[start : start + BLOCK])[None]
         chosen = mx.array(list(text[start : start + BLOCK]))
+        before = Snapshot(cache)
         for gear, agreement in zip(gears, found):
             gearbox.shift(gear)
             logits = model(block, cache=cache)[0]
-            take_back(cache, block.size)
+            before.restore()
             agreement.entropies += np.array(entropy_bits(logits)).tolist()
             agreement.agrees += np.array(mx.argmax(logits, axis=-1) == chosen).tolist()
         gearbox.shift(top)

@@ -1,21 +1,19 @@
 """A model that climbs its ladder: the low gear computes a token first, a higher one again where the token is in doubt.
 
-The entropy of the token's own distribution, before it is sampled, measures the doubt. The low gear's entry in the KV
-cache is taken back first, so that the cache has the entries of the gear that each token was sampled from.
+The entropy of the token's own distribution, before it is sampled, measures the doubt. What the low gear wrote into the
+KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..errors import GearbxWarning
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.thresholds import check_thresholds, default_thresholds
-from .caches import room, take_back, untrimmable
+from .snapshots import Snapshot
 from .step import Step
 from .wrapper import ModelWrapper
 
@@ -63,7 +61,7 @@ class GearedModel(ModelWrapper):
     `step` is the latest step, `positions` how many there were.
 
     Raises:
-        GearbxError: thresholds that do not fit the ladder. When called: a cache from which nothing can be taken back.
+        GearbxError: thresholds that do not fit the ladder.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class GearedModel(ModelWrapper):
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.share_entropy = share_entropy
         self.positions = 0
-        self._running: Any = None  # the cache of the step before
 
     def __call__(
         self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
@@ -95,10 +92,10 @@ class GearedModel(ModelWrapper):
         if inputs.size != 1:
             return self.run(self.prefill, inputs, cache, **kwargs)
         ladder = self.gearbox.ladder
-        first = ladder[0] if self._can_take_back(cache) else ladder.top
+        before = None if cache is None or len(ladder) == 1 else Snapshot(cache)
         entropies: list[float] = []
         entropy: mx.array | None = None
-        for gear in ladder[first.index :]:
+        for gear in ladder:
             logits, entropy = self.run(gear, inputs, cache, **kwargs), None
             if gear == ladder.top:
                 break
@@ -106,24 +103,11 @@ class GearedModel(ModelWrapper):
             entropies.append(float(entropy))
             if not self.rule(entropies[-1], self.positions, gear.index):
                 break
-            if cache is not None:
-                take_back(cache, 1)
-        ran = ladder[first.index : gear.index + 1]
+            if before is not None:
+                before.restore()
+        ran = ladder[: gear.index + 1]
         read = sum(self.gearbox.weight_bytes_per_token(g) for g in ran)
         shared = entropy if self.share_entropy else None
         self.step = Step(gear, tuple(entropies), self.passes(*ran), read, entropy=shared)
         self.positions += 1
         return logits
-
-    def _can_take_back(self, cache: Any) -> bool:
-        """Raises GearbxError for a cache that cannot be used; one that fills up on the way is left to the top gear."""
-        if cache is None or len(self.gearbox.ladder) == 1:
-            return True
-        running, self._running = self._running is cache, cache
-        if room(cache) >= 1:
-            return True
-        error = untrimmable(cache, "kickdown")
-        if not running:
-            raise error
-        warnings.warn(f"the top gear goes on alone: {error}", GearbxWarning, stacklevel=4)
-        return False

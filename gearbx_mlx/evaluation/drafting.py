@@ -8,15 +8,17 @@ prediction stands there. So the passes are those of a greedy generation that wou
 import itertools
 from collections.abc import Iterator, Sequence
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..decoding.caches import room, take_back, untrimmable
+from ..decoding.rows import Verifier
+from ..decoding.snapshots import Snapshot
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
 from .metrics import entropy_of_logprobs, log_softmax
-from .replay import Recording, Step, next_logprobs
+from .replay import Recording, Step, logprobs_of, next_logprobs
 
 
 def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
@@ -46,27 +48,22 @@ def drafted(
 
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
     counts the passes of the draft and of its verification.
-
-    Raises:
-        GearbxError: the model's KV cache cannot be trimmed.
     """
+    verifier = Verifier(gearbox, top)
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
-        if room(cache) < len(window):
-            raise untrimmable(cache, "lossless")
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
             most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft
             gearbox.shift(low)
-            drafts = draft(gearbox, window[place : place + most], cache, rule)
-            if drafts:
-                take_back(cache, len(drafts))
-            gearbox.shift(top)
-            verified = next_logprobs(gearbox.model, window[place : place + len(drafts) + 1], cache)
+            with Snapshot(cache).borrowed():
+                drafts = draft(gearbox, window[place : place + most], cache, rule)
+            read = mx.array([window[place : place + len(drafts) + 1]])
+            rows = verifier.rows(read, cache)
+            verified = logprobs_of(rows.logits)
             same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
             kept = sum(itertools.takewhile(bool, same)) + 1
-            if kept <= len(drafts):
-                take_back(cache, len(drafts) + 1 - kept)
+            rows.show(kept)
             passes = [0] * len(gearbox.ladder)
             passes[low.index] += len(drafts)
             passes[top.index] += 1

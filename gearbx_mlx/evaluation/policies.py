@@ -22,7 +22,7 @@ ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one
 class Policy(Protocol):
     """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
 
-    `takes_back`: tokens may be computed again, for which the KV cache has to be trimmed.
+    `takes_back`: tokens may be computed again, so that the KV cache is put back.
     """
 
     takes_back: bool

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..decoding.caches import room, take_back, untrimmable
+from ..decoding.snapshots import Snapshot
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -97,21 +97,19 @@ def load_shaped(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
     """Log-probabilities (len(tokens), V), float32, from one pass over the weights."""
-    logits = model(mx.array([list(tokens)]), cache=cache)[0].astype(mx.float32)
-    return log_softmax(np.array(logits)).astype(np.float32)
+    return logprobs_of(model(mx.array([list(tokens)]), cache=cache))
+
+
+def logprobs_of(logits: mx.array) -> np.ndarray:
+    """Log-probabilities (N, V), float32, of logits (1, N, V)."""
+    return log_softmax(np.array(logits[0].astype(mx.float32))).astype(np.float32)
 
 
 def driven(gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy) -> Iterator[Step]:
-    """Read the windows under a policy, each with an empty cache, and yield every prediction.
-
-    Raises:
-        GearbxError: the policy may compute tokens again, and the model's KV cache cannot be trimmed.
-    """
+    """Read the windows under a policy, each with an empty cache, and yield every prediction."""
     place = itertools.count()
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model)
-        if policy.takes_back and room(cache) < len(window):
-            raise untrimmable(cache, "kickdown")
         policy.begin()
         for token, target in itertools.pairwise(window):
             yield Step(number, target, *computed(gearbox, policy, next(place), token, cache))
@@ -123,9 +121,10 @@ def computed(
     """The prediction after a token: log-probabilities (V,), the gear that computed them, the passes in each gear."""
     passes = [0] * len(gearbox.ladder)
     gear: Gear | None = policy.first(place)
+    before = Snapshot(cache) if policy.takes_back else None
     while gear is not None:
-        if any(passes):
-            take_back(cache, 1)
+        if before is not None and any(passes):
+            before.restore()
         gearbox.shift(gear)
         logprobs = next_logprobs(gearbox.model, [token], cache)[0]
         passes[gear.index] += 1

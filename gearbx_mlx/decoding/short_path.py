@@ -1,0 +1,116 @@
+"""Several tokens on the path that a model's code takes for one: multi-head latent attention (DeepSeek V2, section 2.1).
+
+For one token mlx-lm multiplies the query into the latent space and attends to the latents themselves. For several it
+multiplies all latents out to keys and values. Both are the same attention, with other roundings: in half precision they
+differ enough to change a text. Verified tokens must take the path that they would take alone.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_causal_mask
+
+from ..errors import GearbxWarning
+from ..gears.activations import dtype_name
+from ..gears.gearbox import Gearbox
+
+ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by
+UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
+
+
+def on_short_path(model: nn.Module) -> list[tuple[nn.Module, type]]:
+    """Modules of latent attention, each with a subclass of its class that computes several tokens as it does one."""
+    found = []
+    for module in model.modules():
+        own: Any = type(module)
+        kind = short_path(own) if module.keys() >= ABSORBED else None
+        if kind is not None:
+            found.append((module, kind))
+    return found
+
+
+def warn_of_other_paths(gearbox: Gearbox) -> None:
+    """Name what computes several tokens otherwise than one, if that may change a text."""
+    found = {id(module) for module, _ in on_short_path(gearbox.model)}
+    others = {type(m).__name__ for m in gearbox.model.modules() if m.keys() >= ABSORBED and id(m) not in found}
+    if type(gearbox.model).__module__ in UNMASKED:
+        others = {type(gearbox.model).__module__}
+    elif gearbox.compute_dtype == mx.float32:
+        return
+    if others:
+        said = (
+            f"{min(others)} computes several tokens otherwise than one, so that a text of mode 'lossless' in "
+            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
+        )
+        warnings.warn(said, GearbxWarning, stacklevel=4)
+
+
+@functools.cache
+def short_path(kind: Any) -> type[nn.Module] | None:
+    """A subclass of a class of latent attention whose `__call__` takes the branch for one token.
+
+    It has the code of `kind`, with the conditions of these branches met: nothing in mlx-lm is changed. None where the
+    source is not to be had, or has no such branch.
+    """
+    call = kind.__call__
+    if getattr(call, "__closure__", None):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(call)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    branches = AlwaysShort()
+    tree = ast.fix_missing_locations(branches.visit(tree))
+    if not branches.found:
+        return None
+    made: dict[str, Any] = {}
+    exec(compile(tree, inspect.getfile(call), "exec"), call.__globals__, made)
+    return type(kind.__name__, (kind,), {"__call__": with_mask_array(made["__call__"])})
+
+
+class AlwaysShort(ast.NodeTransformer):
+    """Meets the condition `L == 1` of every branch that multiplies by one of ABSORBED."""
+
+    found = 0
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if compares_with_one(node.test) and any(names(branch) & ABSORBED for branch in node.body):
+            self.found += 1
+            node.test = ast.copy_location(ast.Constant(True), node.test)
+        return node
+
+
+def compares_with_one(test: ast.expr) -> bool:
+    """Whether an expression is NAME == 1."""
+    match test:
+        case ast.Compare(left=ast.Name(), ops=[ast.Eq()], comparators=[ast.Constant(value=1)]):
+            return True
+    return False
+
+
+def names(node: ast.AST) -> set[str]:
+    return {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+
+
+def with_mask_array(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """`call`, which gets a causal mask as an array: the branch for one token adds it to the scores."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def masked(*args: Any, **kwargs: Any) -> mx.array:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("mask") == "causal":
+            cache = given.arguments.get("cache")
+            x = given.args[1]
+            given.arguments["mask"] = create_causal_mask(x.shape[1], 0 if cache is None else cache.offset)
+        return call(*given.args, **given.kwargs)
+
+    return masked

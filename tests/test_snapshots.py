@@ -1,0 +1,244 @@
+"""Caches that are put back: snapshots of every class of cache, and passes over several tokens shown one by one."""
+
+import copy
+import inspect
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models.cache as mlx_lm_caches
+import pytest
+from conftest import PROMPT, normal, tiny_model
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.decoding.kickdown_model import GearedModel
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.rows import Verifier
+from gearbx_mlx.decoding.snapshots import Snapshot
+from gearbx_mlx.routing.acceptance import FixedLength
+
+TOKENS = [6, 7, 8, 9, 10]
+CACHES = {
+    "appending": lambda: KVCache(),
+    "quantized": lambda: QuantizedKVCache(32, 8),
+    "concatenating": lambda: ConcatenateKVCache(),
+    "rotating": lambda: RotatingKVCache(8),
+    "with sinks": lambda: RotatingKVCache(8, 2),
+    "chunked": lambda: ChunkedKVCache(6),
+    "batch": lambda: BatchKVCache([0]),
+    "rotating batch": lambda: BatchRotatingKVCache(8, [0]),
+    "states": lambda: ArraysCache(2),
+    "list": lambda: CacheList(ArraysCache(1), KVCache(), RotatingKVCache(4)),
+}
+STATES = ("mamba", "lfm2")
+
+
+def write(cache, count, seed):
+    """What a layer writes for `count` tokens."""
+    if isinstance(cache, CacheList):
+        for part in cache.caches:
+            write(part, count, seed)
+    elif isinstance(cache, ArraysCache):
+        for index in range(len(cache.cache)):
+            before = 0 if cache[index] is None else cache[index]
+            cache[index] = before + normal(1, 4, seed=seed + count + index)
+    else:
+        entries = normal(1, 1, count, 32, seed=seed)
+        if isinstance(cache, ChunkedKVCache):
+            cache.maybe_trim_front()
+        mx.eval(cache.update_and_fetch(entries, -entries))
+
+
+def contents(cache):
+    """All that later tokens see. Behind their last entry, caches that append have room, with whatever was there."""
+    if isinstance(cache, CacheList):
+        return [contents(part) for part in cache.caches]
+    if isinstance(cache, KVCache | QuantizedKVCache | BatchKVCache):
+        return mx.array(cache.offset).tolist(), [leaf.tolist() for _, leaf in tree_flatten(cache.keys_and_values())]
+    return [leaf.tolist() if isinstance(leaf, mx.array) else leaf for _, leaf in tree_flatten(cache.state)]
+
+
+def plain(model, tokens, cache):
+    """Logits (1, N, V) of one token after the other."""
+    return mx.concatenate([model(mx.array([[token]]), cache=cache) for token in tokens], axis=1)
+
+
+def rows_of(model, tokens, cache):
+    gearbox = Gearbox(model, "16")
+    return Verifier(gearbox, gearbox.ladder.top).rows(mx.array([tokens]), cache)
+
+
+def begun(model, count):
+    cache = make_prompt_cache(model)
+    model(mx.arange(count)[None], cache=cache)
+    return cache
+
+
+class TestSnapshots:
+    def test_every_class_of_cache_is_here(self):
+        classes = {
+            kind for _, kind in inspect.getmembers(mlx_lm_caches, inspect.isclass) if kind.__name__ != "_BaseCache"
+        }
+        known = {kind for kind in classes if issubclass(kind, mlx_lm_caches._BaseCache)}
+        assert known == {type(make()) for make in CACHES.values()}
+
+    @pytest.mark.parametrize("name", CACHES)
+    @pytest.mark.parametrize("length", [0, 3, 13])
+    @pytest.mark.parametrize("counts", [(1,), (4,), (1, 1, 5, 1)])
+    def test_whatever_is_written_is_undone(self, name, length, counts):
+        cache, other = CACHES[name](), CACHES[name]()
+        for each in (cache, other):
+            for token in range(length):
+                write(each, 1, token)
+        snapshot = Snapshot([cache])
+        for again in (1, 2):  # a snapshot is good for more than one time
+            for seed, count in enumerate(counts):
+                write(cache, count, 100 * again + seed)
+            snapshot.restore()
+        for seed, count in enumerate((1, 3, 1)):
+            for each in (cache, other):
+                write(each, count, 50 + seed)
+        assert contents(cache) == contents(other)
+
+    def test_an_interrupt_in_the_middle_of_a_pass_undoes_all_layers(self):
+        cache = [KVCache(), RotatingKVCache(8), ArraysCache(1)]
+        for part in cache:
+            write(part, 5, 0)
+        before = [contents(part) for part in cache]
+
+        def interrupted_before_the_last_layer():
+            with Snapshot(cache).borrowed():
+                write(cache[0], 2, 1)
+                write(cache[1], 2, 1)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_before_the_last_layer()
+        assert [part.offset for part in cache[:2]] == [5, 5]
+        assert contents(cache[2]) == before[2]
+
+
+class TestRows:
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
+    @pytest.mark.parametrize("length", [3, 70])
+    @pytest.mark.parametrize("rows", [1, 2, 4, 5])
+    def test_the_cache_is_as_if_there_had_been_no_further_tokens(self, architecture, length, rows, tmp_path):
+        model = tiny_model(architecture)
+        cache, other = begun(model, length), begun(model, length)
+        several = rows_of(model, TOKENS, cache)
+        for row in range(2, rows + 1):
+            several.show(row)
+        expected = plain(model, TOKENS[:rows], other)
+        assert mx.allclose(several.logits[:, :rows], expected, atol=1e-5)
+        second = copy.deepcopy(cache)
+        save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
+        loaded = load_prompt_cache(str(tmp_path / "c.safetensors"))
+        following = plain(model, [3, 4], other)
+        for each in (cache, second, loaded):
+            assert mx.allclose(plain(model, [3, 4], each), following, atol=1e-5)
+
+    @pytest.mark.parametrize("architecture", STATES)
+    def test_earlier_states_are_computed_without_the_weights_of_linear_layers(self, architecture):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "4,16")
+        verifier = Verifier(gearbox, gearbox.ladder.top)
+        cache, other = begun(model, 3), begun(model, 3)
+        gearbox.shift("low")  # as after a draft
+        rows = verifier.rows(mx.array([TOKENS]), cache)
+        mx.eval(rows.logits, plain(model, TOKENS[:3], other))
+        rows.show(3)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = mx.full(module.weight.shape, mx.nan)
+        states = [part for part in cache if not hasattr(part, "keys")]
+        assert states
+        for part, expected in zip(states, [part for part in other if not hasattr(part, "keys")], strict=True):
+            for mine, theirs in zip(part.cache, expected.cache, strict=True):
+                assert mx.allclose(mine, theirs, atol=1e-6)
+
+    def test_they_are_computed_only_for_somebody_who_asks(self):
+        model = tiny_model("mamba")
+        cache = begun(model, 3)
+        rows = rows_of(model, TOKENS, cache)
+        for row in range(2, 6):
+            assert rows.untouched()
+            assert type(cache[0]) is not ArraysCache
+            rows.show(row)
+        assert type(cache[0]) is ArraysCache  # after the last row, the pass itself left the state
+
+    def test_a_state_that_somebody_read_or_wrote_is_not_shown_further(self):
+        model = tiny_model("mamba")
+        for use in (lambda part: part[0], lambda part: part.state, lambda part: part.prepare(lengths=[1])):
+            cache = begun(model, 3)
+            rows = rows_of(model, TOKENS, cache)
+            use(cache[0])
+            assert not rows.untouched()
+
+    def test_a_failure_in_the_middle_of_the_pass_leaves_the_cache_as_it_was(self):
+        model = tiny_model("lfm2")
+        cache, other = begun(model, 3), begun(model, 3)
+
+        class Interrupted(type(model)):
+            def __call__(self, inputs, cache):
+                super().__call__(inputs, cache=cache)
+                raise KeyboardInterrupt
+
+        gearbox, own = Gearbox(model, "16"), type(model)
+        model.__class__ = Interrupted
+        with pytest.raises(KeyboardInterrupt):
+            Verifier(gearbox, gearbox.ladder.top).rows(mx.array([TOKENS]), cache)
+        model.__class__ = own
+        assert mx.array_equal(plain(model, [3, 4], cache), plain(model, [3, 4], other))
+
+
+class TestModels:
+    """Lossless and kickdown on caches of every kind: windows of 64 tokens or less, states, and both."""
+
+    @staticmethod
+    def texts(first, second, prompt, caches):
+        return [
+            [token for token, _ in generate_step(prompt, model, max_tokens=60, prompt_cache=cache)]
+            for model, cache in zip((first, second), caches)
+        ]
+
+    @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
+    @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(64), mx.arange(100)], ids=["short", "window", "longer"])
+    def test_lossless_writes_the_top_gears_text(self, architecture, prompt):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "6,16")
+        lossless = LosslessModel(gearbox, FixedLength(6))
+        theirs, ours = self.texts(model, lossless, prompt, [make_prompt_cache(model) for _ in range(2)])
+        assert ours == theirs
+
+    @pytest.mark.parametrize(("size", "keep"), [(20, 4), (20, 0), (8, 4), (3, 2)])
+    @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(30)], ids=["short", "longer"])
+    def test_lossless_in_a_window_with_and_without_sinks(self, tiny, size, keep, prompt):
+        gearbox = Gearbox(tiny, "6,16")
+        caches = [[RotatingKVCache(size, keep) for _ in tiny.layers] for _ in range(2)]
+        lossless = LosslessModel(gearbox, FixedLength(6))
+        theirs, ours = self.texts(tiny, lossless, prompt, caches)
+        assert ours == theirs
+
+    @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
+    def test_kickdown_to_the_top_gear_leaves_nothing_of_the_lower_ones(self, architecture):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "4,6,16")
+        geared = GearedModel(gearbox, (-2.0, -1.0))
+        theirs, ours = self.texts(model, geared, mx.arange(70), [make_prompt_cache(model) for _ in range(2)])
+        assert ours == theirs
+        assert geared.step.passes == (1, 1, 1)
