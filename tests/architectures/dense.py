@@ -86,7 +86,7 @@ DENSE = {
     "phi3": COMMON | {"partial_rotary_factor": 1.0},
     "phi3small": COMMON
     | {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 128, "gegelu_limit": 20.0}
-    | {"vocab_size": 100352},  # the class writes to logits of tokens up to 100351
+    | {"vocab_size": 100352, "mup_embedding_multiplier": 1.0},  # the class writes to logits of tokens up to 100351
     "plamo": COMMON | {"n_shared_head": 2},
     "qwen": COMMON | {"kv_channels": 32, "intermediate_size": 256},
     "qwen2": COMMON,
