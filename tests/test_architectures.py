@@ -7,16 +7,16 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from architectures import installed, tiny, why_not
+from architectures import GROUP, installed, tiny, why_not
 from architectures.expected import EXPECTED
+from architectures.matrices import matrices
 from architectures.reading import bytes_read
 
 from gearbx_mlx import Gearbox, Lossless, Route, stream_generate
 
 PROMPT = [1, 5, 9, 2, 7, 3, 8, 1, 60, 70, 100, 12]
+LONGER = [*PROMPT, 30, 31, 32, 33]  # more than an indexer picks
 LENGTH = 24  # tokens; with the prompt they fill a window
-GROUP = 32
-NO_MATRICES = "Embedding", "Norm", "Conv"  # classes whose weights no vector is multiplied by
 
 
 class TakeTurns:
@@ -64,20 +64,6 @@ def text(built, mode) -> list:
     return list(stream_generate(built.model, built.tokenizer, PROMPT, LENGTH, mode=mode, gearbox=built.gearbox))
 
 
-def matrices(model: nn.Module) -> set[str]:
-    """The paths of modules that multiply vectors by a matrix of their own: linear layers of any class."""
-    return {
-        path
-        for path, module in model.named_modules()
-        if not any(kind in type(module).__name__ for kind in NO_MATRICES)
-        and any(isinstance(array, mx.array) and is_matrix(key, array) for key, array in module.items())
-    }
-
-
-def is_matrix(key: str, array: mx.array) -> bool:
-    return array.ndim > 1 and (key == "weight" or min(array.shape[-2:]) >= GROUP)
-
-
 def test_every_matrix_changes_gear_or_is_reported(built, request):
     expect(request, "unmanaged", built.name)
     gearbox = built.gearbox
@@ -119,4 +105,4 @@ def test_the_bytes_counted_are_those_of_the_weights_that_a_step_reads(built, req
     for gear in ("high", "low"):
         built.gearbox.shift(gear)
         counted = built.gearbox.weight_bytes_per_token(built.gearbox.gear)
-        assert counted == bytes_read(built.model, PROMPT), gear
+        assert counted == bytes_read(built.model, LONGER), gear

@@ -29,6 +29,7 @@ DENSE = {
         "num_kv_reuse_layers": 2,
         "num_heads": 2,
         "num_kv_heads": 1,
+        "hidden_dim_scale_factor": 3.0,
     },
     "apertus": COMMON | {"post_norm": True, "qk_norm": True, "mlp_bias": True},
     "bitnet": COMMON,
