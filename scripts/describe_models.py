@@ -62,7 +62,8 @@ def by_reason(others: dict[str, str]) -> str:
     """The names of layers by the reason why they keep their precision."""
     names: dict[str, set[str]] = {}
     for path, reason in others.items():
-        names.setdefault(reason, set()).add(f"`{path.rpartition('.')[2] or 'the model itself'}`")
+        words = [word for word in path.split(".") if word and not word.isdigit()]
+        names.setdefault(reason, set()).add(f"`{words[-1]}`" if words else "the model itself")
     return "; ".join(f"{', '.join(sorted(found))}: {reason}" for reason, found in sorted(names.items()))
 
 
