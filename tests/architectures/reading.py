@@ -76,7 +76,7 @@ def slots(model: nn.Module) -> Iterator[Slot]:
             array = node[key]
             if id(array) not in seen:
                 seen.add(id(array))
-                divides = array.ndim > 1 and (len(array) > FEW or len(array) in experts)
+                divides = array.ndim > 1 and ("Embedding" in type(module).__name__ or len(array) in experts)
                 yield Slot(node, key, len(array) if divides else 1)
 
 
@@ -124,14 +124,12 @@ def to_nothing(array: mx.array) -> mx.array:
     return mx.full(array.shape, mx.nan, array.dtype) if mx.issubdtype(array.dtype, mx.floating) else ~array
 
 
-def far_off(array: mx.array) -> mx.array:
-    """Large numbers, for arrays that only decide which others are read: the order of what is not a number is open."""
-    return (100 * mx.random.normal(array.shape, key=mx.random.key(0))).astype(array.dtype)
+def far_off(array: mx.array, seed: int) -> mx.array:
+    """Other numbers, for arrays that only decide which others are read: the order of what is not a number is open."""
+    key = mx.random.key(seed)
+    if mx.issubdtype(array.dtype, mx.floating):
+        return (100 * mx.random.normal(array.shape, key=key)).astype(array.dtype)
+    return mx.random.randint(0, 2**31 - 1, array.shape, key=key).astype(array.dtype)
 
 
-def far_off_the_other_way(array: mx.array) -> mx.array:
-    """Their opposites: where the ones leave a choice as it is, these change it."""
-    return -far_off(array)
-
-
-WAYS: tuple[Spoiling, ...] = to_nothing, far_off, far_off_the_other_way
+WAYS: tuple[Spoiling, ...] = to_nothing, *(partial(far_off, seed=seed) for seed in range(6))

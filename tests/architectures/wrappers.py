@@ -78,7 +78,7 @@ WRAPPERS = {
             "layer_types": [FULL, "minimax_m3_sparse"],
             "index_n_heads": 1,
             "index_head_dim": 32,
-            "index_block_size": 4,
+            "index_block_size": 2,
             "index_topk_blocks": 2,
         },
     ),
