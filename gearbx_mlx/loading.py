@@ -1,5 +1,7 @@
 """From a directory or a Hub repository to a model and its tokenizer."""
 
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
@@ -17,7 +19,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, _get_classes, load_model, load_tokenizer
 
 from .errors import GearbxError, about, one_line
 from .files.model_directory import (
@@ -28,6 +30,7 @@ from .files.model_directory import (
     count_arrays,
     parse_object,
 )
+from .files.problems import shown
 from .files.reading import read_as
 from .files.tokenizer_check import check_tokenizer
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -67,7 +70,7 @@ def load(
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
     trusted = kwargs.get("trust_remote_code", False)
-    check_model(directory, trusted)
+    check_model(directory, trusted, kwargs.get("model_config") or {})
     # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
     kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (kwargs.get("tokenizer_config") or {})
     saved = open_gears(directory)
@@ -88,18 +91,48 @@ def load(
             raise untrusted(directory) from error
         for place in read:
             check_json(place)
-        raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}") from error
+        raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def check_model(directory: Path, trusted: bool) -> None:
-    """Raises GearbxError for a directory that mlx-lm had better not see: damaged, too large to be built, untrusted."""
+def check_model(directory: Path, trusted: bool, change: dict) -> None:
+    """Raises GearbxError for a directory that mlx-lm had better not see: damaged, too large to be built, untrusted.
+
+    Args:
+        change: fields that replace those of config.json.
+    """
     arrays = count_arrays(directory)
-    config = read_config(directory)
+    config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
     check_tokenizer(directory)
-    if config.get("model_file") is not None and not trusted:  # mlx-lm before 0.32 runs it without a question
+    if config.get("model_file") is None:
+        check_type(config, directory / "config.json")
+    elif not trusted:  # mlx-lm before 0.32 runs it without a question
         raise untrusted(directory)
+
+
+def check_type(config: dict, file: Path) -> None:
+    """Raises GearbxError for a type of model that mlx-lm has no class for, or none that can be imported here.
+
+    Args:
+        file: of the configuration.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            _get_classes(config)
+    except (Exception, SystemExit) as error:  # a class that lacks a package ends the process, with a word on stdout
+        why = " ".join(said.getvalue().split()) or one_line(error).rstrip(".")
+        raise GearbxError(
+            f"{file}: model_type is {shown(config.get('model_type'))}, which mlx-lm cannot load ({why}); "
+            "update mlx-lm, or give a model of another type"
+        ) from error
+
+
+def remedy(error: Exception) -> str:
+    """What to do about weights that are not those of the configuration; nothing for another error of mlx-lm."""
+    other = re.match("Missing|Received|Expected shape", str(error))
+    return "; config.json is not that of these weights, download both again" if other else ""
 
 
 def untrusted(directory: Path) -> GearbxError:

@@ -59,6 +59,11 @@ def startup(results: Path) -> None:
     run("scripts/time_startup.py", "--page", "docs/performance.md")
 
 
+def models(results: Path) -> None:
+    """the table of docs/models.md"""
+    run("scripts/describe_models.py")
+
+
 def evidence(results: Path) -> None:
     """kl_*.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
     run("scripts/write_evidence.py", str(results), "docs/evidence.md", "docs/pair.md")
@@ -83,6 +88,7 @@ TASKS = {
         Task(sensitivity, 30),
         Task(codebook, 30),
         Task(startup, 1),
+        Task(models, 3),
         Task(evidence, 1, needs_results=True),
     )
 }

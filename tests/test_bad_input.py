@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm.models
 import pytest
+from conftest import save_model, tiny_model
 
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -70,19 +72,57 @@ def test_a_config_that_is_no_json_object(command, copied, content):
     assert_refused(command("generate", "--model", copied), copied / "config.json")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_type": "steam-engine"},
-        {"hidden_size": 320},
-        {"hidden_size": "wide"},
-        {"num_attention_heads": 0},
-    ],
-)
-def test_a_config_that_does_not_fit(command, copied, change):
+def edit(copied: Path, **change: object) -> None:
     config = json.loads((copied / "config.json").read_text()) | change
     (copied / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}])
+def test_a_config_that_does_not_fit(command, copied, change):
+    edit(copied, **change)
     assert_refused(command("generate", "--model", copied), copied, "cannot load")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 7}, "Missing 9 parameters: model.layers.6."),
+        ({"num_hidden_layers": 5}, "Received 9 parameters not in model: model.layers.5."),
+        ({"hidden_size": 320}, "Expected shape (4096, 320) but received shape (4096, 256)"),
+        ({"intermediate_size": 64}, "Expected shape (64, 256)"),
+        ({"vocab_size": 4095}, "Expected shape (4095, 256)"),
+    ],
+    ids=str,
+)
+def test_a_config_of_other_layers_than_the_weights_have(command, copied, change, words):
+    edit(copied, **change)
+    assert_refused(command("generate", "--model", copied), copied, words, "config.json is not that of these weights")
+
+
+@pytest.mark.parametrize("kind", ["steam-engine", "base", "../llama", 3, None])
+def test_a_type_of_model_that_mlx_lm_does_not_know(command, copied, kind):
+    edit(copied, model_type=kind)
+    words = f"model_type is {json.dumps(kind)}, which mlx-lm cannot load", "update mlx-lm"
+    assert_refused(command("generate", "--model", copied), copied / "config.json", *words)
+
+
+def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
+    """As mlx_lm.models.olmo does where a package is missing."""
+    (tmp_path / "needy.py").write_text("print('needs a package:\\n pip install it')\nraise SystemExit(1)\n")
+    monkeypatch.setattr(mlx_lm.models, "__path__", [*mlx_lm.models.__path__, str(tmp_path)])
+    edit(copied, model_type="needy")
+    result = command("generate", "--model", copied)
+    assert_refused(
+        result, copied / "config.json", '"needy", which mlx-lm cannot load (needs a package: pip install it)'
+    )
+    assert result.out == ""
+
+
+def test_a_model_without_a_linear_layer(command, tmp_path):
+    save_model(tiny_model("talkie", num_hidden_layers=0, vocab_size=4096), tmp_path / "none")
+    result = command("generate", "--model", tmp_path / "none")
+    assert (result.status, result.out) == (2, "")
+    assert result.err.splitlines()[-1] == "error: no layer can change gear: it has no linear layer"
 
 
 def test_a_checkpoint_that_lacks_weights(command, copied):

@@ -167,7 +167,9 @@ class TestExperts:
         x, chosen = random_pairs(6)
         native = with_kernels(layer, True)
         if quantized:
-            gears = Gearbox(nn.Sequential(layer), "4,16", kernels="native", format="affine", group_size=32)
+            mixture = nn.Sequential(layer)
+            mixture.top_k = 2
+            gears = Gearbox(mixture, "4,16", kernels="native", format="affine", group_size=32)
             gears.shift(4)
             native, layer = gears.model.layers[0], layer.to_quantized(32, 4)
             assert isinstance(native, QuantizedSwitchLinear)

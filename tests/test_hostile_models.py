@@ -221,6 +221,12 @@ class TestCode:
         assert_refused(command(*run_of(name, model, tmp_path)), model, "give --trust-remote-code")
         assert not planted.exists()
 
+    def test_is_not_run_where_mlx_lm_has_a_class_for_the_model(self, command, model, tmp_path):
+        (model / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\nclass Model: pass\n")
+        edit(model / "config.json", auto_map={"AutoConfig": "own.Model", "AutoModelForCausalLM": "own.Model"})
+        assert command("generate", "--model", model, "-m", 1).status == 0
+        assert not (tmp_path / "mark").exists()
+
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
         assert gears_of(model) is None
         assert not planted.exists()

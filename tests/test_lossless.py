@@ -15,7 +15,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from gearbx_mlx import Gearbox, Lossless, stream_generate
+from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.snapshots import Snapshot
 from gearbx_mlx.kernels import cpu
@@ -247,6 +247,24 @@ class TestCache:
         text = mlx_lm.generate(lossless, demo.tokenizer, QUESTION, max_tokens=30)
         geared_demo.shift("high")
         assert text == mlx_lm.generate(demo.model, demo.tokenizer, QUESTION, max_tokens=30)
+
+    def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
+        class OneAtATime(RotatingKVCache):
+            def update_and_fetch(self, keys, values):
+                if self.offset > 10 and keys.shape[2] > 1:
+                    raise ValueError("one token at a time")
+                return super().update_and_fetch(keys, values)
+
+        gearbox = Gearbox(tiny, "6,16")
+        caches = [[OneAtATime(20) for _ in tiny.layers] for _ in range(2)]
+        theirs = [token for token, _ in generate_step(PROMPT[0], tiny, max_tokens=30, prompt_cache=caches[0])]
+        lossless = LosslessModel(gearbox, FixedLength(6))
+        with pytest.warns(
+            GearbxWarning, match=r"cannot draft .* \(one token at a time\); the top gear goes on"
+        ) as said:
+            ours = [token for token, _ in generate_step(PROMPT[0], lossless, max_tokens=30, prompt_cache=caches[1])]
+        assert len(said) == 1
+        assert ours == theirs
 
     def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny):
         gearbox = Gearbox(tiny, "6,16")

@@ -13,6 +13,7 @@ for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
@@ -106,6 +107,7 @@ class LosslessModel(ModelWrapper):
         self.max_tokens = max_tokens
         self._history = History(counted_only=not self.logits_processors)
         self._verifier = Verifier(gearbox, self.top)
+        self._drafting = True
         self._verified: Verified | None = None
 
     def __call__(
@@ -132,9 +134,8 @@ class LosslessModel(ModelWrapper):
     def _draft_and_verify(self, token: int, cache: Any) -> mx.array:
         """The logits (1, 1, V) of the token itself, after drafting what follows it and verifying the draft."""
         self._verified = None
-        drafted, entropies = self._drafts(token, cache, self._most(token))
+        drafted, entropies, rows = self._drafts_and_rows(token, cache)
         tokens = [token, *drafted]
-        rows = self._verifier.rows(mx.array([tokens]), cache)
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
         verified = Verified(tokens, rows, noise, list(cache))
         ran = [self.draft] * len(drafted) + [self.top]
@@ -145,6 +146,24 @@ class LosslessModel(ModelWrapper):
         self.step = Step(self.top, tuple(entropies), passes, read, verified.drafted(self.draft), len(drafted), rounding)
         self._verified = verified
         return verified.logits()
+
+    def _drafts_and_rows(self, token: int, cache: Any) -> tuple[list[int], list[float], Rows]:
+        """Drafted tokens, the entropies (bits) of their distributions, and the pass that verifies them.
+
+        A text must not end where only a draft has failed: in a server, that would end the thread. Without drafts the
+        top gear goes on as mlx-lm would alone.
+        """
+        if self._drafting:
+            try:
+                drafted, entropies = self._drafts(token, cache, self._most(token))
+                return drafted, entropies, self._verifier.rows(mx.array([[token, *drafted]]), cache)
+            except GearbxError:
+                raise
+            except Exception as error:
+                self._drafting = False
+                said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
+                warnings.warn(said, GearbxWarning, stacklevel=4)
+        return [], [], self._verifier.rows(mx.array([[token]]), cache)
 
     def _most(self, token: int) -> int:
         """The most tokens to draft: none past the end of the text."""

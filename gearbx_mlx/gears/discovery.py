@@ -31,6 +31,8 @@ QUANTIZED = (
     nn.QuantizedLinear,
     QuantizedSwitchLinear,
     QuantizedMultiLinear,
+    nn.QuantizedAllToShardedLinear,
+    nn.QuantizedShardedToAllLinear,
     nn.QuantizedEmbedding,
     PlanesLinear,
     PlanesSwitchLinear,

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxWarning
+from .towers import in_tower
 
 CHOSEN = (  # names for the number of experts that a router chooses
     "num_experts_per_tok",
@@ -21,13 +22,15 @@ SETTINGS = ("args", "config")  # attributes of modules that name such numbers to
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """The share of a layer's weights that tokens use: all of them, or the chosen experts of a mixture.
+    """The share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a tower.
 
     Args:
         path: of the layer.
         modules: of the whole model, by path.
         positions: tokens computed in one pass, as if no two of them used the same expert.
     """
+    if in_tower(path):
+        return 0.0
     experts = experts_of(path, modules)
     chosen = chosen_experts(path, modules) if experts else None
     return min(1.0, positions * chosen / experts) if chosen else 1.0

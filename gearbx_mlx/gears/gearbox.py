@@ -45,6 +45,7 @@ class Gearbox(GearCosts):
         format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
             "groupwise", "codebook", "codebook-library", or a Format.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
+            "everything" takes those of towers for images and sound too.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
         residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk".
         checkpoint: the model's directory, for "disk".

@@ -7,5 +7,5 @@ DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)
 EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
-MANAGE = ("all", "attention", "mlp")
+MANAGE = ("all", "attention", "mlp", "everything")
 RESIDENCIES = ("resident", "host", "disk")

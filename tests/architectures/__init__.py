@@ -12,6 +12,7 @@ import mlx.nn as nn
 from .dense import DENSE
 from .latent import LATENTS
 from .mixtures import MIXTURES
+from .parts import GROUP as GROUP
 from .parts import VOCABULARY as VOCABULARY
 from .states import STATES
 from .windows import WINDOWS

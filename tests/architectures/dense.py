@@ -29,6 +29,7 @@ DENSE = {
         "num_kv_reuse_layers": 2,
         "num_heads": 2,
         "num_kv_heads": 1,
+        "hidden_dim_scale_factor": 3.0,
     },
     "apertus": COMMON | {"post_norm": True, "qk_norm": True, "mlp_bias": True},
     "bitnet": COMMON,
@@ -86,7 +87,7 @@ DENSE = {
     "phi3": COMMON | {"partial_rotary_factor": 1.0},
     "phi3small": COMMON
     | {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 128, "gegelu_limit": 20.0}
-    | {"vocab_size": 100352},  # the class writes to logits of tokens up to 100351
+    | {"vocab_size": 100352, "mup_embedding_multiplier": 1.0},  # the class writes to logits of tokens up to 100351
     "plamo": COMMON | {"n_shared_head": 2},
     "qwen": COMMON | {"kv_channels": 32, "intermediate_size": 256},
     "qwen2": COMMON,

@@ -41,12 +41,14 @@ LATENTS = {
         "candidate_source_layer_id": 4,
         "candidate_topk_blocks": 4,
         "candidate_block_size": 2,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
         "rms_norm_eps": 1e-20,
     },
     "glm4_moe_lite": DEEPSEEK | CHOICE | {"num_nextn_predict_layers": 1},
     "glm_moe_dsa": DEEPSEEK | INDEXER | CHOICE | {"rope_parameters": {"rope_theta": 10000.0}},
     "longcat_flash": LONGCAT,
-    "longcat_flash_ngram": LONGCAT | {"ngram_vocab_size_ratio": 4},
+    "longcat_flash_ngram": LONGCAT | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 1},
     "minicpm3": COMMON
     | LATENT
     | {

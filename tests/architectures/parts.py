@@ -1,6 +1,7 @@
 """What the tiny configs share: sizes, experts, windows and latent attention, under mlx-lm's usual names."""
 
 VOCABULARY = 128
+GROUP = 32  # a group size that divides all widths
 WINDOW = 16  # a prompt of a dozen tokens and a short text fill it
 SLIDING, FULL = "sliding_attention", "full_attention"
 

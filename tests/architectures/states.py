@@ -29,7 +29,7 @@ LFM = COMMON | {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
 }
-MAMBA = COMMON | {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
+MAMBA = COMMON | {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 32}
 HADAMARD = {  # its vectors are rotated in blocks of 512 and its weights packed
     "schema_version": 1,
     "tensor_namespace": "mlx-lm-text",
@@ -71,6 +71,7 @@ STATES = {
         "mamba_d_conv": 4,
         "mamba_d_state": 8,
         "mamba_expand": 2,
+        "mamba_dt_rank": 32,
     },
     "kimi_linear": KIMI,
     "lfm2": LFM,

@@ -35,7 +35,6 @@ WINDOWS = {
         "num_hidden_layers": 3,
         "layer_types": [SLIDING, "conv_mixer", FULL],
         "sliding_window": WINDOW,
-        "tie_word_embeddings": True,
     },
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,

@@ -78,7 +78,7 @@ WRAPPERS = {
             "layer_types": [FULL, "minimax_m3_sparse"],
             "index_n_heads": 1,
             "index_head_dim": 32,
-            "index_block_size": 4,
+            "index_block_size": 2,
             "index_topk_blocks": 2,
         },
     ),
@@ -89,9 +89,11 @@ WRAPPERS = {
         | EXPERTS
         | WINDOWED
         | {
+            "num_hidden_layers": 3,  # the first and the last one stay dense
+            "layer_types": [SLIDING, SLIDING, FULL],
             "post_norm_eps": 1e-8,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            "layer_rope_theta": [10000.0, 0],
+            "layer_rope_theta": [10000.0, 10000.0, 0],
             "final_logit_softcapping": 20.0,
             "output_multiplier": 0.7,
             "moe_hidden_size": 64,
