@@ -16,6 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..errors import GearbxError
 from ..kernels.dispatch import on_cpu
 from . import names
+from .adapters import adapters_of, own_arrays
 
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
 DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
@@ -51,7 +52,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         dtype: "auto" (the type that is fast on this device and changes no value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
         kept: modules whose own parameters keep their type, and stay unread if they are: native kernels widen them as
-            they read.
+            they read. Adapters always keep theirs.
 
     Returns:
         the type that the model computes in.
@@ -77,6 +78,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
+        unchanged += [(a, name, value) for a in adapters_of(model).values() for name, value in own_arrays(a).items()]
         if target == checkpoint:  # back to the type of every single parameter
             now = tree_flatten(model.parameters())
             model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in now]))

@@ -12,7 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .adapters import adapters_of, layers_of, own_arrays
+
 HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k")
 
 
@@ -39,9 +42,10 @@ def token_bytes(
 
     Returns:
         bytes: every parameter once. A mixture of experts counts only those that a token uses (for several positions,
-        as if no two used the same), and an embedding one row, unless it is the output head too.
+        as if no two used the same), and an embedding one row, unless it is the output head too. Adapters count in
+        their own type.
     """
-    modules = dict(model.named_modules())
+    modules = layers_of(model)
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
     head_is_separate = separate_head(modules)
     total = 0.0
@@ -51,7 +55,7 @@ def token_bytes(
             continue  # a part of a tied embedding
         if path in managed:
             total += managed[path] * used_share(path, modules, positions)
-        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        elif isinstance(module, EMBEDDINGS):
             rows = module.weight.shape[0]
             total += layer_bytes(module, dtype) / (rows / positions if head_is_separate else 1)
         elif path in containers:
@@ -59,7 +63,24 @@ def token_bytes(
             total += sum(stored_bytes(array, dtype) for array in own)
         else:
             total += layer_bytes(module, dtype) * used_share(path, modules, positions)
+    for path, adapter in adapters_of(model).items():
+        looked_up = head_is_separate and isinstance(modules[path], EMBEDDINGS)
+        read = adapter_bytes(adapter, storage[""], positions if looked_up else None)
+        total += read * used_share(path, modules, positions)
     return round(total)
+
+
+def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> float:
+    """Bytes of an adapter that a token reads, without the layer under it.
+
+    Args:
+        storage: the type of the bias, which DoRA takes from its layer.
+        rows: of an embedding's adapter, how many are looked up; None: all are read.
+    """
+    total = float(stored_bytes(adapter["bias"], storage)) if "bias" in adapter else 0.0
+    for name, array in own_arrays(adapter).items():
+        total += array.nbytes * (1 if rows is None or name == "lora_b" else rows / len(array))
+    return total
 
 
 def separate_head(paths: Iterable[str]) -> bool:

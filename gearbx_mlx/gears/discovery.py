@@ -15,6 +15,7 @@ from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
+from .adapters import layers_of
 from .cost import separate_head
 from .ladder import DENSE as SIXTEEN
 
@@ -139,8 +140,9 @@ def tied_head(model: nn.Module, tables: Sequence[type] = TABLES) -> str | None:
         tables: the classes of embeddings that count.
     """
     rows = vocabulary(model) if any(isinstance(m, tuple(tables)) for m in model.modules()) else 0
-    largest = [path for path, m in model.named_modules() if type(m) in tables and len(m.weight) == rows]
-    separate = separate_head(path for path, _ in model.named_modules())
+    modules = layers_of(model)
+    largest = [path for path, m in modules.items() if type(m) in tables and len(m.weight) == rows]
+    separate = separate_head(modules)
     # A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
     uses_it = any(calls_as_linear(kind) for kind in {type(module) for module in model.modules()})
     return largest[0] if len(largest) == 1 and uses_it and not separate else None
@@ -170,7 +172,7 @@ def discover(
     own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
     managed, unmanaged = [], {}
     head = tied_head(model)
-    for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
+    for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if type(module) not in DENSE and path != head:
             # An unknown class may compute something else, which a stock quantized layer would not.
             kind = type(module).__name__

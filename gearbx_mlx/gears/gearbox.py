@@ -6,11 +6,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
+from .adapters import places_of, tree_of
 from .attachment import ATTACHED, attached, model_fingerprint
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
@@ -87,6 +87,7 @@ class Gearbox(GearCosts):
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations)
+        self._places = places_of(model)
         self.layers = use_kernels(model, self.layers, self.kernels.native)
         self.compute_dtype, self.storage, scales = compute_model_in(model, self.layers, layout, dtype, bool(quantized))
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
@@ -132,7 +133,7 @@ class Gearbox(GearCosts):
         as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
         now = {layer.path: layer.module for layer in self.layers} | self._further.get(False, {})
-        self._trees = {self.gear: tree_unflatten(list(now.items()))}
+        self._trees = {self.gear: tree_of(now, self._places)}
         self.active_memory: dict[str, int] = {}
         if self.gear != first:
             self.shift(first)
@@ -216,7 +217,7 @@ class Gearbox(GearCosts):
         if gear not in self._trees:
             modules = self._modules.complete(self._bits_in(gear))
             further = self._further.get(gear == self.ladder[0], {})
-            self._trees[gear] = tree_unflatten(list((modules | further).items()))
+            self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._modules.keeps_all:
             self._modules.enter(self._bits_in(gear))

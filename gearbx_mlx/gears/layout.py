@@ -13,6 +13,7 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from .activations import compute_in, stored_dtype
+from .adapters import layers_of, places_of, put_adapters_over_gears, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .ladder import DENSE, Ladder
 from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
@@ -65,12 +66,14 @@ def managed_layers(
 ) -> tuple[list[Layer], dict[str, str]]:
     """The layers that change gear, and path to reason of the other linear layers.
 
-    The layers of a geared checkpoint take their places in the model as dense ones without weights.
+    The layers of a geared checkpoint take their places in the model as dense ones without weights. Adapters get the
+    form that works over any gear.
     """
+    put_adapters_over_gears(model)
     if layout.saved is None:
         return discover(model, manage or "all", layout.group_size, layout.format)
     layers = layout.saved.layers(model)
-    model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in layers]))
+    model.update_modules(tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
     return layers, dict(layout.saved.manifest.unmanaged)
 
 
@@ -102,7 +105,7 @@ def use_kernels(model: nn.Module, layers: Iterable[Layer], native: bool) -> list
         made = with_kernels(module, native)
         if made is not module:  # one by one, since some are in others
             model.update_modules(tree_unflatten([(path, made)]))
-    now = dict(model.named_modules())
+    now = layers_of(model)
     return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
 
 
@@ -121,8 +124,9 @@ def compute_model_in(
     for module in native:
         if isinstance(module, NativeEmbedding):
             module.activations = compute_dtype
-    paths = ["", *(layer.path for layer in layers)]
-    storage = {path: stored_dtype(model, path and f"{path}.weight") for path in paths}
+    places = places_of(model)
+    names = {layer.path: f"{places.get(layer.path, layer.path)}.weight" for layer in layers}
+    storage = {path: stored_dtype(model, name) for path, name in {"": "", **names}.items()}
     scales = dict.fromkeys(storage, compute_dtype)
     scales |= {layer.path: storage[layer.path] for layer in layers if isinstance(layer.module, Native)}
     for layer in layers:

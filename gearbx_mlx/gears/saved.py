@@ -17,6 +17,7 @@ from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import linear_of
 from .activations import DTYPES
+from .adapters import layers_of
 from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
@@ -149,7 +150,7 @@ class SavedGears:
 
     def layers(self, model: nn.Module) -> list[Layer]:
         """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""
-        modules = dict(model.named_modules())
+        modules = layers_of(model)
         return [
             Layer(path, self._blank(path, saved, modules[path]), saved.lowest_bits)
             for path, saved in self.manifest.layers.items()
