@@ -1,6 +1,7 @@
 """An adapter from files is put on a model, or on the base of a geared checkpoint, as mlx-lm does it."""
 
 from collections.abc import Collection, Mapping
+from operator import itemgetter
 from pathlib import Path
 
 import mlx.core as mx
@@ -82,7 +83,7 @@ def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.arra
         GearbxError: an array too many or too few, of another shape, or not of floating-point numbers.
     """
     remedy = "give an adapter that was trained on this model"
-    for name, array in weights.items():
+    for name, array in sorted(weights.items(), key=itemgetter(0)):
         if name not in expected:
             raise GearbxError(f"{ARRAYS} has {name}, which is not in this model with this adapter; {remedy}")
         if array.shape != expected[name].shape:
