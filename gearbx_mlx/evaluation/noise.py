@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats.base import dense_weight
-from ..gears.adapters import layers_of, places_of, tree_of
+from ..gears.adapters import layers_of, places_of, put_modules, tree_of
 from ..gears.gearbox import Gearbox
 
 UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
@@ -44,8 +44,8 @@ def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
     modules, places = layers_of(gearbox.model), places_of(gearbox.model)
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
     wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
-    gearbox.model.update_modules(tree_of(wrapped, places))
+    put_modules(gearbox.model, tree_of(wrapped, places))
     try:
         yield
     finally:
-        gearbox.model.update_modules(tree_of(engaged, places))
+        put_modules(gearbox.model, tree_of(engaged, places))

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 
 from ..errors import GearbxError, about, one_line
 from ..files.adapter import ARRAYS, Adapter
-from .adapters import adapter_arrays, layers_of, places_of, tree_of
+from .adapters import adapter_arrays, layers_of, places_of, put_modules, tree_of
 from .saved import SavedGears
 
 
@@ -50,14 +50,14 @@ def wrap_layers(model: nn.Module, adapter: Adapter, saved: SavedGears | None) ->
     """
     base = {} if saved is None else {path: layers_of(model)[path] for path in saved.manifest.layers}
     if saved is not None:  # mlx-lm knows dense layers best, and the base may have others
-        model.update_modules(tree_of({layer.path: layer.module for layer in saved.layers(model)}, {}))
+        put_modules(model, tree_of({layer.path: layer.module for layer in saved.layers(model)}, {}))
     try:
         linear_to_lora_layers(
             model, adapter.num_layers, to_builtins(adapter.lora_parameters), adapter.fine_tune_type == "dora"
         )
     except (ValueError, TypeError, KeyError) as error:
         raise GearbxError(f"cannot be put on this model: {one_line(error)}") from error
-    model.update_modules(tree_of(base, places_of(model)))
+    put_modules(model, tree_of(base, places_of(model)))
 
 
 def read_arrays(file: Path) -> dict[str, mx.array]:

@@ -54,10 +54,15 @@ def tree_of(modules: Modules, places: Mapping[str, str]) -> Any:
     return tree_unflatten([(places.get(path, path), module) for path, module in modules.items()])
 
 
+def put_modules(model: nn.Module, tree: Any) -> None:
+    """`model.update_modules` of the model's class: of a model with a gearbox, what the gearbox alone may do."""
+    type(model).update_modules(model, tree)
+
+
 def put_adapters_over_gears(model: nn.Module) -> None:
     """Give every adapter of a model the form that works over any gear."""
     made = {path: over_gears(module) for path, module in adapters_of(model).items()}
-    model.update_modules(tree_unflatten(list(made.items())))
+    put_modules(model, tree_unflatten(list(made.items())))
 
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
-from .adapters import places_of, tree_of
+from .adapters import places_of, put_modules, tree_of
 from .attachment import ATTACHED, attached, model_fingerprint
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
@@ -21,6 +21,7 @@ from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
+from .ownership import own
 from .saved import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
@@ -107,6 +108,7 @@ class Gearbox(GearCosts):
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts, self.shift_seconds = 0, 0.0
         setattr(model, ATTACHED, self)
+        own(model, self._shapes, self._unsaveable, gearbox=True)
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -234,14 +236,23 @@ class Gearbox(GearCosts):
         before = self.gear
         self._complete(gear)
         try:
-            self.model.update_modules(self._trees[gear])
+            put_modules(self.model, self._trees[gear])
             self.gear = gear
             self._give_up_idle()
         except BaseException:  # an interrupt as well: never half of one gear and half of another
             self.gear = before
             self._complete(before)
-            self.model.update_modules(self._trees[before])
+            put_modules(self.model, self._trees[before])
             raise
+
+    def _unsaveable(self) -> str | None:
+        """Why mlx-lm could not load what the model is in the engaged gear; None: it could."""
+        for layer in self.layers:
+            bits = self.bits_of(layer, self.gear)
+            if bits != DENSE and (self.saved is None or not self.saved.in_base(layer, bits)):
+                remedy = "shift to a gear of 16 bits first, or write the gears with gearbx_mlx.convert"
+                return f"mlx-lm would not load {layer.path} as it is in gear '{self.gear.name}'; {remedy}"
+        return None
 
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""

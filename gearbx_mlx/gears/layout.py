@@ -13,7 +13,7 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from .activations import compute_in, stored_dtype
-from .adapters import layers_of, places_of, put_adapters_over_gears, tree_of
+from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .ladder import DENSE, Ladder
 from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
@@ -73,7 +73,7 @@ def managed_layers(
     if layout.saved is None:
         return discover(model, manage or "all", layout.group_size, layout.format)
     layers = layout.saved.layers(model)
-    model.update_modules(tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
+    put_modules(model, tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
     return layers, dict(layout.saved.manifest.unmanaged)
 
 
@@ -104,7 +104,7 @@ def use_kernels(model: nn.Module, layers: Iterable[Layer], native: bool) -> list
     for path, module in list(model.named_modules()):
         made = with_kernels(module, native)
         if made is not module:  # one by one, since some are in others
-            model.update_modules(tree_unflatten([(path, made)]))
+            put_modules(model, tree_unflatten([(path, made)]))
     now = layers_of(model)
     return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
 

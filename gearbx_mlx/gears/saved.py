@@ -17,16 +17,18 @@ from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import linear_of
 from .activations import DTYPES
-from .adapters import layers_of
+from .adapters import layers_of, put_modules
 from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
+from .ownership import own
 from .saved_check import KINDS, check_arrays, check_model
 from .tensor_entries import Entry, hash_with, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
+ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
 HEAD = "projection."  # of a tied embedding: formats/tied.py
 
 
@@ -142,7 +144,8 @@ class SavedGears:
                 layer.path: self.module(layer, self.widths(layer)[0], self.storage(layer.path))
                 for layer in self.layers(model)
             }
-            model.update_modules(tree_unflatten(list(lowest.items())))
+            put_modules(model, tree_unflatten(list(lowest.items())))
+        own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
     def storage(self, path: str = "") -> mx.Dtype:
         """The type of a layer in the original, or ("") of most of the original."""
@@ -190,6 +193,17 @@ class SavedGears:
     def stored(self, layer: Layer) -> tuple[int, ...]:
         """The quantized ones among them."""
         return self.manifest.layers[layer.path].stored
+
+    def in_base(self, layer: Layer, bits: int) -> bool:
+        """Whether mlx-lm reads this gear of a layer from the checkpoint."""
+        saved = self.manifest.layers[layer.path]
+        return saved.kind != "embedding" and saved.gears[bits].get("weight") == f"{layer.path}.weight"
+
+    def __deepcopy__(self, memo: dict) -> "SavedGears":
+        return self  # a copy of the model reads the same files
+
+    def __reduce__(self) -> Any:
+        raise GearbxError(f"{self.directory}: a model with gears cannot be pickled; load it again where it is needed")
 
     def read(self, arrays: Any) -> None:
         """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
