@@ -153,6 +153,19 @@ def test_a_gear_that_was_left_comes_back(adapted, tmp_path, kind, residency, gea
     assert far(before[gearbox.ladder[0]], before[gearbox.ladder.top]) > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
+    source, adapter = adapted(kind)
+    low_model, model = loaded(source), loaded(source, adapter)
+    low_model.model.norm.weight = low_model.model.norm.weight * 1.5  # as AWQ changes norms
+    nn.quantize(low_model, 64, 4)
+    gearbox = Gearbox(model, "4,16", low_model=low_model, kernels="mlx")
+    gearbox.shift("low")
+    reference = mlx_lms(source, adapter)
+    reference.model.norm, reference.model.embed_tokens = low_model.model.norm, low_model.model.embed_tokens
+    assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
+
+
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(

@@ -164,6 +164,15 @@ class TestACheckpointWithoutAGearbox:
         assert mx.array_equal(model(PROMPT), before)
 
 
+def test_an_adapter_comes_before_the_gearbox():
+    model = tiny_model()
+    Gearbox(model, "4,16")
+    before = model(PROMPT)
+    with pytest.raises(GearbxError, match="do that before the model gets a gearbox"):
+        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    assert mx.array_equal(model(PROMPT), before)
+
+
 def test_a_model_with_an_adapter_is_not_saved_in_any_gear(tmp_path):
     model = tiny_model()
     linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})

@@ -97,7 +97,15 @@ def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str |
         gearbox: whether the model has one, which a copy would not have.
     """
     owned = Owned(model, paths, unsaveable)
-    for name in ("update", "update_modules", "load_weights", "save_weights", "leaf_modules"):
+    for name in ("update", "load_weights", "save_weights", "leaf_modules"):
         setattr(model, name, getattr(owned, name))
-    for name in ("__deepcopy__", "__reduce_ex__") if gearbox else ():
+    if not gearbox:  # adapters may still come
+        return
+    model.update_modules = owned.update_modules
+    for name in ("__deepcopy__", "__reduce_ex__"):
         setattr(model, name, owned.copied)
+    blocks = {*map(id, getattr(model, "layers", ()))}  # which mlx-lm puts adapters into, one block at a time
+    for path, block in model.named_modules():
+        if id(block) in blocks:
+            inside = [each.removeprefix(f"{path}.") for each in paths if each.startswith(f"{path}.")]
+            block.update_modules = Owned(block, inside, unsaveable).update_modules
