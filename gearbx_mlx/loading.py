@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, _get_classes, load_model, load_tokenizer
 
 from .errors import GearbxError, about, one_line
+from .files.adapter import read_adapter
 from .files.model_directory import (
     COMPLETE,
     check_files,
@@ -33,6 +34,7 @@ from .files.model_directory import (
 from .files.problems import shown
 from .files.reading import read_as
 from .files.tokenizer_check import check_tokenizer
+from .gears.adapter_weights import add_adapter
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -66,7 +68,8 @@ def load(
 
     Raises:
         GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit, code
-            that is not trusted; gears that are damaged, of a newer version, or not of this base.
+            that is not trusted; gears that are damaged, of a newer version, or not of this base; an adapter that is
+            damaged or was made for another model.
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
     trusted = kwargs.get("trust_remote_code", False)
@@ -74,9 +77,8 @@ def load(
     # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
     kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (kwargs.get("tokenizer_config") or {})
     saved = open_gears(directory)
-    read = [directory]
-    if saved is None and kwargs.get("adapter_path") is not None:
-        read.append(check_adapter(kwargs["adapter_path"]))
+    adapter_path = kwargs.pop("adapter_path", None)
+    adapter = None if adapter_path is None else read_adapter(Path(adapter_path))
     try:
         if saved is None:
             model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
@@ -84,13 +86,14 @@ def load(
                 check_kinds(model)
         else:
             model, tokenizer, config = load_base(directory, saved, **kwargs)
+        if adapter is not None:
+            add_adapter(model, adapter, Path(adapter_path), saved)
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
         if "trust_remote_code" in str(error):
             raise untrusted(directory) from error
-        for place in read:
-            check_json(place)
+        check_json(directory)
         raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -145,17 +148,10 @@ def load_base(
     *,
     tokenizer_config: dict | None = None,
     model_config: dict | None = None,
-    adapter_path: str | None = None,
     lazy: bool = True,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it.
-
-    Raises:
-        GearbxError: an adapter, which the other gears would not have.
-    """
-    if adapter_path is not None:
-        raise GearbxError(f"{directory}: gears take no adapter; fuse it into the original and convert that")
+    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it."""
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, model_config=model_config, **trust)
     saved.attach(model)
@@ -243,19 +239,6 @@ def read_config(directory: Path) -> dict:
     if not os.path.lexists(file):
         raise GearbxError(f"{file}: missing; {COMPLETE}")
     return read_as(file, parse_object, "a model's configuration", COMPLETE)
-
-
-def check_adapter(path: str | Path) -> Path:
-    """The directory of an adapter. Raises GearbxError for none, a pipe or a device in it, or damaged arrays."""
-    directory = Path(path)
-    try:
-        if not directory.exists():
-            raise GearbxError(f"{path}: the adapter path does not exist; give the directory that mlx_lm.lora wrote")
-        check_files(directory)
-        count_arrays(directory, "adapters.safetensors")
-    except OSError as error:
-        raise GearbxError(f"{path}: cannot be read as an adapter ({error.strerror}); give its directory") from error
-    return directory
 
 
 def check_kinds(model: nn.Module) -> None:

@@ -102,10 +102,6 @@ class TestLoading:
         assert gearbox.gear.name == "low"
         assert model(mx.array([[1, 2]])).shape == (1, 2, 4096)
 
-    def test_an_adapter(self, geared):
-        with pytest.raises(GearbxError, match="take no adapter"):
-            gearbx_mlx.load(geared, adapter_path="somewhere")
-
 
 class TestConverting:
     def test_a_kill_at_any_moment_and_the_same_command(self, whole, tmp_path, command):

@@ -33,7 +33,11 @@ def described_fields(heading: str, table: int = 0) -> set[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The summary and the trace of a run in every mode."""
-    modes = dict.fromkeys(MODES, ()) | {"route": ("--target-tps", "5"), "pair": ("--small-model", DEMO_MODEL)}
+    modes = dict.fromkeys(MODES, ()) | {
+        "static": ("--draft-model", DEMO_MODEL),
+        "route": ("--target-tps", "5"),
+        "pair": ("--small-model", DEMO_MODEL),
+    }
     found = []
     for mode, flags in modes.items():
         path = tmp_path_factory.mktemp(mode)

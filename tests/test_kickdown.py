@@ -150,8 +150,8 @@ class TestDropIn:
             assert same_weights(weights_of(geared), weights_of(tiny))
             names = [name for name, _ in tiny.named_modules()]
             assert [name for name, _ in geared.named_modules()] == names
-        geared.update({"lm_head": {"weight": mx.zeros_like(tiny.lm_head.weight)}})
-        assert not tiny.lm_head.weight.any()
+        geared.update({"model": {"norm": {"weight": mx.zeros_like(tiny.model.norm.weight)}}})
+        assert not tiny.model.norm.weight.any()
         with pytest.raises(AttributeError):
             _ = geared.no_such_thing
 

@@ -189,6 +189,17 @@ class TestDraftModel:
         assert summary["drafted"] == sum(entry["drafted"] for entry in trace) >= summary["accepted"]
         assert summary["verifications"] == sum(any(entry["passes"]) for entry in trace)
         assert summary["accepted"] + summary["verifications"] in (30, 31)
+        draft = summary["draft_model"]
+        assert draft["name"] == str(DEMO_MODEL)
+        assert draft["passes"] == summary["drafted"]
+        # It is the model itself, so that what its passes read is known from the other side.
+        assert draft["weight_bytes"] == summary["drafted"] * summary["weight_bytes_per_token_top"]
+        verifying = summary["verifications"] * summary["weight_bytes_per_token_top"]
+        assert sum(entry["weight_bytes"] for entry in trace) == pytest.approx(
+            draft["weight_bytes"] + verifying, rel=0.01
+        )
+        assert "draft model" in result.err
+        assert f"{draft['passes']} passes" in result.err
 
 
 def test_a_gearbox_is_kept_over_modes(demo, geared_demo):

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.nn as nn
+
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
+from ..decoding.paired_model import bytes_read
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
@@ -37,6 +40,18 @@ class Speed:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Draft:
+    """mlx-lm's draft model, by the name that it was asked for."""
+
+    name: str
+    model: nn.Module
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        """Its name, its passes, one for each token that it drafted, and the bytes of weights that they read."""
+        return {"name": self.name, "passes": tally.drafted, "weight_bytes": tally.drafted * bytes_read(self.model)}
+
+
 def summary_of(
     name: str,
     gearbox: Gearbox | Observer,
@@ -45,11 +60,12 @@ def summary_of(
     speed: Speed,
     peak_memory: int,
     controller: Governor | None = None,
+    draft: Draft | None = None,
 ) -> dict[str, Any]:
     """The summary of one run; `peak_memory` in bytes. With a controller, gears had fewer bits at times than by name."""
-    capped: dict[str, Any] = {}
+    further: dict[str, Any] = {} if draft is None else {"draft_model": draft.summary(tally)}
     if controller is not None:
-        capped = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
+        further |= {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
     reasons: dict[str, int] = {}
     for reason in gearbox.unmanaged.values():
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -72,5 +88,5 @@ def summary_of(
         unmanaged_reasons=reasons,
         compute_dtype=dtype_name(gearbox.compute_dtype),
         storage_dtype=dtype_name(gearbox.storage[""]),
-        **capped,
+        **further,
     )

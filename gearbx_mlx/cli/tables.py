@@ -35,6 +35,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             shifts_row(summary, watching),
             *([("controller", controller_line(controller))] if controller else []),
             *mode_rows,
+            *draft_model_rows(summary),
             ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
             bits_row(summary, watching),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
@@ -43,6 +44,15 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             *dtype_rows(summary),
         ]
     )
+
+
+def draft_model_rows(summary: dict[str, Any]) -> list[Row]:
+    """A line for mlx-lm's draft model, if there is one."""
+    draft = summary.get("draft_model")
+    if draft is None:
+        return []
+    figures = f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"
+    return [("draft model", Text(figures))]  # no markup: the name is anybody's
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:

@@ -15,7 +15,7 @@ from ..cli.loaded import load_model, room_for
 from ..cli.mode_choice import ModeChoice, choose_mode, make_mode
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
-from ..cli.results import summary_of
+from ..cli.results import Draft, summary_of
 from ..cli.tables import layers_table, summary_table
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
@@ -48,9 +48,10 @@ def run(settings: GenerateSettings) -> int:
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         names = [gear.name for gear in gears.gears]
         written = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
-    result = summary_of(
-        model_name(model_path), gearbox, mode, written.tally, written.speed, mx.get_peak_memory(), controller
-    )
+    draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
+    draft = Draft(draft_path, draft_model) if draft_path is not None else None
+    counted = written.tally, written.speed, mx.get_peak_memory()
+    result = summary_of(model_name(model_path), gearbox, mode, *counted, controller, draft)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     return written.status
 

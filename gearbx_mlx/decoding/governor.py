@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm.generate import GenerationResponse
 
 from ..errors import GearbxError, GearbxWarning
+from ..gears.adapters import layers_of
 from ..gears.default_sensitivity import default_sensitivity
 from ..gears.discovery import Layer
 from ..gears.experts import used_share
@@ -164,7 +165,7 @@ class Governor:
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:
     """All tables of caps of a gearbox that has no cap."""
-    modules = dict(gearbox.model.named_modules())
+    modules = layers_of(gearbox.model)
     layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
     if sensitivity is None:
         sensitivity = default_sensitivity({layer.path: layer.module for layer in gearbox.layers})

@@ -56,5 +56,8 @@ class ModelWrapper(nn.Module):
     def __getattribute__(self, name: str) -> Any:
         return getattr(self.gearbox.model, name) if name in OF_MODULES else super().__getattribute__(name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.gearbox.model.__reduce_ex__(protocol)  # which says why it can be neither copied nor pickled
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.gearbox.model, name)

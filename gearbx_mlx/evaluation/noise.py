@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
+from ..formats.base import dense_weight
+from ..gears.adapters import layers_of, places_of, put_modules, tree_of
 from ..gears.gearbox import Gearbox
 
 UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
@@ -27,6 +28,10 @@ class Noisy(nn.Module):
         """The product of an embedding that is the output head as well."""
         return self.blur(self.layer.as_linear(x))
 
+    def dense_weight(self) -> mx.array:
+        """The weight (O, I), whose norms an adapter may need."""
+        return dense_weight(self.layer)
+
     def blur(self, y: mx.array) -> mx.array:
         self._key, key = mx.random.split(self._key)
         return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
@@ -36,11 +41,11 @@ class Noisy(nn.Module):
 def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
     """The top gear with noise on the output of every managed layer; do not shift inside the context."""
     gearbox.shift(gearbox.ladder.top)
-    modules = dict(gearbox.model.named_modules())
+    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
-    wrapped = [(path, Noisy(module, seed + i)) for i, (path, module) in enumerate(engaged.items())]
-    gearbox.model.update_modules(tree_unflatten(wrapped))
+    wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
+    put_modules(gearbox.model, tree_of(wrapped, places))
     try:
         yield
     finally:
-        gearbox.model.update_modules(tree_unflatten(list(engaged.items())))
+        put_modules(gearbox.model, tree_of(engaged, places))

@@ -125,3 +125,13 @@ def quantized_module(
         module.bias = dense.bias
     module.freeze()
     return module
+
+
+def dense_weight(linear: nn.Module) -> mx.array:
+    """The weight (..., O, I) that a linear layer of any format stands for, in the type of its scales or its own."""
+    if hasattr(linear, "dense_weight"):
+        return linear.dense_weight()
+    if "scales" not in linear:
+        return linear.weight
+    packed = linear.weight, linear.scales, linear.get("biases")
+    return mx.dequantize(*packed, group_size=linear.group_size, bits=linear.bits, mode=linear.mode)

@@ -91,6 +91,11 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
     kind = NATIVE.get(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
     if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
+    return as_class(module, kind)
+
+
+def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """The module as one of another class, over the same arrays."""
     made = bare(kind)
     dict.update(made, module)
     vars(made).update(vars(module))

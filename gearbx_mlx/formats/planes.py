@@ -168,6 +168,11 @@ class _PlanesModule(nn.Module):
     def _extra_repr(self) -> str:
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
+    def dense_weight(self) -> mx.array:
+        """The weight (..., O, I) that these planes stand for, float32."""
+        stack = Planes(self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size)
+        return stack.dequantize(self.bits)
+
     def _stack(self) -> Stack:
         return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
 

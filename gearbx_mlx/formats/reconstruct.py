@@ -45,7 +45,7 @@ class Reconstructed(nn.Module):
         """The packed weight: the arrays by name."""
         return {name: self[name] for name in self._names}
 
-    def dense_weight(self, dtype: mx.Dtype) -> mx.array:
+    def dense_weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The whole weight (..., O, I), from the cache if it is there in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept

@@ -5,8 +5,8 @@ half-precision model with quantized gears computes in float32 there. Every half-
 so no weight changes. Experts that are not quantized run there in float32 alone.
 """
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,9 +16,27 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..errors import GearbxError
 from ..kernels.dispatch import on_cpu
 from . import names
+from .adapters import adapters_of, own_arrays
 
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
 DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
+
+
+class StoredTypes(Mapping[str, mx.Dtype]):
+    """Types by path. It can be copied and pickled, as a Dtype cannot; and it is no dict, which would be a parameter."""
+
+    def __init__(self, types: Mapping[str, mx.Dtype]):
+        self._names = {path: dtype_name(dtype) for path, dtype in types.items()}
+
+    def __getitem__(self, path: str) -> mx.Dtype:
+        found: Any = getattr(mx, self._names[path])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
@@ -51,7 +69,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         dtype: "auto" (the type that is fast on this device and changes no value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
         kept: modules whose own parameters keep their type, and stay unread if they are: native kernels widen them as
-            they read.
+            they read. Adapters always keep theirs.
 
     Returns:
         the type that the model computes in.
@@ -73,17 +91,25 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
-            setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
+            setattr(model, STORED, StoredTypes(stored | {"": own}))
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
+        unchanged += [(a, name, value) for a in adapters_of(model).values() for name, value in own_arrays(a).items()]
         if target == checkpoint:  # back to the type of every single parameter
             now = tree_flatten(model.parameters())
-            model.update(tree_unflatten([(path, array.astype(stored_dtype(model, path))) for path, array in now]))
+            put_parameters(model, [(path, array.astype(stored_dtype(model, path))) for path, array in now])
         else:
-            model.set_dtype(target)
+            now = tree_flatten(model.parameters())
+            floating = [(path, array) for path, array in now if mx.issubdtype(array.dtype, mx.floating)]
+            put_parameters(model, [(path, array.astype(target)) for path, array in floating])
         for module, name, value in unchanged:
             module[name] = value
         untouched = {id(value) for _, _, value in unchanged}
         mx.eval([array for _, array in tree_flatten(model.parameters()) if id(array) not in untouched])
     return target
+
+
+def put_parameters(model: nn.Module, parameters: Iterable[tuple[str, mx.array]]) -> None:
+    """`model.update` of the model's class, as in `put_modules`: of all gears the engaged one is converted alone."""
+    type(model).update(model, tree_unflatten(list(parameters)))

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, with_adapters
 from .saved import saved_gears
 
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
@@ -20,4 +20,4 @@ def model_fingerprint(model: nn.Module) -> str:
     gearbox, saved = attached(model), saved_gears(model)
     if gearbox is not None:
         return gearbox.fingerprint
-    return fingerprint(model) if saved is None else saved.manifest.fingerprint
+    return fingerprint(model) if saved is None else with_adapters(saved.manifest.fingerprint, model)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .adapters import adapters_of, layers_of, own_arrays
 from .experts import used_share
 from .output_head import is_table
 from .towers import in_tower
@@ -46,9 +47,9 @@ def token_bytes(
     Returns:
         bytes: every parameter once, except in towers for images or sound. A mixture of experts counts only those that
         a token uses (for several positions, as if no two used the same), and an embedding one row, unless it is the
-        output head too.
+        output head too. Adapters count in their own type.
     """
-    modules = dict(model.named_modules())
+    modules = layers_of(model)
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
     total = 0.0
     for path, module in modules.items():
@@ -66,7 +67,24 @@ def token_bytes(
             total += sum(stored_bytes(array, dtype) for array in own)
         else:
             total += layer_bytes(module, dtype) * used_share(path, modules, positions)
+    for path, adapter in adapters_of(model).items():
+        looked_up = is_table(modules[path]) and path != head
+        read = adapter_bytes(adapter, storage[""], positions if looked_up else None)
+        total += read * used_share(path, modules, positions)
     return round(total)
+
+
+def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> float:
+    """Bytes of an adapter that a token reads, without the layer under it.
+
+    Args:
+        storage: the type of the bias, which DoRA takes from its layer.
+        rows: of an embedding's adapter, how many are looked up; None: all are read.
+    """
+    total = float(stored_bytes(adapter["bias"], storage)) if "bias" in adapter else 0.0
+    for name, array in own_arrays(adapter).items():
+        total += array.nbytes * (1 if rows is None or name == "lora_b" else rows / len(array))
+    return total
 
 
 def whole_model_speedup(managed_share: float, reduction: float) -> float:

@@ -15,6 +15,7 @@ from ..formats.base import Format
 from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
+from .adapters import layers_of
 from .ladder import DENSE as SIXTEEN
 from .output_head import multiplies_by_method, tied_head
 from .own_products import own_matrices, readers
@@ -159,7 +160,7 @@ def discover(
     managed: list[Layer] = []
     unmanaged: dict[str, str] = {}
     head, read_by = tied_head(model), readers(model)
-    for path, module in sorted(model.named_modules(), key=lambda item: natural_order(item[0])):
+    for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue
         if type(module) not in DENSE and path != head:

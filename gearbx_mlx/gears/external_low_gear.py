@@ -15,6 +15,7 @@ from ..formats.base import quantized_module
 from ..formats.fused import FUSED
 from ..formats.native import Native, with_kernels
 from .activations import stored_dtype
+from .adapters import layers_of
 from .cost import layer_bytes
 from .discovery import Layer, is_quantized
 from .ladder import Ladder
@@ -114,7 +115,7 @@ def differing(
     Returns:
         path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
     """
-    before, after = dict(model.named_modules()), dict(other.named_modules())
+    before, after = layers_of(model), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}
     changed = []
     for path, module in before.items():

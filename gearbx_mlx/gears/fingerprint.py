@@ -6,14 +6,25 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+
+from .adapters import adapter_arrays, base_arrays
 
 SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
 
 
 def fingerprint(model: nn.Module) -> str:
     """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
-    arrays = dict(tree_flatten(model.parameters()))
+    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
+
+
+def with_adapters(base: str, model: nn.Module) -> str:
+    """The fingerprint of a model with its adapters, from that of the model without them."""
+    own = adapter_arrays(model)
+    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
+
+
+def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
+    """The fingerprint of parameters, by name."""
     few = {name: sample(array) for name, array in arrays.items()}
     mx.eval(few)
     return fingerprint_of({name: (array.shape, np.array(few[name])) for name, array in arrays.items()})

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats.base import Format
+from .adapters import layers_of
 from .cost import token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
 from .discovery import Layer
@@ -92,7 +93,7 @@ class GearCosts:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
             format = None if {*bits} == {DENSE} else self.format
             found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
-        modules = dict(self.model.named_modules())
+        modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
             holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
             kernels = kernels_of(modules[holder], self.kernels, None)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
+from .adapters import places_of, put_modules, tree_of
 from .attachment import ATTACHED, attached, model_fingerprint
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
@@ -23,6 +23,7 @@ from .layout import Layout, as_they_are_now, compute_model_in, layout_of, manage
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
 from .output_head import tied_head
+from .ownership import own
 from .saved import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
@@ -91,6 +92,7 @@ class Gearbox(GearCosts):
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations)
+        self._places = places_of(model)
         use_kernels(model, self.kernels.native)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
         self.compute_dtype, self.storage, scales = compute_model_in(
@@ -114,6 +116,7 @@ class Gearbox(GearCosts):
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts, self.shift_seconds = 0, 0.0
         setattr(model, ATTACHED, self)
+        own(model, self._shapes, self._unsaveable, gearbox=True)
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -140,7 +143,7 @@ class Gearbox(GearCosts):
         as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
         now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
-        self._trees = {self.gear: tree_unflatten(list(now.items()))}
+        self._trees = {self.gear: tree_of(now, self._places)}
         self.active_memory: dict[str, int] = {}
         if self.gear != first:
             self.shift(first)
@@ -224,7 +227,7 @@ class Gearbox(GearCosts):
         if gear not in self._trees:
             modules = self._modules.complete(self._bits_in(gear))
             further = self._further.get(gear == self.ladder[0], {})
-            self._trees[gear] = tree_unflatten(list((modules | further).items()))
+            self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
         if not self._modules.keeps_all:
             self._modules.enter(self._bits_in(gear))
@@ -241,14 +244,23 @@ class Gearbox(GearCosts):
         before = self.gear
         self._complete(gear)
         try:
-            self.model.update_modules(self._trees[gear])
+            put_modules(self.model, self._trees[gear])
             self.gear = gear
             self._give_up_idle()
         except BaseException:  # an interrupt as well: never half of one gear and half of another
             self.gear = before
             self._complete(before)
-            self.model.update_modules(self._trees[before])
+            put_modules(self.model, self._trees[before])
             raise
+
+    def _unsaveable(self) -> str | None:
+        """Why mlx-lm could not load what the model is in the engaged gear; None: it could."""
+        for layer in self.layers:
+            bits = self.bits_of(layer, self.gear)
+            if bits != DENSE and (self.saved is None or not self.saved.in_base(layer, bits)):
+                remedy = "shift to a gear of 16 bits first, or write the gears with gearbx_mlx.convert"
+                return f"mlx-lm would not load {layer.path} as it is in gear '{self.gear.name}'; {remedy}"
+        return None
 
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""

@@ -72,6 +72,12 @@ class Ladder(Sequence[Gear]):
     def __iter__(self) -> Iterator[Gear]:
         return iter(self.gears)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ladder) and self.gears == other.gears
+
+    def __hash__(self) -> int:
+        return hash(self.gears)
+
     def __str__(self) -> str:
         return ",".join(str(g.bits) for g in self.gears)
 

@@ -13,6 +13,7 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from .activations import compute_in, stored_dtype
+from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .ladder import DENSE, Ladder
 from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
@@ -66,13 +67,14 @@ def managed_layers(
     """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
 
     Those of a geared checkpoint take their places in the model as dense ones without weights. Only there are the rows
-    of embeddings packed.
+    of embeddings packed. Adapters get the form that works over any gear.
     """
+    put_adapters_over_gears(model)
     if layout.saved is None:
         layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
         return layers, [], unmanaged
     layers, tables = layout.saved.layers(model), layout.saved.tables(model)
-    model.update_modules(tree_unflatten([(layer.path, layer.module) for layer in (*layers, *tables)]))
+    put_modules(model, tree_of({layer.path: layer.module for layer in (*layers, *tables)}, places_of(model)))
     return layers, tables, dict(layout.saved.manifest.unmanaged)
 
 
@@ -103,12 +105,12 @@ def use_kernels(model: nn.Module, native: bool) -> None:
     for path, module in list(model.named_modules()):
         made = with_kernels(module, native)
         if made is not module:  # one by one, since some are in others
-            model.update_modules(tree_unflatten([(path, made)]))
+            put_modules(model, tree_unflatten([(path, made)]))
 
 
 def as_they_are_now(model: nn.Module, layers: Iterable[Layer]) -> list[Layer]:
     """The layers with the modules that the model has in their places."""
-    now = dict(model.named_modules())
+    now = layers_of(model)
     return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
 
 
@@ -127,8 +129,9 @@ def compute_model_in(
     for module in native:
         if isinstance(module, NativeEmbedding):
             module.activations = compute_dtype
-    paths = ["", *(layer.path for layer in layers)]
-    storage = {path: stored_dtype(model, path and f"{path}.weight") for path in paths}
+    places = places_of(model)
+    names = {layer.path: f"{places.get(layer.path, layer.path)}.weight" for layer in layers}
+    storage = {path: stored_dtype(model, name) for path, name in {"": "", **names}.items()}
     scales = dict.fromkeys(storage, compute_dtype)
     scales |= {layer.path: storage[layer.path] for layer in layers if isinstance(layer.module, Native)}
     for layer in layers:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .activations import compute_in, stored_dtype
+from .adapters import layers_of
 from .cost import layer_bytes, token_bytes
 from .description import LayerPath
 from .discovery import DENSE as DENSE_LAYERS
@@ -55,7 +56,7 @@ class Observer:
 
     def layer_paths(self) -> list[LayerPath]:
         """Every linear layer with its bits, which are the same in each gear."""
-        modules = dict(self.model.named_modules())
+        modules = layers_of(self.model)
         return [
             LayerPath(path, (getattr(modules[path], "bits", DENSE),) * len(self.ladder), "mlx", reason)
             for path, reason in self.unmanaged.items()
@@ -69,7 +70,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of the linear layers, packed or not, with a tied output head."""
     head = tied_head(model)
     kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
-    return {path: m for path, m in model.named_modules() if isinstance(m, kinds) or path == head}
+    return {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
 
 
 def weight_count(module: nn.Module) -> int:

@@ -5,7 +5,8 @@ shapes until somebody asks for values.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import GearbxError
 from ..formats.tied import TiedEmbedding, linear_with
+from .adapters import adapters_of, layers_of, own_arrays, put_modules
 
 TOKEN = mx.zeros((1, 1), mx.int32)
 
@@ -38,19 +40,28 @@ def tied_head(model: nn.Module) -> str | None:
 
     It is the table of whose rows the logits are: where it has one row, there is one logit.
     """
+    adapters = adapters_of(model)
     for path, table in tables(model).items():
         if isinstance(table, TiedEmbedding):
             return path
         with unchanged(model):
-            for name, array in table.items():
-                if isinstance(array, mx.array) and array.ndim > 1:  # packed tables have scales, with rows too
-                    table[name] = array[:1]
+            rows, adapter = len(table.weight), adapters.get(path)
+            cut_to_one_row(table, table, rows)
+            if adapter is not None:
+                cut_to_one_row(adapter, own_arrays(adapter), rows)
             try:
                 if logits_length(model) == 1:
                     return path
             except Exception:
                 continue  # as in `vocabulary`
     return None
+
+
+def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int) -> None:
+    """Cut those arrays of a module that have so many rows. A packed table has scales, and an adapter factors, too."""
+    for name, array in list(arrays.items()):
+        if isinstance(array, mx.array) and len(array) == rows:
+            module[name] = array[:1]
 
 
 def multiplies_by_method(model: nn.Module, head: str) -> bool:
@@ -61,16 +72,16 @@ def multiplies_by_method(model: nn.Module, head: str) -> bool:
     Args:
         head: the path of the embedding.
     """
-    table = dict(model.named_modules())[head]
+    table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
     with unchanged(model):
-        model.update_modules(tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))]))
+        put_modules(model, tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))]))  # without adapters
         return logits_length(model) == 1
 
 
 def tables(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of whatever looks rows up: embeddings of MLX, packed or not, and classes that stand for them."""
-    return {path: module for path, module in model.named_modules() if is_table(module)}
+    return {path: module for path, module in layers_of(model).items() if is_table(module)}
 
 
 def is_table(module: nn.Module) -> bool:

@@ -17,15 +17,18 @@ from ..formats import get_format
 from ..formats.native import bare
 from ..formats.tied import QuantizedTied, TiedEmbedding, linear_of, quantized_table
 from .activations import DTYPES
+from .adapters import layers_of, put_modules
 from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
+from .ownership import own
 from .saved_check import KINDS, check_arrays, check_model
 from .tensor_entries import Entry, hash_with, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
+ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
 HEAD = "projection."  # of a tied embedding: formats/tied.py
 
 
@@ -138,7 +141,8 @@ class SavedGears:
             for layer in self.layers(model):
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
-            model.update_modules(tree_unflatten(list(lowest.items())))
+            put_modules(model, tree_unflatten(list(lowest.items())))
+        own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
     def storage(self, path: str = "") -> mx.Dtype:
         """The type of a layer in the original, or ("") of most of the original."""
@@ -192,6 +196,17 @@ class SavedGears:
         """Bits of a layer's gears, ascending."""
         return tuple(sorted(self.manifest.changing[layer.path].gears))
 
+    def in_base(self, layer: Layer, bits: int) -> bool:
+        """Whether mlx-lm reads this gear of a layer from the checkpoint."""
+        saved = self.manifest.layers[layer.path]
+        return saved.kind != "embedding" and saved.gears[bits].get("weight") == f"{layer.path}.weight"
+
+    def __deepcopy__(self, memo: dict) -> "SavedGears":
+        return self  # a copy of the model reads the same files
+
+    def __reduce__(self) -> Any:
+        raise GearbxError(f"{self.directory}: a model with gears cannot be pickled; load it again where it is needed")
+
     def read(self, arrays: Any) -> None:
         """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
         wanted = {id(array) for _, array in tree_flatten(arrays)}
@@ -203,7 +218,7 @@ class SavedGears:
             raise GearbxError(f"{self.directory}: a gear cannot be read ({error}); {RESTORE}") from error
 
     def _blanks(self, model: nn.Module, wanted: Mapping[str, SavedLayer]) -> list[Layer]:
-        modules = dict(model.named_modules())
+        modules = layers_of(model)
         return [Layer(path, self._blank(path, one, modules[path]), one.lowest_bits) for path, one in wanted.items()]
 
     def _blank(self, path: str, saved: SavedLayer, now: nn.Module) -> nn.Module:

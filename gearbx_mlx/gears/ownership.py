@@ -1,0 +1,111 @@
+"""A model with gears is still an `nn.Module`: what would reach one of its gears alone is refused, in words.
+
+Methods of this one model stand in front of those of its class. Reading is free in any gear: parameters, named modules,
+freeze, train, print. Changing or replacing a layer that changes gear is refused, and so are copying, and saving or
+counting in a gear that mlx-lm could not load.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import GearbxError, one_line
+from .adapters import adapters_of, places_of
+
+BEFORE = "do that before the model gets a gearbox"
+
+
+class Owned:
+    """The methods that a model with gears has in place of its class's.
+
+    Args:
+        model: the model.
+        paths: of the layers that change gear.
+        unsaveable: why mlx-lm could not load the model as it is now, with the remedy; None: it could.
+    """
+
+    def __init__(self, model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None]):
+        self.model, self.paths, self.unsaveable = model, paths, unsaveable
+
+    def update(self, parameters: Any, strict: bool = True) -> nn.Module:
+        """Raises GearbxError for parameters of a layer that changes gear; adapters and other layers may change."""
+        given = dict(tree_flatten(parameters))
+        if given and not any(array.size for array in given.values()):
+            raise GearbxError("a model with gears keeps its arrays; save it with donate_model=False")
+        now = dict(tree_flatten(self.model.parameters()))
+        for name in self._owned(name for name, array in given.items() if array is not now.get(name)):
+            why = "belongs to a layer that changes gear, and the other gears would keep theirs"
+            raise GearbxError(f"{name} {why}; {BEFORE}")
+        return type(self.model).update(self.model, parameters, strict)
+
+    def update_modules(self, modules: Any, strict: bool = True) -> nn.Module:
+        """Raises GearbxError for another module in the place of a layer that changes gear."""
+        given = dict(tree_flatten(modules, is_leaf=nn.Module.is_module))
+        now = dict(self.model.named_modules())
+        for path in self._owned(path for path, module in given.items() if module is not now.get(path)):
+            raise GearbxError(f"{path} changes gear, and the next shift would undo this; {BEFORE}")
+        return type(self.model).update_modules(self.model, modules, strict)
+
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> nn.Module:
+        """Raises GearbxError as `update`, and for weights that are not those of the engaged gear."""
+        try:
+            return type(self.model).load_weights(self.model, file_or_weights, strict)
+        except GearbxError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            raise GearbxError(f"these are not the weights of the engaged gear: {one_line(error)}") from error
+
+    def save_weights(self, file: str) -> None:
+        """Raises GearbxError in a gear that mlx-lm could not load."""
+        self._check_saveable()
+        type(self.model).save_weights(self.model, file)
+
+    def leaf_modules(self) -> Any:
+        """Raises GearbxError in a gear that mlx-lm could not load: it saves, quantizes and counts leaf modules."""
+        self._check_saveable()
+        return type(self.model).leaf_modules(self.model)
+
+    def copied(self, *_: Any) -> Any:
+        """Raises GearbxError: in place of `copy` and `pickle`."""
+        raise GearbxError(
+            "a model with a gearbox can be neither copied nor pickled; load it again, and give that one a gearbox"
+        )
+
+    def _owned(self, names: Iterator[str]) -> Iterator[str]:
+        """Those names that are, or are in, a layer that changes gear."""
+        places = places_of(self.model)
+        owned = tuple(f"{places.get(path, path)}." for path in self.paths)
+        return (name for name in names if f"{name}.".startswith(owned))
+
+    def _check_saveable(self) -> None:
+        if adapters_of(self.model):
+            raise GearbxError(
+                "mlx-lm loads no model with adapters inside; fuse them into the original (mlx_lm.fuse), and use that"
+            )
+        reason = self.unsaveable()
+        if reason is not None:
+            raise GearbxError(reason)
+
+
+def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None], gearbox: bool) -> None:
+    """Give a model the methods of `Owned`.
+
+    Args:
+        paths, unsaveable: as there.
+        gearbox: whether the model has one, which a copy would not have.
+    """
+    owned = Owned(model, paths, unsaveable)
+    for name in ("update", "load_weights", "save_weights", "leaf_modules"):
+        setattr(model, name, getattr(owned, name))
+    if not gearbox:  # adapters may still come
+        return
+    model.update_modules = owned.update_modules
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        setattr(model, name, owned.copied)
+    blocks = {*map(id, getattr(model, "layers", ()))}  # which mlx-lm puts adapters into, one block at a time
+    for path, block in model.named_modules():
+        if id(block) in blocks:
+            inside = [each.removeprefix(f"{path}.") for each in paths if each.startswith(f"{path}.")]
+            block.update_modules = Owned(block, inside, unsaveable).update_modules

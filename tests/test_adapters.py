@@ -1,0 +1,414 @@
+"""Adapters (LoRA, DoRA) on top of gears: in every format, from every source of gears, in every mode."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import PROMPT, normal, save_model, tiny_model, weights_of
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_tokenizer
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, convert, stream_generate
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.gears.adapters import layers_of
+from gearbx_mlx.gears.attachment import model_fingerprint
+
+LADDERS = {
+    "planes": "4,8,16",
+    "affine": "4,8,16",
+    "rowwise": "4,8,16",
+    "groupwise": "4,16",
+    "codebook": "3,16",
+    "codebook-library": "3,16",
+}
+MODELS = {
+    "llama": {},
+    "qwen2": {},  # with biases, which DoRA adds after its norms
+    "tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {},
+}
+KEYS = {"tied": ["self_attn.q_proj", "mlp.down_proj", "model.embed_tokens"]}
+RANK, SCALE = 4, 2.0
+
+
+def adapted_model(architecture: str = "llama", seed: int = 0) -> nn.Module:
+    model = tiny_model("llama" if architecture == "tied" else architecture, seed, **MODELS[architecture])
+    for i, (_, module) in enumerate(sorted(model.named_modules())):
+        if isinstance(module, nn.Linear) and "bias" in module:
+            module.bias = normal(*module.bias.shape, seed=i)
+    return model
+
+
+def save_adapter(model: nn.Module, path: Path, kind: str, keys: list[str] | None = None, dtype=mx.float32) -> Path:
+    """An adapter with random numbers for a model, which then has it too."""
+    path.mkdir()
+    parameters = {"rank": RANK, "scale": SCALE, "dropout": 0.0} | ({"keys": keys} if keys else {})
+    settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    model.freeze()
+    linear_to_lora_layers(model, 2, parameters, kind == "dora")
+    arrays = dict(tree_flatten(model.trainable_parameters()))
+    for i, (name, array) in enumerate(arrays.items()):
+        noise = normal(*array.shape, seed=i)
+        changed = array * (1 + 0.2 * noise) if name.endswith(".m") else array + 0.05 * noise
+        arrays[name] = changed.astype(dtype)
+    mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
+    return path
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A model's directory and an adapter's: (kind, architecture)."""
+
+    def make(kind: str, architecture: str = "llama") -> tuple[Path, Path]:
+        source = tmp_path / f"{architecture}"
+        save_model(adapted_model(architecture), source)
+        return source, save_adapter(adapted_model(architecture), tmp_path / kind, kind, KEYS.get(architecture))
+
+    return make
+
+
+def loaded(source: Path, adapter: Path | None = None) -> nn.Module:
+    return gearbx_mlx.load(source, adapter_path=None if adapter is None else str(adapter))[0]
+
+
+def mlx_lms(source: Path, adapter: Path) -> nn.Module:
+    return mlx_lm.load(str(source), adapter_path=str(adapter))[0]
+
+
+def over_weights_of(gearbox: Gearbox, reference: nn.Module) -> mx.array:
+    """The logits of mlx-lm's own adapters over the weights that the engaged gear stands for."""
+    engaged, theirs = layers_of(gearbox.model), layers_of(reference)
+    for layer in gearbox.layers:
+        theirs[layer.path].weight = dense_weight(linear_of(engaged[layer.path]))
+    return reference(PROMPT)
+
+
+def far(a: mx.array, b: mx.array) -> float:
+    return mx.abs(a - b).max().item()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "tied"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
+    source, adapter = adapted(kind, architecture)
+    expected, without = mlx_lms(source, adapter)(PROMPT), loaded(source)(PROMPT)
+    model = loaded(source, adapter)
+    gearbox = Gearbox(model, "4,16")
+    gearbox.shift("low")
+    gearbox.shift("high")
+    assert far(expected, without) > 0.1
+    assert far(model(PROMPT), expected) <= (2e-6 if architecture == "qwen2" else 0)  # a bias is added in another place
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("format", LADDERS)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_every_gear_is_mlx_lms_adapter_over_the_gears_weights(adapted, kind, format, kernels):
+    source, adapter = adapted(kind)
+    reference, model = mlx_lms(source, adapter), loaded(source, adapter)
+    gearbox = Gearbox(model, LADDERS[format], format=format, kernels=kernels, activations="float")
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_affine_gear_is_mlx_lms_adapter_over_the_quantized_model(adapted, kind):
+    source, adapter = adapted(kind)
+    reference = mlx_lms(source, adapter)
+    quantized = {
+        f"{path}.linear": nn.QuantizedLinear.from_linear(module.linear, 64, 4)
+        for path, module in reference.named_modules()
+        if hasattr(module, "lora_a")
+    }
+    quantized["lm_head"] = nn.QuantizedLinear.from_linear(reference.lm_head, 64, 4)
+    reference.update_modules(tree_unflatten(list(quantized.items())))
+    model = loaded(source, adapter)
+    Gearbox(model, "4,16", format="affine").shift("low")
+    assert far(model(PROMPT), reference(PROMPT)) < 2e-6
+
+
+@pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("geared", [False, True])
+def test_a_gear_that_was_left_comes_back(adapted, tmp_path, kind, residency, geared):
+    source, adapter = adapted(kind)
+    if geared:
+        convert(model=str(source), mlx_path=str(tmp_path / "geared"), gears="4,8,16")
+    model = loaded(tmp_path / "geared" if geared else source, adapter)
+    gearbox = Gearbox(model, "4,8,16", residency=residency, checkpoint=source)
+    before = {}
+    for _ in range(2):
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            assert mx.array_equal(model(PROMPT), before.setdefault(gear, model(PROMPT)))
+    assert far(before[gearbox.ladder[0]], before[gearbox.ladder.top]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
+    source, adapter = adapted(kind)
+    low_model, model = loaded(source), loaded(source, adapter)
+    low_model.model.norm.weight = low_model.model.norm.weight * 1.5  # as AWQ changes norms
+    nn.quantize(low_model, 64, 4)
+    gearbox = Gearbox(model, "4,16", low_model=low_model, kernels="mlx")
+    gearbox.shift("low")
+    reference = mlx_lms(source, adapter)
+    reference.model.norm, reference.model.embed_tokens = low_model.model.norm, low_model.model.embed_tokens
+    assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("architecture", "format", "gears"),
+    [
+        *(("llama", format, gears) for format, gears in LADDERS.items()),
+        ("llama", "rowwise", "4,8"),  # whose base only gearbx-mlx can run
+        ("qwen2", "planes", "4,8"),
+        ("qwen2", "rowwise", "4,8"),
+        ("tied", "planes", "3,16"),
+        ("tied", "rowwise", "4,8"),
+    ],
+)
+def test_a_geared_checkpoint_takes_it_as_the_original_does(
+    adapted, tmp_path, kind, architecture, format, gears, kernels
+):
+    source, adapter = adapted(kind, architecture)
+    convert(model=str(source), mlx_path=str(tmp_path / "geared"), gears=gears, format=format, embeddings="keep")
+    original, model = loaded(source, adapter), loaded(tmp_path / "geared", adapter)
+    assert model_fingerprint(model) == model_fingerprint(original) != model_fingerprint(loaded(source))
+    expected, gearbox = Gearbox(original, gears, format=format, kernels=kernels), Gearbox(model, kernels=kernels)
+    for gear in gearbox.ladder:
+        gearbox.shift(gear), expected.shift(gear)
+        assert mx.array_equal(model(PROMPT), original(PROMPT))
+        assert gearbox.weight_bytes_per_token(gear) == expected.weight_bytes_per_token(gear)
+
+
+def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
+    source, adapter = adapted("lora", "qwen3_moe")
+    convert(model=str(source), mlx_path=str(tmp_path / "geared"), gears="4,16", embeddings="keep")
+    original, model = loaded(source, adapter), loaded(tmp_path / "geared", adapter)
+    floors = {layer.path: layer.lowest_bits for layer in Gearbox(original, "4,16").layers}
+    gearbox = Gearbox(model)
+    assert floors == {layer.path: layer.lowest_bits for layer in gearbox.layers}
+    assert floors["model.layers.0.mlp.gate"] == 8  # which mlx-lm's class asks for by the path
+    assert mx.array_equal(model(PROMPT), (original.attached_gearbox.shift("low"), original(PROMPT))[1])
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"fine_tune_type": "dora"}))
+    with pytest.raises(GearbxError, match=r"cannot be put on this model: .*SwitchLinear doesn't support DoRA"):
+        loaded(source, adapter)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_fused_before_the_conversion_it_says_the_same(adapted, tmp_path, kind):
+    """Fusing rounds W + scale B A once to float32; on top, the products are rounded one by one. Both err by a few units
+    in the last place of logits of about 1."""
+    source, adapter = adapted(kind)
+    fused = mlx_lms(source, adapter)
+    parts = [(path, module.fuse()) for path, module in fused.named_modules() if hasattr(module, "fuse")]
+    fused.update_modules(tree_unflatten(parts))
+    save_model(fused, tmp_path / "fused")
+    convert(model=str(tmp_path / "fused"), mlx_path=str(tmp_path / "geared"), gears="4,16")
+    on_top, inside = loaded(source, adapter), loaded(tmp_path / "geared")
+    Gearbox(on_top, "4,16", kernels="mlx"), Gearbox(inside, kernels="mlx").shift("high")
+    logits = on_top(PROMPT)
+    assert far(logits, inside(PROMPT)) < 32 * 2.0**-24 * mx.abs(logits).max().item()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+def test_every_mode_runs_and_lossless_writes_the_top_gears_text(adapted, kind, kernels):
+    source, adapter = adapted(kind)
+    model, tokenizer = loaded(source, adapter), load_tokenizer(source)
+    gearbox = Gearbox(model, "4,8,16", kernels=kernels)
+    texts = {}
+    for mode in (Static("high"), Lossless(), Static("low"), Route(thresholds=(1.0, 9.0)), Kickdown()):
+        responses = list(stream_generate(model, tokenizer, PROMPT[0].tolist(), 24, mode=mode, gearbox=gearbox))
+        texts.setdefault(mode.name, [response.token for response in responses])
+    assert texts["lossless"] == texts["static"]
+    assert all(len(tokens) == 24 for tokens in texts.values())
+
+
+def test_the_norms_follow_another_adapter(adapted, tmp_path):
+    source, adapter = adapted("dora")
+    other = save_adapter(adapted_model(seed=1), tmp_path / "other", "dora")
+    model = loaded(source, adapter)
+    gearbox = Gearbox(model, "4,16")
+    for gear in ("low", "high"):
+        gearbox.shift(gear)
+        model(PROMPT)
+    model.load_weights(str(other / "adapters.safetensors"), strict=False)
+    expected = loaded(source, other)
+    for gear in ("high", "low"):
+        gearbox.shift(gear)
+        Gearbox(expected, "4,16") if gear == "high" else expected.attached_gearbox.shift(gear)
+        assert mx.array_equal(model(PROMPT), expected(PROMPT))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_it_keeps_its_own_type_in_which_its_bytes_are_counted(tmp_path, kind, dtype):
+    source, model = tmp_path / "source", adapted_model()
+    model.set_dtype(mx.bfloat16)
+    save_model(model, source)
+    adapter = save_adapter(model, tmp_path / "adapter", kind, dtype=dtype)
+    arrays = mx.load(str(adapter / "adapters.safetensors"))
+    without, gearbox = Gearbox(loaded(source), "4,16"), Gearbox(loaded(source, adapter), "4,16")
+    own = weights_of(gearbox.model)
+    assert all(own[name].dtype == dtype and mx.array_equal(own[name], array) for name, array in arrays.items())
+    for gear in gearbox.ladder:
+        more = gearbox.weight_bytes_per_token(gear) - without.weight_bytes_per_token(gear)
+        assert more == sum(array.nbytes for array in arrays.values())
+
+
+def test_of_an_embedding_a_token_reads_a_row_and_of_experts_the_chosen_ones(tmp_path):
+    for architecture, keys in (("llama", ["model.embed_tokens"]), ("qwen3_moe", ["mlp.switch_mlp.up_proj"])):
+        source = tmp_path / architecture
+        save_model(adapted_model(architecture), source)
+        adapter = save_adapter(adapted_model(architecture), tmp_path / f"{architecture}-lora", "lora", keys)
+        arrays = mx.load(str(adapter / "adapters.safetensors"))
+        without, gearbox = Gearbox(loaded(source), "4,16"), Gearbox(loaded(source, adapter), "4,16")
+        more = gearbox.weight_bytes_per_token(gearbox.gear) - without.weight_bytes_per_token(gearbox.gear)
+        if architecture == "llama":
+            assert more == sum(a.nbytes // (128 if n.endswith("lora_a") else 1) for n, a in arrays.items())
+        else:  # two of four
+            assert more == sum(array.nbytes for array in arrays.values()) // 2
+
+
+def test_tables_and_caps_name_layers_as_without_it(adapted):
+    source, adapter = adapted("dora")
+    path = "model.layers.0.mlp.up_proj"
+    gearbox = Gearbox(loaded(source, adapter), "4,16", tables={"low": {path: 16}}, widths=(8,))
+    plain = Gearbox(loaded(source), "4,16")
+    assert [layer.path for layer in gearbox.layers] == [layer.path for layer in plain.layers]
+    assert [row.path for row in gearbox.layer_paths()] == [row.path for row in plain.layer_paths()]
+    gearbox.shift("low")
+    assert type(layers_of(gearbox.model)[path]) is nn.Linear
+    gearbox.cap({path: 8})
+    assert layers_of(gearbox.model)[path].bits == 8
+
+
+def test_it_cannot_be_fused_into_gears(adapted):
+    model = loaded(*adapted("dora"))
+    Gearbox(model, "4,16").shift("low")
+    with pytest.raises(GearbxError, match=r"fuse it into the original \(mlx_lm.fuse\)"):
+        model.model.layers[0].self_attn.q_proj.fuse()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A directory with an original and a geared checkpoint that only gearbx-mlx can run."""
+    root = tmp_path_factory.mktemp("models")
+    save_model(adapted_model(), root / "original")
+    convert(model=str(root / "original"), mlx_path=str(root / "geared"), gears="4,8", format="rowwise")
+    return root
+
+
+class TestRefused:
+    """One line that names the adapter and the remedy, on an original and on a geared checkpoint."""
+
+    @pytest.fixture(params=["original", "geared"])
+    def source(self, models, request):
+        return models / request.param
+
+    @pytest.fixture
+    def adapter(self, tmp_path):
+        return save_adapter(adapted_model(), tmp_path / "adapter", "dora")
+
+    def refused(self, command, source, adapter, *words):
+        done = command("generate", "--model", source, "--adapter-path", adapter, "-m", 2)
+        assert (done.status, done.out) == (2, "")
+        assert len(done.err.splitlines()) == 1
+        assert all(str(word) in done.err for word in (adapter, *words)), done.err
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"fine_tune_type": "qlora"}, 'fine_tune_type is "qlora"'),
+            ({"fine_tune_type": "lora"}, "model.layers.0.mlp.down_proj.m, which is not in this model with this"),
+            ({"lora_parameters": None}, "lora_parameters is missing"),
+            ({"lora_parameters": {"rank": 0, "scale": 1.0}}, "lora_parameters.rank is 0"),
+            ({"lora_parameters": {"rank": 4, "alpha": 1.0}}, "lora_parameters has no field 'scale'"),
+            ({"lora_parameters": {"rank": 5, "scale": 1.0}}, "has the shape [128, 4], and this model needs [128, 5]"),
+            ({"lora_parameters": {"rank": 4, "scale": 1.0, "keys": ["nothing"]}}, "is not in this model"),
+            ({"num_layers": 1}, "model.layers.0."),
+            ({"num_layers": "two"}, 'num_layers is "two"'),
+        ],
+    )
+    def test_settings(self, command, source, adapter, change, words):
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        self.refused(command, source, adapter, words, "trained on this model" if "model" in words else "mlx_lm.lora")
+
+    @pytest.mark.parametrize("content", ["[]", "{", "", "\x00"])
+    def test_settings_that_are_no_object(self, command, source, adapter, content):
+        (adapter / "adapter_config.json").write_text(content)
+        self.refused(command, source, adapter, "adapter_config.json: cannot be read as the settings of an adapter")
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
+    def test_a_file_that_is_missing(self, command, source, adapter, name):
+        (adapter / name).unlink()
+        self.refused(command, source, adapter, f"no {name} there", "give the directory that mlx_lm.lora wrote")
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda arrays: arrays.popitem(), "which its settings ask for"),
+            (lambda arrays: arrays.clear(), "which its settings ask for"),
+            (lambda arrays: arrays.update({"x.lora_a": mx.zeros(2)}), "has x.lora_a, which is not in this model"),
+            (lambda arrays: arrays.update({n: a[1:] for n, a in arrays.items()}), "has the shape"),
+            (lambda arrays: arrays.update({n: a.astype(mx.int32) for n, a in arrays.items()}), "type int32"),
+        ],
+        ids=["one missing", "all missing", "one more", "shapes", "integers"],
+    )
+    def test_arrays(self, command, source, adapter, change, words):
+        file = str(adapter / "adapters.safetensors")
+        arrays = dict(mx.load(file))
+        mx.eval(arrays)
+        change(arrays)
+        mx.save_safetensors(file, arrays)
+        self.refused(command, source, adapter, words)
+
+    def test_truncated_arrays(self, command, source, adapter):
+        file = adapter / "adapters.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        self.refused(command, source, adapter, "adapters.safetensors: damaged or truncated")
+
+    def test_an_adapter_of_another_model(self, command, source, tmp_path):
+        other = save_adapter(tiny_model("llama", intermediate_size=192), tmp_path / "other", "lora")
+        self.refused(command, source, other, "and this model needs", "give an adapter that was trained on this model")
+
+    def test_no_directory(self, command, source, tmp_path):
+        self.refused(command, source, tmp_path / "none", "does not exist; give the directory that mlx_lm.lora wrote")
+
+    def test_a_full_fine_tune_on_gears(self, command, models, tmp_path):
+        model = adapted_model()
+        expected = model(PROMPT)
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
+        arrays = {name: array * 2 for name, array in weights_of(model).items() if "layers.1" in name}
+        mx.save_safetensors(str(tmp_path / "full" / "adapters.safetensors"), arrays)
+        words = "is a full fine-tune, whose layers the gears do not have", "fuse it into the original"
+        self.refused(command, models / "geared", tmp_path / "full", *words)
+        assert far(loaded(models / "original", tmp_path / "full")(PROMPT), expected) > 0.1
+
+
+def test_the_command_counts_its_bytes(command, fresh_demo, tmp_path):
+    adapter = save_adapter(fresh_demo.model, tmp_path / "adapter", "dora")
+    read = []
+    for flags in ((), ("--adapter-path", adapter)):
+        summary = tmp_path / f"{len(flags)}.json"
+        done = command("generate", "--mode", "static", *flags, "-m", 3, "--summary", summary)
+        assert done.status == 0, done.err
+        read.append(json.loads(summary.read_text())["weight_bytes_per_token"])
+    size = sum(array.nbytes for array in mx.load(str(adapter / "adapters.safetensors")).values())
+    assert np.diff(read) == size

@@ -1,0 +1,216 @@
+"""What Python, MLX and mlx-lm do to any model, done to a model with gears: it works, or one line says what to do."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import shutil
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import mlx_lm.utils
+import pytest
+from conftest import PROMPT, same_weights, save_model, tiny_model, weights_of
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Ladder, Lossless, Route, Static, TelemetryOnly, convert
+from gearbx_mlx.decoding.kickdown_model import GearedModel
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.formats import FORMATS, get_format
+from gearbx_mlx.gears.ladder import Gear
+from gearbx_mlx.routing.gates import ThresholdGate
+
+KINDS = ("original", "checkpoint", "lossless", "kickdown")
+PATH = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """An original, a geared checkpoint of it whose base mlx-lm runs, and one that gearbx-mlx alone runs."""
+    root = tmp_path_factory.mktemp("models")
+    save_model(tiny_model(), root / "original")
+    convert(model=str(root / "original"), mlx_path=str(root / "checkpoint"), gears="4,8,16")
+    convert(model=str(root / "original"), mlx_path=str(root / "alone"), gears="4,8", format="rowwise")
+    return root
+
+
+@pytest.fixture(params=["mlx", "native"])
+def make(directory, request):
+    """A model with gears, of one of KINDS, and its gearbox."""
+
+    def made(kind: str) -> tuple[nn.Module, Gearbox]:
+        model, _ = gearbx_mlx.load(directory / ("checkpoint" if kind == "checkpoint" else "original"))
+        gearbox = Gearbox(model, "4,8,16", kernels=request.param)
+        wrapper = {"lossless": LosslessModel, "kickdown": GearedModel}.get(kind)
+        return (wrapper(gearbox) if wrapper else model), gearbox
+
+    return made
+
+
+def one_line(raised: pytest.ExceptionInfo) -> str:
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestEveryGear:
+    def test_reading(self, make, kind):
+        model, gearbox = make(kind)
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            found = dict(tree_flatten(model.parameters()))
+            assert same_weights(found, weights_of(gearbox.model))
+            assert (f"{PATH}.weight" in found) == (gear.bits in (4, 16))
+            assert "q_proj" in str(model)
+            assert model.train().training
+            assert not model.eval().training
+            assert not tree_flatten(model.freeze().trainable_parameters())
+
+    @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+    def test_a_copy_is_refused(self, make, kind, act):
+        model, _ = make(kind)
+        with pytest.raises(GearbxError, match="load it again, and give that one a gearbox") as raised:
+            act(model)
+        one_line(raised)
+
+    def test_a_change_that_one_gear_alone_would_have_is_refused(self, make, kind):
+        model, gearbox = make(kind)
+        changes = [
+            lambda: model.update({"model": {"layers": [{"self_attn": {"q_proj": {"weight": mx.zeros((64, 64))}}}]}}),
+            lambda: model.set_dtype(mx.float16),
+            lambda: model.apply(lambda array: array + 1),
+            lambda: model.load_weights(list(weights_of(tiny_model(seed=1)).items())),
+            lambda: model.update_modules(
+                {"model": {"layers": [{"self_attn": {"q_proj": nn.Linear(64, 64, bias=False)}}]}}
+            ),
+        ]
+        for gear in reversed(list(gearbox.ladder)):
+            gearbox.shift(gear)
+            before = gearbox.model(PROMPT)
+            for change in changes:
+                with pytest.raises(GearbxError) as raised:
+                    change()
+                one_line(raised)
+            assert mx.array_equal(gearbox.model(PROMPT), before)
+
+    def test_other_layers_may_change(self, make, kind):
+        model, gearbox = make(kind)
+        gearbox.shift("low")
+        before = gearbox.model(PROMPT)
+        model.update({"model": {"norm": {"weight": mx.ones(64) * 2}}})
+        model.load_weights([("model.norm.weight", mx.ones(64) * 3)], strict=False)
+        assert mx.allclose(gearbox.model(PROMPT), 3 * before, atol=1e-4)
+
+    def test_save_model_writes_what_mlx_lm_loads_or_nothing(self, make, kind, directory, tmp_path):
+        model, gearbox = make(kind)
+        source = directory / ("checkpoint" if kind == "checkpoint" else "original")
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            out = tmp_path / gear.name
+            if gear.name == "mid" or (gear.name == "low" and kind != "checkpoint"):
+                with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
+                    mlx_lm.utils.save_model(out, model)
+                assert not any(out.iterdir())
+                continue
+            mlx_lm.utils.save_model(out, model)
+            for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+                shutil.copy((directory / "original" if gear.dense else source) / name, out)
+            theirs, _ = mlx_lm.load(str(out))
+            assert mx.allclose(theirs(PROMPT), gearbox.model(PROMPT), atol=2e-4)
+            model.save_weights(str(out / "weights.safetensors"))
+            assert same_weights(dict(mx.load(str(out / "weights.safetensors"))), weights_of(theirs))
+
+    def test_quantizing_is_refused(self, make, kind):
+        model, gearbox = make(kind)
+        gearbox.shift("high")
+        with pytest.raises(GearbxError, match="do that before the model gets a gearbox"):
+            nn.quantize(model)
+        gearbox.shift("mid")
+        with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
+            nn.quantize(model)
+
+
+class TestACheckpointWithoutAGearbox:
+    def test_a_copy_gets_gears_of_its_own(self, directory):
+        model, _ = gearbx_mlx.load(directory / "checkpoint")
+        copied = copy.deepcopy(model)
+        assert mx.array_equal(copied(PROMPT), model(PROMPT))
+        before = model(PROMPT)
+        Gearbox(copied, kernels="mlx").shift("high")
+        assert mx.array_equal(copied(PROMPT), tiny_model()(PROMPT))
+        assert mx.array_equal(model(PROMPT), before)
+
+    def test_its_base_is_saved_as_mlx_lm_reads_it(self, directory, tmp_path):
+        model, tokenizer, config = gearbx_mlx.load(directory / "checkpoint", return_config=True)
+        mlx_lm.utils.save(tmp_path / "saved", directory / "checkpoint", model, tokenizer, config, donate_model=False)
+        assert mx.array_equal(mlx_lm.load(str(tmp_path / "saved"))[0](PROMPT), model(PROMPT))
+
+    def test_one_that_mlx_lm_cannot_run_is_not_saved(self, directory, tmp_path):
+        model, _ = gearbx_mlx.load(directory / "alone")
+        with pytest.raises(GearbxError, match="runs with gearbx-mlx alone; save the original instead"):
+            mlx_lm.utils.save_model(tmp_path / "saved", model)
+        with pytest.raises(GearbxError, match="cannot be pickled; load it again"):
+            pickle.dumps(model)
+
+    def test_giving_its_arrays_away_is_refused(self, directory, tmp_path):
+        model, _ = gearbx_mlx.load(directory / "checkpoint")
+        before = model(PROMPT)
+        with pytest.raises(GearbxError, match="save it with donate_model=False"):
+            mlx_lm.utils.save_model(tmp_path / "saved", model, donate_model=True)
+        assert mx.array_equal(model(PROMPT), before)
+
+
+def test_an_adapter_comes_before_the_gearbox():
+    model = tiny_model()
+    Gearbox(model, "4,16")
+    before = model(PROMPT)
+    with pytest.raises(GearbxError, match="do that before the model gets a gearbox"):
+        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    assert mx.array_equal(model(PROMPT), before)
+
+
+def test_a_model_with_an_adapter_is_not_saved_in_any_gear(tmp_path):
+    model = tiny_model()
+    linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    Gearbox(model, "4,16")
+    with pytest.raises(GearbxError, match=r"fuse them into the original \(mlx_lm.fuse\)"):
+        mlx_lm.utils.save_model(tmp_path / "saved", model)
+
+
+def test_a_half_precision_model_is_copied_after_it_was_observed(demo):
+    """What says in which type it was stored is copied too."""
+    model = tiny_model(dtype=mx.bfloat16)
+    expected = gearbx_mlx.Observer(model, dtype="float32").weight_bytes_per_token(None)
+    assert gearbx_mlx.Observer(copy.deepcopy(model)).weight_bytes_per_token(None) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(mode() for mode in (Route, Kickdown, Lossless, Static, TelemetryOnly)),
+        Route(thresholds=(1.0, 2.0), initial_gear="high"),
+        ThresholdGate((1.0, 2.0), 0.1, 3),
+        Gear(0, "low", 4),
+        *map(get_format, FORMATS),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_settings_are_pickled_and_copied(settings):
+    for made in (pickle.loads(pickle.dumps(settings)), copy.deepcopy(settings)):
+        assert type(made) is type(settings)
+        if dataclasses.is_dataclass(settings):
+            assert made == settings
+        else:
+            assert vars(made) == vars(settings)
+
+
+def test_a_ladder_is_equal_to_its_copy():
+    ladder = Ladder.parse("4,8,16")
+    for made in (pickle.loads(pickle.dumps(ladder)), copy.deepcopy(ladder)):
+        assert made == ladder == Ladder([4, 8, 16]) != Ladder([4, 8])
+        assert hash(made) == hash(ladder)
+        assert json.dumps([gear.bits for gear in made]) == "[4, 8, 16]"
