@@ -87,8 +87,8 @@ class Gearbox(GearCosts):
         self.model, self.saved = model, layout.saved
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
-        self.head = tied_head(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
+        self.head = tied_head(model)
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations)
