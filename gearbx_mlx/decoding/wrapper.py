@@ -57,4 +57,6 @@ class ModelWrapper(nn.Module):
         return getattr(self.gearbox.model, name) if name in OF_MODULES else super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "gearbox":  # of a copy that is still empty
+            raise AttributeError(name)
         return getattr(self.gearbox.model, name)

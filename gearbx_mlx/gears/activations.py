@@ -5,8 +5,9 @@ half-precision model with quantized gears computes in float32 there. Every half-
 so no weight changes. Experts that are not quantized run there in float32 alone.
 """
 
+import copyreg
+from collections import UserDict
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +24,15 @@ DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
 
 def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
+
+
+def dtype_named(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
+
+
+# MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
+copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
 
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
@@ -73,7 +83,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
-            setattr(model, STORED, MappingProxyType(stored | {"": own}))  # no dict, which would be a parameter
+            setattr(model, STORED, UserDict(stored | {"": own}))  # no dict, which would be a parameter
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]

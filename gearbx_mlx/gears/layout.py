@@ -120,7 +120,7 @@ def compute_model_in(
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):
-            module.activations = compute_dtype
+            module.stored, module.activations = module.weight.dtype, compute_dtype
     paths = ["", *(layer.path for layer in layers)]
     storage = {path: stored_dtype(model, path and f"{path}.weight") for path in paths}
     scales = dict.fromkeys(storage, compute_dtype)
