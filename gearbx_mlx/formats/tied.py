@@ -46,4 +46,9 @@ def linear_of(module: nn.Module) -> nn.Module:
 
 def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Module:
     """The replacement for `module` with `linear` as its linear layer; an embedding stays a tied embedding."""
-    return TiedEmbedding(module.weight, linear, dtype) if isinstance(module, nn.Embedding) else linear
+    if not isinstance(module, nn.Embedding):
+        return linear
+    made = TiedEmbedding(module.weight, linear, dtype)
+    made.stored = getattr(module, "stored", made.stored)
+    return made
+

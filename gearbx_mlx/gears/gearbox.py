@@ -19,6 +19,7 @@ from .gear_costs import GearCosts
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
+from .model_type import Typed
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
 from .saved import SavedDisk
@@ -100,6 +101,7 @@ class Gearbox(GearCosts):
             warn_if_quantized([layer.module.weight for layer in self.layers])
         from_files = self.saved is not None
         self._modules = GearModules(self.layers, self.source, self.residency, from_files, self.kernels.x_bits)
+        self._typed = Typed(model, self.layers, self.compute_dtype)
         self._prepared: set[Gear] = set()
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
@@ -233,6 +235,7 @@ class Gearbox(GearCosts):
         before = self.gear
         self._complete(gear)
         try:
+            self._typed.follow(self._trees[gear])
             self.model.update_modules(self._trees[gear])
             self.gear = gear
             self._give_up_idle()
