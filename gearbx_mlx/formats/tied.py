@@ -51,4 +51,3 @@ def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Mod
     made = TiedEmbedding(module.weight, linear, dtype)
     made.stored = getattr(module, "stored", made.stored)
     return made
-
