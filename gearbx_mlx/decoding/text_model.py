@@ -1,4 +1,4 @@
-"""The language model of mlx-vlm's models, called as mlx-lm calls its models: every mode runs it, images in the prompt."""
+"""The language model of mlx-vlm's models, called as mlx-lm calls its own: every mode runs it, images in the prompt."""
 
 from typing import Any
 
@@ -53,11 +53,8 @@ class TextModel(nn.Module):
         """Logits (B, N, V)."""
         if input_embeddings is None:
             return self.language_model(inputs, cache=cache).logits
-        if inputs.shape[1] > 1:  # a part of the prompt, by which the model cuts what belongs to all of it
-            further = {**self._seen, "n_to_process": inputs.shape[1]}
-        else:
-            further = self._seen
-        return self.language_model(inputs, inputs_embeds=input_embeddings, cache=cache, **further).logits
+        part = {"n_to_process": inputs.shape[1]} if inputs.shape[1] > 1 else {}  # to cut what belongs to all the prompt
+        return self.language_model(inputs, inputs_embeds=input_embeddings, cache=cache, **self._seen, **part).logits
 
     def make_cache(self) -> list[Any]:
         from mlx_vlm.models.cache import make_prompt_cache

@@ -1,4 +1,4 @@
-"""A type that a model is given after its gearbox was made, as by `set_dtype`: every gear follows, when it is engaged."""
+"""A type that a model is given after its gearbox was made, as by `set_dtype`: gears follow when they are engaged."""
 
 from collections.abc import Sequence
 from typing import Any
