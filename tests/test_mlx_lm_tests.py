@@ -1,5 +1,6 @@
 """A quick part of scripts/run_mlx_lm_tests.py, and what it does where something is wrong."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_a_directory_without_tests_is_one_line(tmp_path):
     assert "test_server.py" in done.stderr
 
 
-def test_a_test_of_which_a_part_fails_has_failed():
-    lines = ['{"name": "test_x", "outcome": "%s", "why": "%s"}' % each for each in (("failed", "no"), ("passed", ""))]
-    assert (outcomes_of(lines, False).passed, outcomes_of(lines, False).failed) == (set(), {"test_x": "no"})
+def test_a_name_that_passed_and_failed_has_failed():
+    records = [{"name": "test_x", "outcome": outcome, "why": "no"} for outcome in ("failed", "passed")]
+    outcomes = outcomes_of([json.dumps(record) for record in records], False)
+    assert (outcomes.passed, outcomes.failed) == (set(), {"test_x": "no"})
