@@ -22,12 +22,15 @@ LARGEST = 10**8  # parameters of a random model. mlx-lm's tests never compute la
 
 wrap = WRAPPERS[os.environ["GEARBX_WRAPPER"]]
 load_from_hub = mlx_lm.utils.load
+loaded: list[tuple[Any, set[str]]] = []  # models, and the names of their attributes
 
 
 def load_demo(repository: str, *arguments: Any, **keywords: Any) -> tuple:
     """What mlx-lm's `load` returns, with the demo model whichever is asked for."""
     model, *others = load_from_hub(str(DEMO_MODEL), *arguments, **keywords)
-    return wrap(model), *others
+    model = wrap(model)
+    loaded.append((model, set(vars(model))))
+    return model, *others
 
 
 mlx_lm.load = mlx_lm.utils.load = load_demo  # before the tests import it
@@ -39,6 +42,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         for name, function in inspect.getmembers(kind, inspect.isfunction):
             if list(inspect.signature(function).parameters)[1:2] == ["model"]:
                 setattr(kind, name, with_wrapped(function))
+
+
+def pytest_runtest_teardown() -> None:
+    """What a test put on a model and left there when it failed (`make_cache`) is none of the next test's."""
+    for model, names in loaded:
+        for name in vars(model).keys() - names:
+            del vars(model)[name]
 
 
 def with_wrapped(function: Callable) -> Callable:
