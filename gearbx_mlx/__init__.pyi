@@ -13,6 +13,7 @@ from .decoding.route import Route as Route
 from .decoding.static import Static as Static
 from .decoding.stream import stream_generate as stream_generate
 from .decoding.telemetry_only import TelemetryOnly as TelemetryOnly
+from .decoding.text_model import TextModel as TextModel
 from .errors import GearbxError as GearbxError
 from .errors import GearbxWarning as GearbxWarning
 from .evaluate import evaluate as evaluate

@@ -26,6 +26,7 @@ MENTIONED = "a sentence mentions it, and files that it reads may be missing"
 PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
     "docs/evidence.md": "models and texts that do not ship, and hours",
+    "docs/images.md": "a model that has to be downloaded",
     "docs/pair.md": "a small model that has to be trained first",
     "docs/performance.md": "minutes of timing",
     "docs/sensitivity.md": "minutes of measuring",

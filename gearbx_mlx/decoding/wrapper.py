@@ -60,4 +60,6 @@ class ModelWrapper(nn.Module):
         return self.gearbox.model.__reduce_ex__(protocol)  # which says why it can be neither copied nor pickled
 
     def __getattr__(self, name: str) -> Any:
+        if name == "gearbox":  # of a copy that is still empty
+            raise AttributeError(name)
         return getattr(self.gearbox.model, name)

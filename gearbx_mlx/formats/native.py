@@ -54,13 +54,15 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
 class NativeEmbedding(Native, nn.Embedding):
     """An Embedding with native kernels, which may also be the output head (`as_linear`).
 
-    `activations`: the type of the model's activations, and of the rows that are looked up.
+    `activations`: the type of the model's activations, and of the rows that are looked up, as long as the weight has
+    the type `stored`. A weight that gets another type gives its rows in that type, as stock embeddings do.
     """
 
-    activations = mx.float32
+    stored = activations = mx.float32
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self["weight"][x].astype(self.activations)
+        weight = self["weight"]
+        return weight[x].astype(self.activations if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return dense_product(x, self["weight"])

@@ -17,18 +17,19 @@ class TiedEmbedding(nn.Embedding):
     Args:
         weight: (V, D).
         projection: the head, a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
-        dtype: of the rows that are looked up; the weight's own type if not given.
+        dtype: of the rows that are looked up; the weight's own type if not given, or once the weight gets another.
     """
 
     def __init__(self, weight: mx.array, projection: nn.Module, dtype: mx.Dtype | None = None):
         nn.Module.__init__(self)  # that of nn.Embedding would draw random numbers
         self.weight = weight
         self.projection = projection
-        self.dtype = dtype or weight.dtype
+        self.stored, self.dtype = weight.dtype, dtype or weight.dtype
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self["weight"][x].astype(self.dtype)
+        weight = self["weight"]
+        return weight[x].astype(self.dtype if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return self.projection(x)
@@ -95,4 +96,8 @@ def linear_with(weight: mx.array, native: bool = False) -> nn.Module:
 
 def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Module:
     """The replacement for `module` with `linear` as its linear layer; an embedding stays a tied embedding."""
-    return TiedEmbedding(module.weight, linear, dtype) if isinstance(module, nn.Embedding) else linear
+    if not isinstance(module, nn.Embedding):
+        return linear
+    made = TiedEmbedding(module.weight, linear, dtype)
+    made.stored = getattr(module, "stored", made.stored)
+    return made

@@ -5,8 +5,9 @@ half-precision model with quantized gears computes in float32 there. Every half-
 so no weight changes. Experts that are not quantized run there in float32 alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import copyreg
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,25 +23,17 @@ STORED = "stored_dtypes"  # attribute of a model that was converted to another t
 DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
 
 
-class StoredTypes(Mapping[str, mx.Dtype]):
-    """Types by path. It can be copied and pickled, as a Dtype cannot; and it is no dict, which would be a parameter."""
-
-    def __init__(self, types: Mapping[str, mx.Dtype]):
-        self._names = {path: dtype_name(dtype) for path, dtype in types.items()}
-
-    def __getitem__(self, path: str) -> mx.Dtype:
-        found: Any = getattr(mx, self._names[path])
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
+
+
+def dtype_named(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
+
+
+# MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
+copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
 
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
@@ -91,7 +84,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
-            setattr(model, STORED, StoredTypes(stored | {"": own}))
+            setattr(model, STORED, UserDict(stored | {"": own}))  # no dict, which would be a parameter
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]

@@ -20,6 +20,7 @@ from .gear_costs import GearCosts
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, as_they_are_now, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
+from .model_type import Typed
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
 from .output_head import tied_head
@@ -110,6 +111,7 @@ class Gearbox(GearCosts):
         warn_of_unknown_routing(model)
         from_files = self.saved is not None
         self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
+        self._typed = Typed(model, self._changing, self.compute_dtype)
         self._prepared: set[Gear] = set()
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
@@ -244,6 +246,7 @@ class Gearbox(GearCosts):
         before = self.gear
         self._complete(gear)
         try:
+            self._typed.follow(self._trees[gear])
             put_modules(self.model, self._trees[gear])
             self.gear = gear
             self._give_up_idle()

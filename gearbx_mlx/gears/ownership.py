@@ -1,13 +1,14 @@
 """A model with gears is still an `nn.Module`: what would reach one of its gears alone is refused, in words.
 
 Methods of this one model stand in front of those of its class. Reading is free in any gear: parameters, named modules,
-freeze, train, print. Changing or replacing a layer that changes gear is refused, and so are copying, and saving or
-counting in a gear that mlx-lm could not load.
+freeze, train, print; and so are copies and casts. Changing or replacing a layer that changes gear is refused, and so is
+saving or counting in a gear that mlx-lm could not load.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
@@ -30,12 +31,12 @@ class Owned:
         self.model, self.paths, self.unsaveable = model, paths, unsaveable
 
     def update(self, parameters: Any, strict: bool = True) -> nn.Module:
-        """Raises GearbxError for parameters of a layer that changes gear; adapters and other layers may change."""
+        """Raises GearbxError for other values of a layer that changes gear. Types may change, and all other layers."""
         given = dict(tree_flatten(parameters))
         if given and not any(array.size for array in given.values()):
             raise GearbxError("a model with gears keeps its arrays; save it with donate_model=False")
         now = dict(tree_flatten(self.model.parameters()))
-        for name in self._owned(name for name, array in given.items() if array is not now.get(name)):
+        for name in self._owned(name for name, array in given.items() if not is_cast(array, now.get(name))):
             why = "belongs to a layer that changes gear, and the other gears would keep theirs"
             raise GearbxError(f"{name} {why}; {BEFORE}")
         return type(self.model).update(self.model, parameters, strict)
@@ -67,12 +68,6 @@ class Owned:
         self._check_saveable()
         return type(self.model).leaf_modules(self.model)
 
-    def copied(self, *_: Any) -> Any:
-        """Raises GearbxError: in place of `copy` and `pickle`."""
-        raise GearbxError(
-            "a model with a gearbox can be neither copied nor pickled; load it again, and give that one a gearbox"
-        )
-
     def _owned(self, names: Iterator[str]) -> Iterator[str]:
         """Those names that are, or are in, a layer that changes gear."""
         places = places_of(self.model)
@@ -89,12 +84,19 @@ class Owned:
             raise GearbxError(reason)
 
 
+def is_cast(array: mx.array, now: mx.array | None) -> bool:
+    """Whether an array has the values of the one in its place, in whatever type."""
+    if array is now:
+        return True
+    return now is not None and array.shape == now.shape and bool(mx.array_equal(now.astype(array.dtype), array).item())
+
+
 def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None], gearbox: bool) -> None:
     """Give a model the methods of `Owned`.
 
     Args:
         paths, unsaveable: as there.
-        gearbox: whether the model has one, which a copy would not have.
+        gearbox: whether the model has one.
     """
     owned = Owned(model, paths, unsaveable)
     for name in ("update", "load_weights", "save_weights", "leaf_modules"):
@@ -102,8 +104,6 @@ def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str |
     if not gearbox:  # adapters may still come
         return
     model.update_modules = owned.update_modules
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        setattr(model, name, owned.copied)
     blocks = {*map(id, getattr(model, "layers", ()))}  # which mlx-lm puts adapters into, one block at a time
     for path, block in model.named_modules():
         if id(block) in blocks:

@@ -219,8 +219,10 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
-        transposed = weight.astype(x.dtype).swapaxes(-1, -2)
-        return mx.gather_mm(x, transposed, rhs_indices=indices, sorted_indices=sorted_indices)
+        computed = mx.float32 if on_cpu() else x.dtype  # MLX's own product, which a CPU has for no other type
+        transposed = weight.astype(computed).swapaxes(-1, -2)
+        y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=sorted_indices)
+        return y.astype(x.dtype)
     return module.dense_experts(x, weight, indices).astype(x.dtype)
 
 

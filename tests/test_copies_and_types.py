@@ -1,0 +1,59 @@
+"""A model with a gearbox is copied, and put into another type, as any model of mlx-lm's."""
+
+import copy
+
+import mlx.core as mx
+import pytest
+from conftest import PROMPT, tiny_model
+from mlx_lm.models.cache import make_prompt_cache
+
+from gearbx_mlx import Gearbox, GearedModel, LosslessModel
+from gearbx_mlx.gears.attachment import attached
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("residency", ["resident", "host"])
+def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(kernels, residency):
+    model = tiny_model(dtype=mx.bfloat16)
+    gearbox = Gearbox(model, "4,8,16", kernels=kernels, residency=residency)
+    gearbox.shift("low")
+    low = model(PROMPT)
+    copied = copy.deepcopy(model)
+    gearbox.shift("high")
+    other = attached(copied)
+    assert other.model is copied
+    assert other.gear.name == "low"
+    assert mx.array_equal(copied(PROMPT), low)
+    other.shift("high")
+    assert mx.array_equal(copied(PROMPT), model(PROMPT))
+    other.shift("low")
+    assert mx.array_equal(copied(PROMPT), low)
+
+
+@pytest.mark.parametrize("wrapper", [GearedModel, LosslessModel])
+def test_a_copy_of_a_wrapped_model_computes_the_same_and_changes_nothing_in_the_model(wrapper):
+    wrapped = wrapper(Gearbox(tiny_model()))
+    logits = wrapped(PROMPT)
+    copied = copy.deepcopy(wrapped)
+    copied.update({"model": {"norm": {"weight": mx.zeros(64)}}})
+    assert mx.array_equal(copied(PROMPT), mx.zeros_like(logits))
+    assert mx.array_equal(wrapped(PROMPT), logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("wrapper", [GearedModel, LosslessModel])
+def test_logits_and_cache_have_the_type_that_the_model_is_given_later(wrapper, kernels, tied):
+    model = tiny_model("gemma3_text", tie_word_embeddings=tied)
+    wrapped = wrapper(Gearbox(model, "4,8,16", kernels=kernels))
+    for gear in ("low", "mid", "high"):  # made in float32
+        wrapped.gearbox.shift(gear)
+    for dtype in (mx.float16, mx.float32):
+        wrapped.set_dtype(dtype)
+        cache = make_prompt_cache(wrapped)
+        assert wrapped(PROMPT, cache=cache).dtype == dtype
+        assert wrapped(mx.array([[3]]), cache=cache).dtype == dtype
+        assert {part.keys.dtype for part in cache} == {dtype}
+        for gear in ("low", "mid", "high"):
+            wrapped.gearbox.shift(gear)
+            assert model(PROMPT).dtype == dtype
