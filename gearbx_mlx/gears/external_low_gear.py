@@ -46,6 +46,9 @@ class ExternalLowGear:
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         return self.bytes[layer.path] if bits == self.bits else self.others.bytes_read(layer, bits, made)
 
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        return bits if bits == self.bits else self.others.rows_at(layer, bits)
+
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
         self.others.read(made)
 

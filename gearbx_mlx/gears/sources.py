@@ -31,6 +31,10 @@ class Source(Protocol):
         """The bytes that one use of a layer reads, without its bias; all experts count. made: its module, if made."""
         ...
 
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        """The bits of the rows that input tokens read of a tied embedding whose head has `bits`."""
+        ...
+
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         """Bits to the module that takes the layer's place, with `bits` among them; not evaluated."""
         ...
@@ -85,6 +89,9 @@ class Original:
         shape, size = self.shapes[layer.path], self.storage[layer.path].size
         return bytes_of(self.format, shape, bits, self.stored(layer), self.group_size, size, made)
 
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        return DENSE
+
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         if bits == DENSE:
             return {DENSE: layer.module}
@@ -122,6 +129,9 @@ class FromFiles:
         manifest, size = self.saved.manifest, self.saved.storage(layer.path).size
         saved, format = manifest.changing[layer.path], manifest.format_of(layer.path)
         return bytes_of(format, saved.shape, bits, saved.stored, manifest.group_size, size, made)
+
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        return self.saved.manifest.changing[layer.path].rows_at(bits)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype)}
