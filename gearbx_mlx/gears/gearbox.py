@@ -12,6 +12,7 @@ from ..formats.base import Format
 from ..formats.tied import linear_of
 from .adapters import places_of, put_modules, tree_of
 from .attachment import ATTACHED, attached, model_fingerprint
+from .compiled import CompiledSteps
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
 from .experts import warn_of_unknown_routing
@@ -111,6 +112,7 @@ class Gearbox(GearCosts):
         warn_of_unknown_routing(model)
         from_files = self.saved is not None
         self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
+        self._compiled = CompiledSteps(model)
         self._typed = Typed(model, self._changing, self.compute_dtype)
         self._prepared: set[Gear] = set()
         self._caps: dict[str, int] = {}
@@ -248,12 +250,14 @@ class Gearbox(GearCosts):
         try:
             self._typed.follow(self._trees[gear])
             put_modules(self.model, self._trees[gear])
+            self._compiled.change(before, gear)
             self.gear = gear
             self._give_up_idle()
         except BaseException:  # an interrupt as well: never half of one gear and half of another
             self.gear = before
             self._complete(before)
             put_modules(self.model, self._trees[before])
+            self._compiled.forget()
             raise
 
     def _unsaveable(self) -> str | None:
@@ -268,5 +272,6 @@ class Gearbox(GearCosts):
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""
         self._caps = caps
+        self._compiled.forget()
         for dependent in (self._trees, self._caches, self._token_bytes):
             dependent.clear()

@@ -1,0 +1,29 @@
+"""Steps that modules compile for themselves: such a step keeps the weights of the gear in which it first ran."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from .ladder import Gear
+
+STEP = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
+
+
+class CompiledSteps:
+    """The compiled steps of a model, of each gear its own."""
+
+    def __init__(self, model: nn.Module):
+        self._modules = [module for module in model.modules() if STEP in vars(module)]
+        self._steps: dict[Gear, list[Any]] = {}
+
+    def change(self, before: Gear, gear: Gear) -> None:
+        """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled anew."""
+        self._steps[before] = [getattr(module, STEP) for module in self._modules]
+        for module, step in zip(self._modules, self._steps.get(gear, [None] * len(self._modules))):
+            setattr(module, STEP, step)
+
+    def forget(self) -> None:
+        """Have all steps compiled anew: gears have other layers from now on."""
+        self._steps.clear()
+        for module in self._modules:
+            setattr(module, STEP, None)

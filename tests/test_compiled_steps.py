@@ -1,0 +1,51 @@
+"""Classes that compile a step of their own: the compiled function must not keep the weights of another gear."""
+
+import mlx.core as mx
+import pytest
+from architectures import tiny
+from mlx_lm.models.cache import make_prompt_cache
+
+from gearbx_mlx import Gearbox
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Kimi K3, whose delta attention compiles a step where there is Metal; the step itself runs anywhere."""
+    model = tiny("kimi_k3")
+    model.eval()
+    gearbox = Gearbox(model, "4,8,16", group_size=32, kernels="mlx")
+
+    def logits(gear):
+        gearbox.shift(gear)
+        cache = make_prompt_cache(model)
+        model(mx.arange(6)[None], cache=cache)
+        computed = model(mx.array([[3]]), cache=cache)
+        mx.eval(computed)
+        return computed
+
+    def compiled():
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+
+    return gearbox, logits, compiled
+
+
+def test_every_gear_has_compiled_steps_of_its_own(compiling):
+    gearbox, logits, compiled = compiling
+    expected = {gear: logits(gear) for gear in ("high", "low", "mid")}
+    compiled()
+    for gear in ("high", "low", "high", "mid", "low", "high"):
+        assert mx.allclose(logits(gear), expected[gear], atol=1e-5), gear
+    steps = [module._step for module in gearbox.model.modules() if "_step" in vars(module)]
+    logits("low"), logits("high")
+    assert [module._step for module in gearbox.model.modules() if "_step" in vars(module)] == steps  # not compiled anew
+
+
+def test_a_cap_compiles_them_anew(compiling):
+    gearbox, logits, compiled = compiling
+    gearbox.cap({layer.path: 4 for layer in gearbox.layers})
+    expected = logits("high")
+    gearbox.cap({})
+    compiled()
+    assert not mx.allclose(logits("high"), expected, atol=1e-3)
+    gearbox.cap({layer.path: 4 for layer in gearbox.layers})
+    assert mx.allclose(logits("high"), expected, atol=1e-5)
