@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_tokenizer
 from pages import BLOCK, table
 
@@ -55,7 +56,7 @@ def row(name: str, tokenizer: Any) -> list[str]:
 
 def kinds(gearbox: Gearbox) -> str:
     """How many layers of an instance change gear, and how many of them are experts."""
-    experts = sum(layer.module.weight.ndim > 2 for layer in gearbox.layers)
+    experts = sum(isinstance(layer.module, SwitchLinear) for layer in gearbox.layers)
     return f"{len(gearbox.layers)}, {experts} of them experts" if experts else str(len(gearbox.layers))
 
 

@@ -122,7 +122,9 @@ def test_a_model_without_a_linear_layer(command, tmp_path):
     save_model(tiny_model("talkie", num_hidden_layers=0, vocab_size=4096), tmp_path / "none")
     result = command("generate", "--model", tmp_path / "none")
     assert (result.status, result.out) == (2, "")
-    assert result.err.splitlines()[-1] == "error: no layer can change gear: it has no linear layer"
+    assert (
+        result.err.splitlines()[-1] == "error: no layer can change gear: a matrix that class Model multiplies by itself"
+    )
 
 
 def test_a_checkpoint_that_lacks_weights(command, copied):

@@ -255,7 +255,7 @@ class TestConvert:
             (("--format", "planes"), "is mlx-lm's own, affine"),
             (("--gears", "8"), "has no table for gears 8; choose one of 4"),
             (("--q-group-size", 32), "was measured with 64"),
-            (("--manage", "mlp"), "leave out --dtype and --manage"),
+            (("--manage", "mlp"), "leave out --dtype, --manage and --embeddings"),
             (("--target-bpw", 4), "leave out the floors and the budget"),
         ],
     )

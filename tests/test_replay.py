@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import tiny_model
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown_model import GearedModel
@@ -116,18 +116,6 @@ class TestReplay:
             assert list(model.step.passes) == list(step.passes)
             np.testing.assert_allclose(metrics.log_softmax(logits), step.logprobs, atol=1e-6)
         assert 0 < sum(step.passes[1] for step in steps) < len(steps)
-
-    @pytest.mark.parametrize("mode", ["kickdown", "lossless"])
-    def test_a_cache_that_cannot_forget_is_named(self, geared, mode, monkeypatch):
-        low, top = geared.ladder[0], geared.ladder.top
-        monkeypatch.setattr(geared.model, "make_cache", lambda: [ArraysCache(2)], raising=False)
-        again = SameToken(low, top, lambda place, q: 1.0, 0.0)
-        steps = {
-            "kickdown": replay.driven(geared, WINDOWS, again),
-            "lossless": drafted(geared, WINDOWS, low, top, FixedLength(3)),
-        }
-        with pytest.raises(ValueError, match=f"{mode}.*ArraysCache"):
-            next(steps[mode])
 
 
 class TestWindows:

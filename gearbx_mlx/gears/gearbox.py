@@ -114,11 +114,6 @@ class Gearbox(GearCosts):
         self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
         self._compiled = CompiledSteps(model)
         self._typed = Typed(model, self._changing, self.compute_dtype)
-        self._prepared: set[Gear] = set()
-        self._caps: dict[str, int] = {}
-        self._token_bytes: dict[tuple[Gear, int], int] = {}
-        self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
-        self.shifts, self.shift_seconds = 0, 0.0
         setattr(model, ATTACHED, self)
         own(model, self._shapes, self._unsaveable, gearbox=True)
         self._begin()
@@ -143,6 +138,11 @@ class Gearbox(GearCosts):
 
     def _begin(self) -> None:
         """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""
+        self._prepared: set[Gear] = set()
+        self._caps: dict[str, int] = {}
+        self._token_bytes: dict[tuple[Gear, int], int] = {}
+        self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
+        self.shifts, self.shift_seconds = 0, 0.0
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)

@@ -26,7 +26,7 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
     names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
     if "weight" in names:
         return {path: "a convolution" if "Conv" in kind else f"layers of class {kind} are not known"}
-    return {f"{path}.{name}".lstrip("."): f"class {kind} computes with it itself" for name in names}
+    return {f"{path}.{name}".lstrip("."): f"a matrix that class {kind} multiplies by itself" for name in names}
 
 
 def is_matrix(value: object) -> bool:
