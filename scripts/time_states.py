@@ -112,7 +112,7 @@ def trial(verifier: Verifier, model: nn.Module) -> tuple[float, float, float, fl
 
 def row(name: str, trials: int) -> list[str]:
     model = hybrid(name)
-    gearbox = Gearbox(model, "4,16")
+    gearbox = Gearbox(model, "4,16", kernels="auto")
     verifier = Verifier(gearbox, gearbox.ladder.top)
     spent = [trial(verifier, model) for _ in track(range(trials + 1), name)][1:]
     one, verified, states, again = (statistics.median(column) for column in zip(*spent))
