@@ -1,6 +1,7 @@
 """Adapters (LoRA, DoRA) on top of gears: in every format, from every source of gears, in every mode."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,15 +10,16 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import PROMPT, normal, save_model, tiny_model, weights_of
+from mlx.optimizers import SGD
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 from mlx_lm.utils import load_tokenizer
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, convert, stream_generate
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
-from gearbx_mlx.gears.adapters import layers_of
+from gearbx_mlx.gears.adapters import adapters_of, layers_of
 from gearbx_mlx.gears.attachment import model_fingerprint
 
 LADDERS = {
@@ -295,6 +297,38 @@ def test_tables_and_caps_name_layers_as_without_it(adapted):
     assert type(layers_of(gearbox.model)[path]) is nn.Linear
     gearbox.cap({path: 8})
     assert layers_of(gearbox.model)[path].bits == 8
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_it_is_put_on_embeddings_that_are_packed_in_the_checkpoint(tmp_path, kind):
+    save_model(adapted_model(), tmp_path / "source")
+    adapter = save_adapter(adapted_model(), tmp_path / kind, kind, ["model.embed_tokens", "self_attn.q_proj"])
+    convert(model=str(tmp_path / "source"), mlx_path=str(tmp_path / "geared"), gears="4,8,16")
+    expected = Gearbox(loaded(tmp_path / "source", adapter), "4,8,16")
+    gearbox = Gearbox(loaded(tmp_path / "geared", adapter))
+    for gear in ("mid", "high"):
+        expected.shift(gear), gearbox.shift(gear)
+        assert mx.array_equal(gearbox.model(PROMPT), expected.model(PROMPT))
+
+
+def test_it_is_trained_in_compiled_steps_and_not_removed(adapted):
+    model = loaded(*adapted("lora"))
+    Gearbox(model, "4,16").shift("low")
+    model.freeze()
+    for module in adapters_of(model).values():
+        module.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+    optimizer = SGD(0.1)
+    state = [model.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step():
+        loss, gradients = nn.value_and_grad(model, lambda model: mx.abs(model(PROMPT)).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    assert step().item() > step().item()
+    with pytest.raises(GearbxError, match="the next shift would undo this"):
+        remove_lora_layers(model)
 
 
 def test_it_cannot_be_fused_into_gears(adapted):

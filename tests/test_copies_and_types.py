@@ -4,10 +4,10 @@ import copy
 
 import mlx.core as mx
 import pytest
-from conftest import PROMPT, tiny_model
+from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, GearedModel, LosslessModel
+from gearbx_mlx import Gearbox, GearbxError, GearedModel, LosslessModel, convert, load
 from gearbx_mlx.gears.attachment import attached
 
 
@@ -57,3 +57,27 @@ def test_logits_and_cache_have_the_type_that_the_model_is_given_later(wrapper, k
         for gear in ("low", "mid", "high"):
             wrapped.gearbox.shift(gear)
             assert model(PROMPT).dtype == dtype
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+def test_gears_from_files_follow_too(tmp_path, kernels, tied):
+    save_model(tiny_model(tie_word_embeddings=tied), tmp_path / "source")
+    convert(model=str(tmp_path / "source"), mlx_path=str(tmp_path / "geared"), gears="4,8,16")
+    model, _ = load(tmp_path / "geared")
+    gearbox = Gearbox(model, kernels=kernels)
+    gearbox.shift("mid"), gearbox.shift("low")
+    model.set_dtype(mx.float16)
+    for gear in ("low", "mid", "high", "low"):
+        gearbox.shift(gear)
+        assert model(PROMPT).dtype == mx.float16, gear
+
+
+def test_a_gearbox_that_was_replaced_says_so_in_any_gear():
+    model = tiny_model()
+    first = Gearbox(model, "4,16")
+    second = Gearbox(model, "3,16")
+    second.shift("low")
+    for gear in ("low", "high"):
+        with pytest.raises(GearbxError, match="another gearbox was put on this model"):
+            first.shift(gear)

@@ -89,6 +89,11 @@ class TestEveryGear:
                 one_line(raised)
             assert mx.array_equal(gearbox.model(PROMPT), before)
 
+    def test_a_block_around_layers_that_change_gear_is_not_replaced(self, make, kind):
+        model, _ = make(kind)
+        with pytest.raises(GearbxError, match="the next shift would undo this"):
+            model.update_modules({"model": {"layers": [nn.Linear(64, 64)]}})
+
     def test_other_layers_may_change(self, make, kind):
         model, gearbox = make(kind)
         gearbox.shift("low")

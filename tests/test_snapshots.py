@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -224,6 +225,16 @@ class TestModels:
         lossless = LosslessModel(gearbox, FixedLength(6))
         theirs, ours = self.texts(model, lossless, prompt, [make_prompt_cache(model) for _ in range(2)])
         assert ours == theirs
+
+    def test_a_cache_goes_on_in_another_thread(self):
+        model = tiny_model("gemma3_text")
+        lossless, cache = LosslessModel(Gearbox(model, "6,16"), FixedLength(3)), make_prompt_cache(model)
+        run = threading.Thread(
+            target=lambda: list(generate_step(mx.arange(70), lossless, max_tokens=11, prompt_cache=cache))
+        )
+        run.start()
+        run.join()
+        assert mx.isfinite(model(mx.array([[3]]), cache=cache)).all()
 
     @pytest.mark.parametrize(("size", "keep"), [(20, 4), (20, 0), (8, 4), (3, 2)])
     @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(30)], ids=["short", "longer"])

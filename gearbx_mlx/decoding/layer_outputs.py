@@ -5,6 +5,7 @@ n of them, whether the layer was given all tokens at once or one after the other
 pass costs little: its norms, convolutions and recurrences.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -47,16 +48,20 @@ class LayerOutputs:
         return self._with_notes(map(self._usable, self._outputs), recalling)
 
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
-        """A single vector is one of the pass's tokens only if there was one for each of them."""
+        """A layer that was given single vectors was given the tokens one by one if it had as many calls as tokens."""
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 
-    def _with_notes(
-        self, notes: Iterable[Any], kind_of: Callable[[Any, int], type[nn.Module]]
-    ) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _with_notes(self, notes: Iterable[Any], kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
         for layer, its_notes in zip(self._layers, notes):
             object.__setattr__(layer, NOTES, its_notes)  # not into the dictionary of parameters
-        return of_classes((layer, kind_of(type(layer), self.count)) for layer in self._layers)
+        try:
+            with of_classes((layer, kind_of(type(layer), self.count)) for layer in self._layers):
+                yield
+        finally:
+            for layer in self._layers:
+                vars(layer).pop(NOTES, None)
 
 
 @functools.cache

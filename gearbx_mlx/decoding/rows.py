@@ -122,9 +122,11 @@ class Rows:
         with turn(gearbox):
             engaged = gearbox.gear
             gearbox.shift(self._verifier.gear)
-            with self._outputs.recalled():
-                self._verifier.run(self._tokens[:, : self.rows], cache)
-            gearbox.shift(engaged)
+            try:
+                with gearbox.compiled.aside(), self._outputs.recalled():
+                    self._verifier.run(self._tokens[:, : self.rows], cache)
+            finally:
+                gearbox.shift(engaged)
         for after, part in zip(self._after, parts(cache)):
             if after.kind not in CUT:
                 settled(after.part, after.kind)
@@ -136,6 +138,7 @@ def cut(part: RotatingKVCache, entries: int) -> None:
     part.keys, part.values = part.keys[..., :-entries, :], part.values[..., :-entries, :]
     part.offset -= entries
     part._idx = part.keys.shape[2]
+    mx.async_eval(part.keys, part.values)  # another thread could not: what is still to be computed belongs to this one
 
 
 def attributes(part: Any) -> list[Any]:

@@ -23,7 +23,7 @@ ENTRIES = ("keys", "values")
 def kept(value: Any) -> Any:
     """The same value, in containers and arrays of its own: `a[...] = b` changes the object `a`."""
     if isinstance(value, mx.array):
-        return mx.array(value)
+        return copy.copy(value)
     if isinstance(value, list | tuple):
         return type(value)(map(kept, value))
     if isinstance(value, dict):

@@ -46,6 +46,7 @@ def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
     wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
     put_modules(gearbox.model, tree_of(wrapped, places))
     try:
-        yield
+        with gearbox.compiled.aside():
+            yield
     finally:
         put_modules(gearbox.model, tree_of(engaged, places))

@@ -45,24 +45,26 @@ class QuantizedTied(TiedEmbedding):
 
     def __init__(self, projection: nn.Module, dtype: mx.Dtype):
         nn.Module.__init__(self)
-        self.projection, self.dtype = projection, dtype
+        self.projection, self.stored, self.dtype = projection, projection["scales"].dtype, dtype
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        return packed_rows(self.projection, x, self.dtype)
+        return packed_rows(self.projection, x, self.stored, self.dtype)
 
 
 class QuantizedTable(nn.QuantizedEmbedding):
     """MLX's quantized embedding, whose scales may have another type than the rows that are looked up."""
 
-    dtype = mx.float32
+    stored = dtype = mx.float32
 
     def __call__(self, x: mx.array) -> mx.array:
-        return packed_rows(self, x, self.dtype)
+        return packed_rows(self, x, self.stored, self.dtype)
 
 
-def packed_rows(table: nn.Module, x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Rows x of an affine matrix, (..., D), computed in `dtype`."""
+def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype) -> mx.array:
+    """Rows x of an affine matrix, (..., D), in `dtype` as long as its scales have the type `stored`, then in theirs."""
+    own = table["scales"].dtype
+    dtype = dtype if own == stored else own
     scales, biases = (table[name][x].astype(dtype) for name in ("scales", "biases"))
     return mx.dequantize(table["weight"][x], scales, biases, table.group_size, table.bits)
 
@@ -70,7 +72,8 @@ def packed_rows(table: nn.Module, x: mx.array, dtype: mx.Dtype) -> mx.array:
 def quantized_table(arrays: Mapping[str, mx.array], bits: int, group_size: int, dtype: mx.Dtype) -> nn.Module:
     """An embedding over the arrays of an affine matrix: weight, scales and biases. dtype: of its rows."""
     table = bare(QuantizedTable)
-    table.bits, table.group_size, table.mode, table.dtype = bits, group_size, "affine", dtype
+    table.bits, table.group_size, table.mode = bits, group_size, "affine"
+    table.stored, table.dtype = arrays["scales"].dtype, dtype
     for name, array in arrays.items():
         table[name] = array
     table.num_embeddings, table.dims = len(arrays["weight"]), arrays["scales"].shape[-1] * group_size

@@ -48,9 +48,10 @@ def wrap_layers(model: nn.Module, adapter: Adapter, saved: SavedGears | None) ->
     Raises:
         GearbxError: mlx-lm has no such adapter for a layer.
     """
-    base = {} if saved is None else {path: layers_of(model)[path] for path in saved.manifest.layers}
+    base = {} if saved is None else {path: layers_of(model)[path] for path in saved.manifest.changing}
     if saved is not None:  # mlx-lm knows dense layers best, and the base may have others
-        put_modules(model, tree_of({layer.path: layer.module for layer in saved.layers(model)}, {}))
+        dense = (*saved.layers(model), *saved.tables(model))
+        put_modules(model, tree_of({layer.path: layer.module for layer in dense}, {}))
     try:
         linear_to_lora_layers(
             model, adapter.num_layers, to_builtins(adapter.lora_parameters), adapter.fine_tune_type == "dora"

@@ -1,5 +1,7 @@
 """Steps that modules compile for themselves: such a step keeps the weights of the gear in which it first ran."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.nn as nn
@@ -21,6 +23,18 @@ class CompiledSteps:
         self._steps[before] = [getattr(module, STEP) for module in self._modules]
         for module, step in zip(self._modules, self._steps.get(gear, [None] * len(self._modules))):
             setattr(module, STEP, step)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the block there are none, and what is compiled in it is forgotten."""
+        steps = [getattr(module, STEP) for module in self._modules]
+        try:
+            for module in self._modules:
+                setattr(module, STEP, None)
+            yield
+        finally:
+            for module, step in zip(self._modules, steps):
+                setattr(module, STEP, step)
 
     def forget(self) -> None:
         """Have all steps compiled anew: gears have other layers from now on."""

@@ -112,7 +112,7 @@ class Gearbox(GearCosts):
         warn_of_unknown_routing(model)
         from_files = self.saved is not None
         self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
-        self._compiled = CompiledSteps(model)
+        self.compiled = CompiledSteps(model)
         self._typed = Typed(model, self._changing, self.compute_dtype)
         setattr(model, ATTACHED, self)
         own(model, self._shapes, self._unsaveable, gearbox=True)
@@ -209,6 +209,7 @@ class Gearbox(GearCosts):
                 this model since. The gear stays what it was.
         """
         gear = self.ladder.find(gear)
+        self._check_attached()
         if gear == self.gear:
             return 0.0
         start = time.perf_counter()
@@ -243,22 +244,25 @@ class Gearbox(GearCosts):
 
     def _engage(self, gear: Gear) -> None:
         """Put a gear into the model, or leave the one that is in it."""
-        if attached(self.model) is not self:
-            raise GearbxError("another gearbox was put on this model since; use that one")
+        self._check_attached()
         before = self.gear
         self._complete(gear)
         try:
             self._typed.follow(self._trees[gear])
             put_modules(self.model, self._trees[gear])
-            self._compiled.change(before, gear)
+            self.compiled.change(before, gear)
             self.gear = gear
             self._give_up_idle()
         except BaseException:  # an interrupt as well: never half of one gear and half of another
             self.gear = before
             self._complete(before)
             put_modules(self.model, self._trees[before])
-            self._compiled.forget()
+            self.compiled.forget()
             raise
+
+    def _check_attached(self) -> None:
+        if attached(self.model) is not self:
+            raise GearbxError("another gearbox was put on this model since; use that one")
 
     def _unsaveable(self) -> str | None:
         """Why mlx-lm could not load what the model is in the engaged gear; None: it could."""
@@ -272,6 +276,6 @@ class Gearbox(GearCosts):
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""
         self._caps = caps
-        self._compiled.forget()
+        self.compiled.forget()
         for dependent in (self._trees, self._caches, self._token_bytes):
             dependent.clear()

@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..formats.native import Native
-from ..formats.tied import TiedEmbedding, linear_of
+from ..formats.native import Native, NativeEmbedding
+from ..formats.tied import QuantizedTable, TiedEmbedding, linear_of
 from .discovery import Layer
 
 
@@ -42,7 +42,9 @@ class Typed:
             return
         self._changed = True
         for _, module in tree_flatten(modules, is_leaf=lambda value: isinstance(value, nn.Module)):
-            if isinstance(module, TiedEmbedding):
+            if isinstance(module, TiedEmbedding | QuantizedTable):
                 module.dtype = dtype
+            if isinstance(module, NativeEmbedding):
+                module.activations = dtype
             if not isinstance(linear_of(module), Native):
                 module.set_dtype(dtype)

@@ -36,7 +36,9 @@ class Owned:
         if given and not any(array.size for array in given.values()):
             raise GearbxError("a model with gears keeps its arrays; save it with donate_model=False")
         now = dict(tree_flatten(self.model.parameters()))
-        for name in self._owned(name for name, array in given.items() if not is_cast(array, now.get(name))):
+        for name in self._owned(iter(given)):
+            if is_cast(given[name], now.get(name)):
+                continue
             why = "belongs to a layer that changes gear, and the other gears would keep theirs"
             raise GearbxError(f"{name} {why}; {BEFORE}")
         return type(self.model).update(self.model, parameters, strict)
@@ -69,10 +71,12 @@ class Owned:
         return type(self.model).leaf_modules(self.model)
 
     def _owned(self, names: Iterator[str]) -> Iterator[str]:
-        """Those names that are, or are in, a layer that changes gear."""
+        """Those names that are in a layer that changes gear, or are one, or contain one."""
         places = places_of(self.model)
         owned = tuple(f"{places.get(path, path)}." for path in self.paths)
-        return (name for name in names if f"{name}.".startswith(owned))
+        return (
+            name for name in names if f"{name}.".startswith(owned) or any(path.startswith(f"{name}.") for path in owned)
+        )
 
     def _check_saveable(self) -> None:
         if adapters_of(self.model):
