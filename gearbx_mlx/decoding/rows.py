@@ -145,6 +145,8 @@ def attributes(part: Any) -> list[Any]:
     """What changes if anybody writes into the cache of a layer, or uses one that is to be settled."""
     if is_unsettled(part):
         return [is_unsettled]
+    if type(part) in APPENDING:
+        return [part.keys, part.offset]
     return [leaf for _, leaf in tree_flatten(vars(part))]
 
 

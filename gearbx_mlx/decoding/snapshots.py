@@ -7,6 +7,7 @@ nothing: arrays of MLX are values, and whoever writes into one while a snapshot 
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +42,17 @@ class PartState:
 
     @classmethod
     def of(cls, part: Any) -> "PartState":
-        attributes = kept(vars(part))
-        if type(part) in APPENDING:
-            attributes = {name: value for name, value in attributes.items() if name not in ENTRIES}
-        return cls(part, type(part), attributes)
+        left_out = ENTRIES if type(part) in APPENDING else ()
+        return cls(part, type(part), {name: kept(value) for name, value in vars(part).items() if name not in left_out})
+
+    @functools.cached_property
+    def is_numbers(self) -> bool:
+        """Whether nothing has to be kept apart, as in a cache that appends: this runs for every layer and token."""
+        return all(isinstance(value, int) for value in self.attributes.values())
 
     def restore(self) -> None:
         """Put the part back."""
-        vars(self.part).update(kept(self.attributes))
+        vars(self.part).update(self.attributes if self.is_numbers else kept(self.attributes))
 
     def second(self) -> Any:
         """Another cache in this state."""
