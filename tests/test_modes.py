@@ -199,7 +199,7 @@ class TestDraftModel:
             draft["weight_bytes"] + verifying, rel=0.01
         )
         assert "draft model" in result.err
-        assert f"{draft['passes']} passes" in result.err
+        assert f"{draft['passes']} passes" in " ".join(result.err.split())  # a long path moves it to the next line
 
 
 def test_a_gearbox_is_kept_over_modes(demo, geared_demo):
