@@ -11,7 +11,7 @@ from ..errors import GearbxError
 from ..formats import OF_MLX, get_format
 from ..formats.base import Format, whole_groups
 from ..formats.tied import linear_of, linear_with
-from ..gears.discovery import Layer, Predicate, get_predicate, widths_of
+from ..gears.discovery import Layer, Predicate, get_predicate, own_predicate, widths_of
 from ..gears.ladder import DENSE
 from ..gears.manifest import AFFINE
 from ..gears.output_head import tied_head
@@ -106,8 +106,7 @@ def tables_to_pack(
     lowest, *_ = sorted(widths)
     if lowest == DENSE or (DENSE in widths and format.name not in OF_MLX):
         return []
-    predicate, head, found = get_predicate(manage), tied_head(model), []
-    own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+    predicate, own, head, found = get_predicate(manage), own_predicate(model), tied_head(model), []
     for path, module in model.named_modules():
         if type(module) is not nn.Embedding or path == head or not predicate(path, module):
             continue

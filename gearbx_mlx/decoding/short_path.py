@@ -38,8 +38,8 @@ def on_short_path(model: nn.Module) -> list[tuple[nn.Module, type]]:
 
 def warn_of_other_paths(gearbox: Gearbox) -> None:
     """Name what computes several tokens otherwise than one, if that may change a text."""
-    found = {id(module) for module, _ in on_short_path(gearbox.model)}
-    others = {type(m).__name__ for m in gearbox.model.modules() if m.keys() >= ABSORBED and id(m) not in found}
+    kinds: set[Any] = {type(module) for module in gearbox.model.modules() if module.keys() >= ABSORBED}
+    others = {kind.__name__ for kind in kinds if short_path(kind) is None}
     if type(gearbox.model).__module__ in UNMASKED:
         others = {type(gearbox.model).__module__}
     elif gearbox.compute_dtype == mx.float32:

@@ -89,13 +89,13 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
         unchanged += [(a, name, value) for a in adapters_of(model).values() for name, value in own_arrays(a).items()]
+        now = tree_flatten(model.parameters())
         if target == checkpoint:  # back to the type of every single parameter
-            now = tree_flatten(model.parameters())
-            put_parameters(model, [(path, array.astype(stored_dtype(model, path))) for path, array in now])
+            converted = [(path, array.astype(stored_dtype(model, path))) for path, array in now]
         else:
-            now = tree_flatten(model.parameters())
             floating = [(path, array) for path, array in now if mx.issubdtype(array.dtype, mx.floating)]
-            put_parameters(model, [(path, array.astype(target)) for path, array in floating])
+            converted = [(path, array.astype(target)) for path, array in floating]
+        put_parameters(model, converted)
         for module, name, value in unchanged:
             module[name] = value
         untouched = {id(value) for _, _, value in unchanged}

@@ -12,6 +12,7 @@ from msgspec import to_builtins
 
 from ..errors import GearbxError, about, one_line
 from ..files.adapter import ARRAYS, Adapter
+from .activations import dtype_name
 from .adapters import adapter_arrays, layers_of, places_of, put_modules, tree_of
 from .saved import SavedGears
 
@@ -91,7 +92,7 @@ def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.arra
             shapes = f"{list(array.shape)}, and this model needs {list(expected[name].shape)}"
             raise GearbxError(f"{name} has the shape {shapes}; {remedy}")
         if not mx.issubdtype(array.dtype, mx.floating):
-            raise GearbxError(f"{name} has numbers of type {str(array.dtype).rpartition('.')[2]}; download it again")
+            raise GearbxError(f"{name} has numbers of type {dtype_name(array.dtype)}; download it again")
     missing = sorted({*needed} - weights.keys())
     if missing:
         raise GearbxError(f"{ARRAYS} has no {missing[0]}, which its settings ask for; download it again")

@@ -129,6 +129,11 @@ def get_predicate(manage: str | Predicate) -> Predicate:
     return MANAGE[manage]
 
 
+def own_predicate(model: nn.Module) -> Predicate:
+    """What the model's class says of its layers, as in `mlx_lm.convert`; yes where it says nothing."""
+    return getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+
 def natural_order(path: str) -> list[tuple[int, str]]:
     """Sort key: layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", path)]
@@ -156,7 +161,7 @@ def discover(
         the managed layers in the order of the model, and path to reason of the other linear layers.
     """
     predicate = get_predicate(manage)
-    own: Predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+    own = own_predicate(model)
     managed: list[Layer] = []
     unmanaged: dict[str, str] = {}
     head, read_by = tied_head(model), readers(model)

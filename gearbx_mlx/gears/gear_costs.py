@@ -71,8 +71,10 @@ class GearCosts:
             return self._token_bytes[key]
         managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
         for layer in self.layers:
+            if layer.path != self.head:
+                continue
             bits = self.bits_of(layer, gear)
-            if layer.path == self.head and self.source.rows_at(layer, bits) != bits:  # which the head does not read
+            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
                 managed[layer.path] += positions * self._shapes[layer.path][-1] * self.storage[layer.path].size
         for table in self._embeddings:
             rows = self.source.bytes_read(table, self.bits_of(table, gear), None)
