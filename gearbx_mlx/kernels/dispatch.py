@@ -219,11 +219,16 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
-        computed = mx.float32 if on_cpu() else x.dtype  # MLX's own product, which a CPU has for no other type
-        transposed = weight.astype(computed).swapaxes(-1, -2)
-        y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=sorted_indices)
-        return y.astype(x.dtype)
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
     return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+    """`dense_experts` by MLX's own product."""
+    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    transposed = weight.astype(computed).swapaxes(-1, -2)
+    y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=sorted_indices)
+    return y.astype(x.dtype)
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
