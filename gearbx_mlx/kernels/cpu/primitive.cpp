@@ -152,6 +152,7 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_experts(m);
   bind_codebooks(m);
   bind_exact_encode(m);
+  bind_exact(m);
   bind_attention(m);
   bind_fused(m);
   m.def("read_sum", &read_sum, "words"_a);
