@@ -40,6 +40,7 @@ inline F16 load16(const Fp16* p) {
 }
 inline void store16(float* p, F16 a) { _mm512_storeu_ps(p, a); }
 inline F16 multiply_add16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F16 join(F8 even, F8 odd) { return _mm512_insertf32x8(_mm512_castps256_ps512(even), odd, 1); }
 inline EvenOdd in_halves(F16 a) { return {_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)}; }
 inline F16 hold(F16 a) {
   asm("" : "+v"(a));
@@ -54,6 +55,7 @@ template <class T>
 inline F16 load16(const T* p) {
   return load_even_odd(p);
 }
+inline F16 join(F8 even, F8 odd) { return {even, odd}; }
 inline void store16(float* p, F16 a) {
   store8(p, a.even);
   store8(p + 8, a.odd);
