@@ -12,9 +12,30 @@
 namespace gearbx {
 
 // What the codes of a group mean: the bytes of the first neighbour, and 255 where the code is in the zero cell.
-struct Meanings {
-  alignas(16) uint8_t low[16], high[16], zero[16];
+struct alignas(32) Meanings {
+  uint8_t low[16], high[16], zero[16];
 
+#ifdef GEARBX_AVX2
+  GEARBX_INLINE void find(float scale, float bias) {
+    const __m256 s = _mm256_set1_ps(scale), sign = _mm256_set1_ps(-0.0f);
+    const __m256 bound = _mm256_mul_ps(_mm256_andnot_ps(sign, s), _mm256_set1_ps(0.5f));
+    __m256i first[2], cell[2];
+    for (int i = 0; i < 2; i++) {
+      const __m256 q = _mm256_add_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_ps(8.0f * static_cast<float>(i)));
+      const __m256 v = _mm256_add_ps(_mm256_mul_ps(s, q), _mm256_set1_ps(bias));
+      cell[i] = _mm256_castps_si256(_mm256_cmp_ps(_mm256_andnot_ps(sign, v), bound, _CMP_NGT_UQ));
+      first[i] = _mm256_srli_epi32(_mm256_sub_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(WINDOW << 16)), 16);
+    }
+    // Packing works within lanes; the permutations put the quarters in order again.
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(first[0], first[1]), 0xd8);
+    const __m256i lows = _mm256_and_si256(words, _mm256_set1_epi16(255)), highs = _mm256_srli_epi16(words, 8);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);
+    const __m256i cells = _mm256_permute4x64_epi64(_mm256_packs_epi32(cell[0], cell[1]), 0xd8);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(low), bytes);
+    const __m128i zeros = _mm_packs_epi16(_mm256_castsi256_si128(cells), _mm256_extracti128_si256(cells, 1));
+    _mm_store_si128(reinterpret_cast<__m128i*>(zero), zeros);
+  }
+#else
   GEARBX_INLINE void find(float scale, float bias) {
     const float bound = (scale < 0 ? -scale : scale) * 0.5f;
     for (int q = 0; q < 16; q++) {  // a code of three bits stays below eight
@@ -27,6 +48,7 @@ struct Meanings {
       zero[q] = (v < 0 ? -v : v) > bound ? 0 : 255;
     }
   }
+#endif
 };
 
 // For each set of eight places: which of the next bytes goes to which place, and 128 for none.

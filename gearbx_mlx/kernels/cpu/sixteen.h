@@ -24,7 +24,6 @@ inline EvenOdd multiply_add16(EvenOdd a, EvenOdd b, EvenOdd c) {
   return {multiply_add8(a.even, b.even, c.even), multiply_add8(a.odd, b.odd, c.odd)};
 }
 inline EvenOdd in_halves(EvenOdd a) { return a; }
-inline EvenOdd hold(EvenOdd a) { return {hold(a.even), hold(a.odd)}; }
 
 #ifdef GEARBX_AVX512
 
@@ -61,18 +60,6 @@ inline void store16(float* p, F16 a) {
   store8(p + 8, a.odd);
 }
 
-#endif
-
-// Loads in the form of the sums that they go to.
-template <class T>
-inline void load(const T* p, EvenOdd& out) {
-  out = load_even_odd(p);
-}
-#ifdef GEARBX_AVX512
-template <class T>
-inline void load(const T* p, F16& out) {
-  out = load16(p);
-}
 #endif
 
 }  // namespace gearbx
