@@ -61,7 +61,7 @@ def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.a
 
 
 def exact_arrays(words: mx.array) -> dict[str, Any]:
-    """The codes of packed words (rows, 8), 0 to 15, as exact weights: of scale 1 and bias 0, so that 0 is the zero cell."""
+    """The codes of packed words (3, 8) as exact weights 0 to 15. Scale 1 and bias 0: code 0 is the zero cell."""
     one, none = mx.full((3, 1), 0x3F80, mx.uint16), mx.zeros((3, 1), mx.uint16)  # 0x3F80: bf16 of 1
     codes = mx.dequantize(words, mx.ones((3, 1)), mx.zeros((3, 1)), 64, 4).astype(mx.bfloat16)
     offsets = mx.concatenate([mx.array([0]), mx.cumsum((codes == 0).sum(-1))]).astype(mx.uint32)
