@@ -1,5 +1,5 @@
 // Decodes rows of planes 4+4 with five low bits, 32 weights at a time. Vectors of GCC and Clang do the arithmetic on
-// every processor; the bytes of weights near zero are dealt out one by one.
+// every processor; the bytes of weights near zero are dealt out one by one where there is no AVX-512.
 
 #pragma once
 
@@ -9,14 +9,9 @@
 namespace gearbx {
 
 typedef uint32_t U8 __attribute__((vector_size(32)));
+typedef int32_t I8 __attribute__((vector_size(32)));  // whose conversion to floats is one instruction
 typedef uint8_t Octet __attribute__((vector_size(8)));
 typedef float Eight __attribute__((vector_size(32)));
-
-GEARBX_INLINE U8 widen8(const uint8_t* p) {
-  Octet bytes;
-  std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, U8);
-}
 
 template <class To, class From>
 GEARBX_INLINE To bits_as(From from) {
@@ -26,28 +21,58 @@ GEARBX_INLINE To bits_as(From from) {
   return to;
 }
 
+GEARBX_INLINE U8 widen8(const uint8_t* p) {
+#ifdef GEARBX_AVX2
+  return bits_as<U8>(_mm256_cvtepu8_epi32(load8_bytes(p)));  // which GCC makes eight conversions of
+#else
+  Octet bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, U8);
+#endif
+}
+
 template <int GROUP>
 struct PlanesDecoder {
   ExactRow& row;
   explicit PlanesDecoder(ExactRow& r) : row(r) {}
 
+  // The row's next bytes for the lanes whose bits are set.
+  GEARBX_INLINE U8 deal(U8 lanes) {
+    uint8_t copy[32];
+    const uint8_t* next = next_high(row.high, copy);
+#ifdef GEARBX_AVX512
+    const __mmask8 set = _mm256_movepi32_mask(bits_as<__m256i>(lanes));
+    row.high.at += __builtin_popcount(set);
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(next));
+    return bits_as<U8>(_mm256_maskz_expand_epi32(set, _mm256_cvtepu8_epi32(bytes)));
+#else
+    alignas(32) uint32_t set[8], bytes[8];
+    std::memcpy(set, &lanes, sizeof set);
+    int taken = 0;
+    for (int i = 0; i < 8; i++) {
+      bytes[i] = next[taken];
+      taken += set[i] & 1;
+    }
+    row.high.at += taken;
+    U8 dealt;
+    std::memcpy(&dealt, bytes, sizeof dealt);
+    return dealt;
+#endif
+  }
+
   // Eight weights as bits of bf16 in the upper halves of words; `first` codes and `low` bits.
   GEARBX_INLINE U8 eight(const uint8_t* code, const uint8_t* low_bits, float step, float offset) {
     const U8 low = widen8(low_bits);
-    const Eight v = __builtin_convertvector(widen8(code), Eight) * step + offset;
+    const Eight v = __builtin_convertvector(bits_as<I8>(widen8(code)), Eight) * step + offset;
     const float size = step < 0 ? -step : step, bound = 8.8f * size;
     const U8 value = bits_as<U8>(v), magnitude = value & 0x7fffffff;
     const U8 first = ((value >> 16) - FAR_WINDOW) & 0xffff;
-    U8 weights = first + ((low - first) & 31);
-    const auto near = ~(bits_as<Eight>(magnitude) >= bound);
-    alignas(32) int32_t which[8];
-    std::memcpy(which, &near, sizeof which);
+    const auto is_near = bits_as<U8>(~(bits_as<Eight>(magnitude) >= bound));
     const uint32_t top = bits_as<uint32_t>(size * 16.0f) >> 16;
-    for (int i = 0; i < 8; i++)
-      if (which[i]) {
-        const uint32_t byte = row.high.next(), distance = (byte & 127) << 5 | ((top - low[i]) & 31);
-        weights[i] = (byte >> 7) << 15 | (distance >= 0xf80 ? 0 : top - distance);
-      }
+    const U8 byte = deal(is_near), distance = (byte & 127) << 5 | ((top - low) & 31);
+    const U8 below = (top - distance) & bits_as<U8>(distance < 0xf80);
+    const U8 near = (byte >> 7) << 15 | below, far = first + ((low - first) & 31);
+    const U8 weights = (near & is_near) | (far & ~is_near);
     return weights << 16;
   }
 

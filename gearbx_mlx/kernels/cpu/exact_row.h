@@ -27,6 +27,14 @@ struct HighBytes {
   }
 };
 
+// The next bytes of a row, 32 at least; uses `copy` at the end of the array.
+inline const uint8_t* next_high(const HighBytes& high, uint8_t copy[32]) {
+  if (high.at + 32 <= high.count) return high.bytes + high.at;
+  const int64_t left = high.at < high.count ? high.count - high.at : 0;
+  for (int i = 0; i < 32; i++) copy[i] = i < left ? high.bytes[high.at + i] : 0;
+  return copy;
+}
+
 // One row of a matrix.
 struct ExactRow {
   const uint8_t *weights[2], *low;

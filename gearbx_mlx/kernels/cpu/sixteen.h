@@ -24,7 +24,6 @@ inline EvenOdd multiply_add16(EvenOdd a, EvenOdd b, EvenOdd c) {
   return {multiply_add8(a.even, b.even, c.even), multiply_add8(a.odd, b.odd, c.odd)};
 }
 inline EvenOdd in_halves(EvenOdd a) { return a; }
-inline EvenOdd hold(EvenOdd a) { return {hold(a.even), hold(a.odd)}; }
 
 #ifdef GEARBX_AVX512
 
@@ -40,6 +39,7 @@ inline F16 load16(const Fp16* p) {
 }
 inline void store16(float* p, F16 a) { _mm512_storeu_ps(p, a); }
 inline F16 multiply_add16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F16 join(F8 even, F8 odd) { return _mm512_insertf32x8(_mm512_castps256_ps512(even), odd, 1); }
 inline EvenOdd in_halves(F16 a) { return {_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)}; }
 inline F16 hold(F16 a) {
   asm("" : "+v"(a));
@@ -54,23 +54,12 @@ template <class T>
 inline F16 load16(const T* p) {
   return load_even_odd(p);
 }
+inline F16 join(F8 even, F8 odd) { return {even, odd}; }
 inline void store16(float* p, F16 a) {
   store8(p, a.even);
   store8(p + 8, a.odd);
 }
 
-#endif
-
-// Loads in the form of the sums that they go to.
-template <class T>
-inline void load(const T* p, EvenOdd& out) {
-  out = load_even_odd(p);
-}
-#ifdef GEARBX_AVX512
-template <class T>
-inline void load(const T* p, F16& out) {
-  out = load16(p);
-}
 #endif
 
 }  // namespace gearbx

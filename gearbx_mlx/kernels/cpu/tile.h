@@ -9,10 +9,24 @@ namespace gearbx {
 
 constexpr int TILE_ROWS = 3;
 #ifdef GEARBX_AVX512
+typedef F16 Wide;
 constexpr int TILE_VECTORS = 8;
+inline EvenOdd both(const F16 (&sums)[1]) { return in_halves(sums[0]); }
+template <class T>
+inline void load(const T* p, F16& out) {
+  out = load16(p);
+}
+inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
 #else
+typedef F8 Wide;
 constexpr int TILE_VECTORS = 2;
 #endif
+inline EvenOdd both(const F8 (&sums)[2]) { return {sums[0], sums[1]}; }
+template <class T>
+inline void load(const T* p, F8& out) {
+  out = load8(p);
+}
+inline F8 multiply_add(F8 a, F8 b, F8 c) { return multiply_add8(a, b, c); }
 
 constexpr int AHEAD = 1024;  // distance of the prefetch, in weights
 
@@ -38,35 +52,40 @@ float add_tail(const T* w, const float* x, int64_t from, int64_t columns, EvenOd
   return sum8(add8(sums.even, sums.odd)) + rest;
 }
 
-// R rows times V vectors; Lanes holds sixteen sums, so that an addition need not wait for the one before.
+// R rows times V vectors, in registers of eight or sixteen lanes. There are sixteen sums for each row and vector, so
+// that an addition need not wait for the one before.
 template <class Lanes, int R, int V, class T>
 void multiply_tile(const TileOf<T>& t) {
+  constexpr int WIDTH = sizeof(Lanes) / sizeof(float), PARTS = 16 / WIDTH;
   const int64_t columns = t.columns, whole = columns / 16 * 16;
-  Lanes sums[R][V] = {};
+  Lanes sums[R][V][PARTS] = {};
   for (int64_t i = 0; i < whole; i += 16) {
-    Lanes rows[R];
-    for (int r = 0; r < R; r++) {
-      if (t.from_memory) __builtin_prefetch(t.w + r * columns + i + AHEAD);
-      load(t.w + r * columns + i, rows[r]);
-      rows[r] = hold(rows[r]);
-    }
-    for (int v = 0; v < V; v++) {
-      Lanes x;
-      load(t.x + v * columns + i, x);
-      x = hold(x);
-      for (int r = 0; r < R; r++) sums[r][v] = multiply_add16(rows[r], x, sums[r][v]);
+    for (int r = 0; t.from_memory && r < R; r++) __builtin_prefetch(t.w + r * columns + i + AHEAD);
+    for (int p = 0; p < PARTS; p++) {
+      const int64_t at = i + p * WIDTH;
+      Lanes x[V];
+      for (int v = 0; v < V; v++) {
+        load(t.x + v * columns + at, x[v]);
+        x[v] = hold(x[v]);
+      }
+      for (int r = 0; r < R; r++) {
+        Lanes row;
+        load(t.w + r * columns + at, row);
+        row = hold(row);
+        for (int v = 0; v < V; v++) sums[r][v][p] = multiply_add(row, x[v], sums[r][v][p]);
+      }
     }
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++)
-      t.y[v * t.rows + r] = add_tail(t.w + r * columns, t.x + v * columns, whole, columns, in_halves(sums[r][v]));
+      t.y[v * t.rows + r] = add_tail(t.w + r * columns, t.x + v * columns, whole, columns, both(sums[r][v]));
 }
 
 // The first V of `vectors`, as often as there are V; then the same with half of V.
 template <int R, int V, class T>
 void multiply_vectors(TileOf<T> t, int64_t vectors) {
   for (; vectors >= V; vectors -= V, t.x += V * t.columns, t.y += V * t.rows, t.from_memory = false)
-    multiply_tile<F16, R, V>(t);
+    multiply_tile<Wide, R, V>(t);
   if constexpr (V > 1) multiply_vectors<R, V / 2>(t, vectors);
 }
 
@@ -81,7 +100,7 @@ void multiply_rows(TileOf<T> t, int64_t count, int64_t vectors) {
     if (vectors > 1)
       multiply_vectors<1, TILE_VECTORS>(t, vectors);
     else
-      multiply_tile<EvenOdd, 1, 1>(t);
+      multiply_tile<F8, 1, 1>(t);
   }
 }
 
