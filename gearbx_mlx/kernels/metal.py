@@ -1,8 +1,9 @@
 """Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
 
-All kernels come from one text, `metal/matvec.metal`. This module chooses a variant, defines the macros that specialize
-the text, and launches the kernel; `metal_formats.py` describes how each format is packed. Nothing is built at import.
-Only `Launch.run` needs a Mac: a launch can be examined anywhere.
+All kernels come from one text, `metal/matvec.metal`; those of the format `exact` have their own, `metal/exact.metal`.
+This module chooses a variant, defines the macros that specialize the text, and launches the kernel; `metal_formats.py`
+describes how each format is packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined
+anywhere.
 """
 
 import functools
@@ -113,10 +114,12 @@ def source_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix is packed, as buffers and macros of metal/matvec.metal.
+    """How a matrix is packed, as buffers and macros of a text.
 
     name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: names and values.
-    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any.
+    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any. numbers: names of the
+    whole numbers that the text reads, besides rows and columns. text, functions: the files of metal/ with the kernel's
+    body, and with the functions that it calls. most_vectors: in one launch.
     """
 
     name: str
@@ -125,11 +128,18 @@ class Layout:
     macros: tuple[tuple[str, object], ...]
     codes: int = CODES
     tables: object = 0
+    numbers: tuple[str, ...] = ("row_words",)
+    text: str = "matvec"
+    functions: tuple[str, ...] = ("codes",)
+    most_vectors: int = MAX_VECTORS
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that a kernel's text depends on. `ragged`: the last step of a row has fewer columns."""
+    """Everything that a kernel's text depends on.
+
+    vectors: 0 for a kernel that multiplies nothing. ragged: the last step of a row has fewer columns.
+    """
 
     layout: Layout
     vectors: int
@@ -146,12 +156,12 @@ class Spec:
 
     @property
     def input_names(self) -> list[str]:
-        bias = ["bias"] if self.has_bias else []
-        return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
+        x, bias = ["x"] if self.vectors else [], ["bias"] if self.has_bias else []
+        return [*x, *self.layout.arrays, *bias, "rows", "columns", *self.layout.numbers]
 
     @property
     def header(self) -> str:
-        """The macros that specialize metal/matvec.metal, and the functions that it calls."""
+        """The macros that specialize the text, and the functions that it calls."""
         macros = {
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
@@ -162,7 +172,7 @@ class Spec:
             "TABLES": self.layout.tables,
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
         lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
-        return "".join(lines) + source_text("codes")
+        return "".join([*lines, *map(source_text, self.layout.functions)])
 
 
 @functools.cache
@@ -172,40 +182,49 @@ def build(spec: Spec) -> Any:
         name=spec.name,
         input_names=spec.input_names,
         output_names=["out"],
-        source=source_text("matvec"),
+        source=source_text(spec.layout.text),
         header=spec.header,
     )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel to build, the arguments of the call, and the shape of the result."""
+    """One launch: the kernel to build, the arguments of the call, and the shape of the result.
+
+    dtype: of the result, where the kernel writes its bits as whole numbers; else None.
+    """
 
     spec: Spec
     inputs: list[Any]
     options: dict[str, Any]
     shape: tuple[int, ...]
+    dtype: mx.Dtype | None = None
 
     def run(self) -> mx.array:
-        """Compute the product, of the activations' type. Raises GearbxError where Metal is not available."""
+        """Compute the product, of the activations' type, or the weights. Raises GearbxError without Metal."""
         can = available()
         if not can:
             raise GearbxError(can.reason)
         if 0 in self.shape:
-            return mx.zeros(self.shape, self.options["output_dtypes"][0])
-        return build(self.spec)(inputs=self.inputs, **self.options)[0].reshape(self.shape)
+            return self.result(mx.zeros(self.shape, self.options["output_dtypes"][0]))
+        return self.result(build(self.spec)(inputs=self.inputs, **self.options)[0])
+
+    def result(self, out: mx.array) -> mx.array:
+        """What the kernel wrote, in the shape and type of the result."""
+        shaped = out.reshape(self.shape)
+        return shaped if self.dtype is None else shaped.view(self.dtype)
 
 
-def _pad_small(array: mx.array) -> mx.array:
+def pad_small(array: mx.array) -> mx.array:
     """The array, padded to 8 elements if it has fewer; kernels do not read the padding."""
     if array.size >= LEAST_ELEMENTS:
         return array
     return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
-def takes(x: mx.array, columns: int) -> bool:
-    """Whether a kernel takes activations (..., columns): their number and their type."""
-    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
+def takes(x: mx.array, columns: int, most: int = MAX_VECTORS) -> bool:
+    """Whether a kernel for at most so many vectors takes activations (..., columns): their number and their type."""
+    return x.ndim > 0 and 0 < x.size <= most * columns and x.dtype in DTYPES
 
 
 def prepare(
@@ -214,16 +233,17 @@ def prepare(
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
-    row_words: int,
+    numbers: Sequence[int],
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
     """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, for which the weights are read once.
-        layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
-        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
+        x: (..., columns) float16, bfloat16 or float32; 1 to `layout.most_vectors` vectors, for which the weights are
+            read once.
+        layout: of the weights. arrays, numbers: its buffers, whose shapes the caller has checked, and its numbers.
+        rows, columns: of W.
         bias: (rows,), or None.
         variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
 
@@ -234,20 +254,25 @@ def prepare(
         raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
     if x.ndim == 0 or x.shape[-1] != columns:
         raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
+    if not takes(x, columns, layout.most_vectors):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {layout.most_vectors} vectors")
     if bias is not None and bias.shape != (rows,):
         raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
     spec = Spec(layout, vectors, chosen, bias is not None, columns % layout.codes != 0)
     read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
-    threads = LANES * chosen.simd_groups
     options = {
         "template": [("T", x.dtype), ("STAGED", vectors * columns if chosen.name == "threadgroup" else 0)],
-        "grid": (math.ceil(rows / (chosen.simd_groups * chosen.rows)) * threads, 1, 1),
-        "threadgroup": (threads, 1, 1),
+        **grid(chosen, rows),
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    return Launch(spec, [*map(_pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
+    return Launch(spec, [*map(pad_small, read), rows, columns, *numbers], options, (*x.shape[:-1], rows))
+
+
+def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
+    """Options of a call: whole threadgroups, enough of them for all rows."""
+    threads = LANES * variant.simd_groups
+    threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
+    return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
