@@ -1,9 +1,8 @@
 """Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
 
-All kernels come from one text, `metal/matvec.metal`; those of the format `exact` have their own, `metal/exact.metal`.
-This module chooses a variant, defines the macros that specialize the text, and launches the kernel; `metal_formats.py`
-describes how each format is packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined
-anywhere.
+All kernels come from one text, `metal/matvec.metal`, but those of `metal_exact.py`. This module chooses a variant,
+defines the macros that specialize the text, and launches the kernel; `metal_formats.py` describes how each format is
+packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
@@ -114,12 +113,10 @@ def source_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix is packed, as buffers and macros of a text.
+    """How a matrix is packed, as buffers and macros of metal/matvec.metal.
 
     name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: names and values.
-    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any. numbers: names of the
-    whole numbers that the text reads, besides rows and columns. text, functions: the files of metal/ with the kernel's
-    body, and with the functions that it calls. most_vectors: in one launch.
+    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any.
     """
 
     name: str
@@ -128,24 +125,19 @@ class Layout:
     macros: tuple[tuple[str, object], ...]
     codes: int = CODES
     tables: object = 0
-    numbers: tuple[str, ...] = ("row_words",)
-    text: str = "matvec"
-    functions: tuple[str, ...] = ("codes",)
-    most_vectors: int = MAX_VECTORS
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that a kernel's text depends on.
-
-    vectors: 0 for a kernel that multiplies nothing. ragged: the last step of a row has fewer columns.
-    """
+    """Everything that a kernel's text depends on. `ragged`: the last step of a row has fewer columns."""
 
     layout: Layout
     vectors: int
     variant: Variant
     has_bias: bool
     ragged: bool
+
+    text = "matvec"  # its file in metal/
 
     @property
     def name(self) -> str:
@@ -156,12 +148,12 @@ class Spec:
 
     @property
     def input_names(self) -> list[str]:
-        x, bias = ["x"] if self.vectors else [], ["bias"] if self.has_bias else []
-        return [*x, *self.layout.arrays, *bias, "rows", "columns", *self.layout.numbers]
+        bias = ["bias"] if self.has_bias else []
+        return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
 
     @property
     def header(self) -> str:
-        """The macros that specialize the text, and the functions that it calls."""
+        """The macros that specialize metal/matvec.metal, and the functions that it calls."""
         macros = {
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
@@ -172,7 +164,7 @@ class Spec:
             "TABLES": self.layout.tables,
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
         lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
-        return "".join([*lines, *map(source_text, self.layout.functions)])
+        return "".join(lines) + source_text("codes")
 
 
 @functools.cache
@@ -182,7 +174,7 @@ def build(spec: Spec) -> Any:
         name=spec.name,
         input_names=spec.input_names,
         output_names=["out"],
-        source=source_text(spec.layout.text),
+        source=source_text(spec.text),
         header=spec.header,
     )
 
@@ -191,7 +183,7 @@ def build(spec: Spec) -> Any:
 class Launch:
     """One launch: the kernel to build, the arguments of the call, and the shape of the result.
 
-    dtype: of the result, where the kernel writes its bits as whole numbers; else None.
+    dtype: of the result, if the kernel writes its bits as whole numbers.
     """
 
     spec: Spec
@@ -201,7 +193,7 @@ class Launch:
     dtype: mx.Dtype | None = None
 
     def run(self) -> mx.array:
-        """Compute the product, of the activations' type, or the weights. Raises GearbxError without Metal."""
+        """Compute the result; a product has the activations' type. Raises GearbxError where Metal is not available."""
         can = available()
         if not can:
             raise GearbxError(can.reason)
@@ -223,8 +215,20 @@ def pad_small(array: mx.array) -> mx.array:
 
 
 def takes(x: mx.array, columns: int, most: int = MAX_VECTORS) -> bool:
-    """Whether a kernel for at most so many vectors takes activations (..., columns): their number and their type."""
+    """Whether a kernel for up to `most` vectors takes activations (..., columns): their number and their type."""
     return x.ndim > 0 and 0 < x.size <= most * columns and x.dtype in DTYPES
+
+
+def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None, most: int = MAX_VECTORS) -> None:
+    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
+    if x.dtype not in DTYPES:
+        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+    if not takes(x, columns, most):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {most} vectors")
+    if bias is not None and bias.shape != (rows,):
+        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
 
 
 def prepare(
@@ -233,31 +237,23 @@ def prepare(
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
-    numbers: Sequence[int],
+    row_words: int,
     bias: mx.array | None = None,
     variant: str | None = None,
 ) -> Launch:
     """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to `layout.most_vectors` vectors, for which the weights are
-            read once.
-        layout: of the weights. arrays, numbers: its buffers, whose shapes the caller has checked, and its numbers.
-        rows, columns: of W.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, for which the weights are read once.
+        layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
+        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
         bias: (rows,), or None.
         variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
 
     Raises:
         GearbxError: the activations or the bias do not fit the weights.
     """
-    if x.dtype not in DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns, layout.most_vectors):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {layout.most_vectors} vectors")
-    if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+    check_product(x, rows, columns, bias)
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
     spec = Spec(layout, vectors, chosen, bias is not None, columns % layout.codes != 0)
@@ -268,11 +264,11 @@ def prepare(
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    return Launch(spec, [*map(pad_small, read), rows, columns, *numbers], options, (*x.shape[:-1], rows))
+    return Launch(spec, [*map(pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
 
 
 def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
-    """Options of a call: whole threadgroups, enough of them for all rows."""
+    """Options of a call: as many threadgroups as all rows need."""
     threads = LANES * variant.simd_groups
     threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
     return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}

@@ -99,7 +99,7 @@ def codebook_launch(
     _check(arrays, "codebook", mx.float16, (rows, 2**bits))
     _check_outliers(arrays, rows)
     read = [weight, arrays["codebook"], *(arrays[name] for name in OUTLIERS)]
-    return prepare(x, codebook_layout(bits), read, rows, width, [words], bias, variant)
+    return prepare(x, codebook_layout(bits), read, rows, width, words, bias, variant)
 
 
 def library_launch(
@@ -128,7 +128,7 @@ def library_launch(
         _check(arrays, name, dtype, (rows, groups))
     _check_outliers(arrays, rows)
     read = [weight, arrays["library"], *(arrays[name] for name in (*OUTLIERS, *OF_GROUPS))]
-    return prepare(x, library_layout(bits), read, rows, width, [groups * GROUP // 16 * bits], bias, variant)
+    return prepare(x, library_layout(bits), read, rows, width, groups * GROUP // 16 * bits, bias, variant)
 
 
 def _check(arrays: Mapping[str, mx.array], name: str, dtype: mx.Dtype, shape: tuple[int, ...]) -> None:

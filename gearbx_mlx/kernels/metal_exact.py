@@ -8,11 +8,12 @@ them.
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Layout, Spec, Variant, grid, pad_small, prepare
+from .metal import Launch, Layout, Spec, Variant, check_product, grid, pad_small, source_text, variant_named
 from .metal_formats import GROUP_SIZES, named
 from .reference import plane_shifts
 
@@ -40,11 +41,24 @@ def exact_layout(widths: tuple[int, ...], group_size: int) -> Layout:
             GROUP_OFFSET="(" + " + ".join(f"float_of(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in planes) + ")",
             MIDDLE_GEAR=len(widths) - 1,
         ),
-        numbers=("high_bytes", "from_row"),
-        text="exact",
-        functions=("codes", "exact_weights"),
-        most_vectors=MOST_VECTORS,
     )
+
+
+@dataclass(frozen=True)
+class ExactSpec(Spec):
+    """Everything that the text of a kernel for exact weights depends on; one that decodes them has 0 vectors."""
+
+    text = "exact"
+
+    @property
+    def input_names(self) -> list[str]:
+        x, bias = ["x"] if self.vectors else [], ["bias"] if self.has_bias else []
+        return [*x, *self.layout.arrays, *bias, "rows", "columns", "high_bytes", "from_row"]
+
+    @property
+    def header(self) -> str:
+        """The macros that specialize metal/exact.metal, and the functions that it calls."""
+        return super().header + source_text("exact_weights")
 
 
 def exact_launch(
@@ -82,7 +96,18 @@ def exact_launch(
     if scales.ndim != 2:
         raise GearbxError(f"scales of shape {scales.shape} are not those of one matrix")
     rows, columns = scales.shape[0], scales.shape[1] * group_size
-    return prepare(x, layout, arrays, rows, columns, [high.size, 0], bias)
+    check_product(x, rows, columns, bias, MOST_VECTORS)
+    vectors = x.size // columns
+    variant = variant_named("registers", layout.bits, vectors)
+    options = {
+        "template": [("T", x.dtype)],
+        **grid(variant, rows),
+        "output_shapes": [(vectors, rows)],
+        "output_dtypes": [x.dtype],
+    }
+    read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
+    spec = ExactSpec(layout, vectors, variant, bias is not None, False)
+    return Launch(spec, [*map(pad_small, read), rows, columns, high.size, 0], options, (*x.shape[:-1], rows))
 
 
 def decode_launch(
@@ -114,7 +139,7 @@ def decode_launch(
     count = total - first_row if rows is None else rows
     if first_row < 0 or count < 0 or first_row + count > total:
         raise GearbxError(f"rows {first_row} to {first_row + count} are not among the {total} rows of the weights")
-    spec = Spec(layout, 0, DECODER, False, False)
+    spec = ExactSpec(layout, 0, DECODER, False, False)
     options = grid(DECODER, count) | {"output_shapes": [(count, columns)], "output_dtypes": [mx.uint16]}
     shape = (*scales.shape[:-1], columns) if count == total else (count, columns)
     inputs = [*map(pad_small, arrays), count, columns, high.size, first_row]

@@ -131,7 +131,7 @@ def planes_launch(
         if biases[i].shape != scales.shape:
             raise GearbxError(f"biases of plane {i} are {biases[i].shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size)
-    return prepare(x, layout, [*weights, scales, *biases], rows, columns, [columns // 16], bias, variant)
+    return prepare(x, layout, [*weights, scales, *biases], rows, columns, columns // 16, bias, variant)
 
 
 def rowwise_launch(
@@ -163,7 +163,7 @@ def rowwise_launch(
     rows = weight.shape[0]
     if scales.shape != (rows,):
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows")
-    return prepare(x, rowwise_layout(bits), [weight, scales], rows, width, [weight.shape[1] // 2], bias, variant)
+    return prepare(x, rowwise_layout(bits), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
 
 
 def groupwise_launch(
@@ -191,7 +191,7 @@ def groupwise_launch(
     rows, groups = weight.shape[0], -(-width // GROUPWISE_SIZE)
     if scales.shape != (rows, groups):
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows of {groups} groups")
-    return prepare(x, groupwise_layout(), [weight, scales], rows, width, [weight.shape[1] // 2], bias, variant)
+    return prepare(x, groupwise_layout(), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
 
 
 def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int) -> None:
