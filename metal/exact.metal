@@ -23,7 +23,7 @@ uint end[ROWS];
 for (int r = 0; r < ROWS; r++) {
     const bool there = first_row + r < rows;
     const int row = from_row + first_row + r;
-    next[r] = there ? min(offsets[row], uint(high_bytes)) : 0;
+    next[r] = there ? offsets[row] : 0;
     end[r] = there ? min(offsets[row + 1], uint(high_bytes)) : 0;
 }
 
