@@ -231,6 +231,13 @@ def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None, m
         raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
 
 
+def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
+    """Options of a call: as many threadgroups as all rows need."""
+    threads = LANES * variant.simd_groups
+    threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
+    return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
+
+
 def prepare(
     x: mx.array,
     layout: Layout,
@@ -265,10 +272,3 @@ def prepare(
         "output_dtypes": [x.dtype],
     }
     return Launch(spec, [*map(pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
-
-
-def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
-    """Options of a call: as many threadgroups as all rows need."""
-    threads = LANES * variant.simd_groups
-    threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
-    return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
