@@ -106,6 +106,16 @@ def test_a_vector_has_the_same_bits_in_any_company(widths, dtype):
             assert (run_launch(some.launch(), order).out[0] == together[first : first + count]).all()
 
 
+def test_the_codes_below_do_not_change_a_bit_of_the_product():
+    x = product(ExactCase((4,), 9, 1088, vectors=3, dtype=mx.float32)).x
+    results = []
+    for widths in WIDTHS:
+        p = dataclasses.replace(product(ExactCase(widths, 9, 1088)), x=x)
+        results.append(run_launch(p.launch()).out[0])
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
+
+
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_some_rows_are_decoded(widths):
     p = product(ExactCase(widths, 13, 576))
