@@ -98,8 +98,16 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
         given[name] = [array.reshape(2, 4, -1) for array in given[name]]
     assert decode_launch(**decoding(given)).shape == (2, 4, 128)
     assert decode_launch(**decoding(given), first_row=4, rows=2).shape == (2, 128)
+    for product in (exact_launch, exact_matmul_tiles):
+        with pytest.raises(GearbxError, match="one matrix"):
+            product(**given)
+
+
+def test_tiles_take_vectors_of_the_weights_width():
+    with pytest.raises(GearbxError, match="do not fit weights of 128 columns"):
+        exact_matmul_tiles(**arguments() | {"x": mx.zeros((20, 64))})
     with pytest.raises(GearbxError, match="one matrix"):
-        exact_launch(**given)
+        exact_matmul_tiles(**arguments() | {"scales": mx.zeros((8, 0), mx.uint16)})
 
 
 @pytest.mark.parametrize(("first", "rows"), [(-1, 2), (0, 9), (7, 2), (9, None), (3, -1)])

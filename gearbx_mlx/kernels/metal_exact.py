@@ -93,9 +93,7 @@ def exact_launch(
     """
     layout = _layout(widths, group_size)
     arrays = _arrays(weights, scales, biases, low, high, offsets, layout, widths, group_size)
-    if scales.ndim != 2:
-        raise GearbxError(f"scales of shape {scales.shape} are not those of one matrix")
-    rows, columns = scales.shape[0], scales.shape[1] * group_size
+    rows, columns = _shape(scales, group_size)
     check_product(x, rows, columns, bias, MOST_VECTORS)
     vectors = x.size // columns
     variant = variant_named("registers", layout.bits, vectors)
@@ -167,7 +165,9 @@ def exact_matmul_tiles(
     Raises:
         GearbxError: the arguments do not fit each other, or Metal is not available.
     """
-    total, columns = scales.shape[0], scales.shape[-1] * group_size
+    total, columns = _shape(scales, group_size)
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
     height = max(1, tile // columns)
     parts: list[mx.array] = []
     for first in range(0, total, height):
@@ -177,6 +177,13 @@ def exact_matmul_tiles(
         launch = decode_launch(weights, scales, biases, low, high, after, widths, group_size, first, rows)
         parts.append((x @ launch.run().T).astype(x.dtype))
     return mx.concatenate(parts, axis=-1)
+
+
+def _shape(scales: mx.array, group_size: int) -> tuple[int, int]:
+    """Rows and columns of one matrix that has weights."""
+    if scales.ndim != 2 or scales.size == 0:
+        raise GearbxError(f"scales of shape {scales.shape} are not those of one matrix")
+    return scales.shape[0], scales.shape[1] * group_size
 
 
 def _layout(widths: Sequence[int], group_size: int) -> Layout:

@@ -148,6 +148,11 @@ def test_a_row_longer_than_a_tile_is_a_tile(launches):
     assert [launch.shape for launch in launches] == [(1, 128)] * 3
 
 
+def test_no_vectors_have_a_product_of_none(launches):
+    p = product(ExactCase((4,), 3, 128))
+    assert exact_matmul_tiles(mx.zeros((0, 128)), **p.packed.arguments()).shape == (0, 3)
+
+
 def test_experts_are_rows_after_rows(launches):
     p = product(ExactCase((4, 4), 12, 128))
     given = p.packed.arguments()
