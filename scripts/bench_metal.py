@@ -26,7 +26,7 @@ from metal_kernels import Arrays, Kernel, all_kernels
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import check_writable, write_text
-from gearbx_mlx.kernels.metal import VARIANTS, available, fits_threadgroup
+from gearbx_mlx.kernels.metal import available, fits_threadgroup
 from gearbx_mlx.telemetry.summary import as_json
 
 # The largest difference from the reference that is allowed, relative to the largest result: some roundings of the type.
@@ -40,8 +40,8 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
     return (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
 
 
-def variants(columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
-    return [name for name in VARIANTS if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype)]
+def variants(kernel: Kernel, columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    return [name for name in kernel.variants if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype)]
 
 
 def error(kernel: Kernel, arrays: Arrays, x: mx.array, variant: str) -> float:
@@ -65,7 +65,7 @@ def check(kernels: list[Kernel], vectors: list[int]) -> Iterator[tuple[Kernel, s
         arrays = kernel.pack(random_matrix(rows, columns, dtype))
         for count in vectors:
             x = mx.random.normal((count, columns)).astype(dtype)
-            for variant in variants(columns, count, dtype):
+            for variant in variants(kernel, columns, count, dtype):
                 name = f"{kernel.format} {kernel.bits}, {rows}x{columns}, {count} vectors, {dtype}, {variant}"
                 try:
                     off = error(kernel, arrays, x, variant)
@@ -98,7 +98,7 @@ def measure(
     """Time every variant and MLX's own kernel on one matrix. Returns a row for each, with medians over the trials."""
     rows, columns = weight.shape
     x = mx.random.normal((vectors, columns)).astype(weight.dtype)
-    paths = {"MLX": (rival, "")} | {v: (kernel, v) for v in variants(columns, vectors, weight.dtype)}
+    paths = {"MLX": (rival, "")} | {v: (kernel, v) for v in variants(kernel, columns, vectors, weight.dtype)}
     fresh = {id(each): copies(each.pack(weight), total) for each in (kernel, rival)}
     times: dict[str, list[float]] = {name: [] for name in paths}
     limits = []

@@ -7,8 +7,13 @@ import mlx.core as mx
 
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_packing import LAYOUT
+from gearbx_mlx.formats.exact_decoding import decode
+from gearbx_mlx.formats.exact_encoding import encode
 from gearbx_mlx.formats.planes import Planes, split
+from gearbx_mlx.kernels.exact import ExactMatrix
+from gearbx_mlx.kernels.metal import VARIANTS
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
+from gearbx_mlx.kernels.metal_exact import EXACT_WIDTHS, exact_launch, exact_matmul_tiles
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
 AFFINE = (2, 3, 4, 5, 6, 8)
@@ -23,7 +28,7 @@ class Kernel:
     """A format at some bits.
 
     pack: a matrix (O, I) to arrays. dense: arrays and I to the dequantized matrix (O, I), float32. product: x (V, I),
-    arrays and a variant to the result. multiple: the columns have to be a multiple of it.
+    arrays and a variant to the result. multiple: the columns have to be a multiple of it. variants: that there are.
     """
 
     format: str
@@ -32,6 +37,7 @@ class Kernel:
     dense: Callable[[Arrays, int], mx.array]
     product: Callable[[mx.array, Arrays, str], mx.array]
     multiple: int = 1
+    variants: tuple[str, ...] = VARIANTS
 
 
 def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
@@ -118,8 +124,41 @@ def codebook_kernel(format: str, bits: int) -> Kernel:
     return Kernel(format, str(bits), pack, dense, product)
 
 
+def exact_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
+    """bfloat16 weights, from the packed form, or in tiles that are decoded for MLX's product."""
+    count = len(widths)
+
+    def pack(weight: mx.array) -> Arrays:
+        weights, scales, biases, *others = encode(weight.astype(mx.bfloat16), widths, group_size)[:-2]
+        return [*weights, scales, *biases, *others]
+
+    def matrix(a: Arrays) -> ExactMatrix:
+        return ExactMatrix(a[:count], a[count], a[count + 1 : -3], *a[-3:], list(widths), group_size)
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return decode(matrix(a)).astype(mx.float32)
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return exact_matmul_tiles(x, *matrix(a)) if variant == "tiles" else exact_launch(x, *matrix(a)).run()
+
+    bits = "+".join(map(str, widths))
+    return Kernel("exact", bits, pack, dense, product, group_size, ("registers", "tiles"))
+
+
+def dense_kernel() -> Kernel:
+    """MLX's own product with the weight as it is."""
+
+    def pack(weight: mx.array) -> Arrays:
+        return [weight]
+
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return x @ a[0].T
+
+    return Kernel("dense", "16", pack, lambda a, columns: a[0].astype(mx.float32), product)
+
+
 def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
-    """Every kernel, with MLX's own at the same bits."""
+    """Every kernel, with MLX's own at the same bits; with exact weights, MLX's over dense ones."""
     rowwise_bits = tuple(rowwise.Q_MAX)
     return [
         *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
@@ -128,4 +167,5 @@ def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
         (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
         *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
         *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
+        *((exact_kernel(widths, group_size), dense_kernel()) for widths in EXACT_WIDTHS),
     ]

@@ -1,8 +1,8 @@
 """Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
 
-All kernels come from one text, `metal/matvec.metal`. This module chooses a variant, defines the macros that specialize
-the text, and launches the kernel; `metal_formats.py` describes how each format is packed. Nothing is built at import.
-Only `Launch.run` needs a Mac: a launch can be examined anywhere.
+All kernels come from one text, `metal/matvec.metal`, but those of `metal_exact.py`. This module chooses a variant,
+defines the macros that specialize the text, and launches the kernel; `metal_formats.py` describes how each format is
+packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
@@ -137,6 +137,8 @@ class Spec:
     has_bias: bool
     ragged: bool
 
+    text = "matvec"  # its file in metal/
+
     @property
     def name(self) -> str:
         """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
@@ -172,40 +174,68 @@ def build(spec: Spec) -> Any:
         name=spec.name,
         input_names=spec.input_names,
         output_names=["out"],
-        source=source_text("matvec"),
+        source=source_text(spec.text),
         header=spec.header,
     )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the kernel to build, the arguments of the call, and the shape of the result."""
+    """One launch: the kernel to build, the arguments of the call, and the shape of the result.
+
+    dtype: of the result, if the kernel writes its bits as whole numbers.
+    """
 
     spec: Spec
     inputs: list[Any]
     options: dict[str, Any]
     shape: tuple[int, ...]
+    dtype: mx.Dtype | None = None
 
     def run(self) -> mx.array:
-        """Compute the product, of the activations' type. Raises GearbxError where Metal is not available."""
+        """Compute the result; a product has the activations' type. Raises GearbxError where Metal is not available."""
         can = available()
         if not can:
             raise GearbxError(can.reason)
         if 0 in self.shape:
-            return mx.zeros(self.shape, self.options["output_dtypes"][0])
-        return build(self.spec)(inputs=self.inputs, **self.options)[0].reshape(self.shape)
+            return self.result(mx.zeros(self.shape, self.options["output_dtypes"][0]))
+        return self.result(build(self.spec)(inputs=self.inputs, **self.options)[0])
+
+    def result(self, out: mx.array) -> mx.array:
+        """What the kernel wrote, in the shape and type of the result."""
+        shaped = out.reshape(self.shape)
+        return shaped if self.dtype is None else shaped.view(self.dtype)
 
 
-def _pad_small(array: mx.array) -> mx.array:
+def pad_small(array: mx.array) -> mx.array:
     """The array, padded to 8 elements if it has fewer; kernels do not read the padding."""
     if array.size >= LEAST_ELEMENTS:
         return array
     return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
-def takes(x: mx.array, columns: int) -> bool:
-    """Whether a kernel takes activations (..., columns): their number and their type."""
-    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
+def takes(x: mx.array, columns: int, most: int = MAX_VECTORS) -> bool:
+    """Whether a kernel for up to `most` vectors takes activations (..., columns): their number and their type."""
+    return x.ndim > 0 and 0 < x.size <= most * columns and x.dtype in DTYPES
+
+
+def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None, most: int = MAX_VECTORS) -> None:
+    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
+    if x.dtype not in DTYPES:
+        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+    if not takes(x, columns, most):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {most} vectors")
+    if bias is not None and bias.shape != (rows,):
+        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+
+
+def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
+    """Options of a call: as many threadgroups as all rows need."""
+    threads = LANES * variant.simd_groups
+    threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
+    return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
 
 
 def prepare(
@@ -230,24 +260,15 @@ def prepare(
     Raises:
         GearbxError: the activations or the bias do not fit the weights.
     """
-    if x.dtype not in DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
-    if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+    check_product(x, rows, columns, bias)
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
     spec = Spec(layout, vectors, chosen, bias is not None, columns % layout.codes != 0)
     read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
-    threads = LANES * chosen.simd_groups
     options = {
         "template": [("T", x.dtype), ("STAGED", vectors * columns if chosen.name == "threadgroup" else 0)],
-        "grid": (math.ceil(rows / (chosen.simd_groups * chosen.rows)) * threads, 1, 1),
-        "threadgroup": (threads, 1, 1),
+        **grid(chosen, rows),
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    return Launch(spec, [*map(_pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
+    return Launch(spec, [*map(pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))

@@ -83,6 +83,7 @@ def test_checks_every_kernel(short, capsys, launches):
     names = {launch.spec.layout.name for launch in launches}
     wanted = {f"planes_{bits}_g64" for bits in ("2", "3", "4", "5", "6", "8", "4_4", "4_1_1_2")}
     wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise"}
+    wanted |= {f"exact_{bits}_g64" for bits in ("3", "4", "4_4")}
     wanted |= {f"codebook_{bits}" for bits in range(2, 7)} | {f"library_{bits}" for bits in (2, 3, 4)}
     assert names == wanted
     assert {launch.spec.variant.name for launch in launches if launch.spec.ragged} == set(metal.VARIANTS)
@@ -105,6 +106,14 @@ def test_table_and_rows(short, capsys, monkeypatch, tmp_path):
             row["gigabytes_per_second"] / row["read_bandwidth_gigabytes_per_second"]
         )
         assert (row["times_mlx"] == 1) or row["path"] != "MLX"
+
+
+@pytest.mark.clang
+def test_exact_weights_stand_beside_dense_ones(short, capsys, monkeypatch):
+    only(short, monkeypatch, "exact 4")
+    assert short(*SHORT) == 0
+    table = [line.split("|")[1:6] for line in capsys.readouterr().out.splitlines() if line.startswith("| exact")]
+    assert [row[-1].strip() for row in table] == ["MLX", "registers", "tiles"]
 
 
 @pytest.mark.clang

@@ -56,6 +56,24 @@ class TestWhatItComputes:
             assert (report.out[0] == np.repeat(per_group, 32)).all()
             assert report.simd_operations == 2
 
+    def test_a_prefix_sum_has_the_lanes_before(self):
+        report = run(GRID + "out[i] = simd_prefix_exclusive_sum(uint(x[i]));", ramp())
+        ends = np.arange(64).reshape(2, 32).cumsum(1)
+        assert (report.out[0] == (ends - np.arange(64).reshape(2, 32)).ravel()).all()
+        assert report.simd_operations == 2
+
+    def test_bits_and_numbers(self):
+        """A fused multiplication rounds once: of 1 + 2^-12 squared, 2^-24 is left, which a product alone loses."""
+        for value, wanted in (
+            ("as_type<uint>(x[i]) >> 23", np.arange(64, dtype=np.float32).view(np.uint32) >> 23),
+            ("as_type<float>(uint(x[i]) << 16)", (np.arange(64, dtype=np.uint32) << 16).view(np.float32)),
+            ("popcount(uint(x[i]))", [i.bit_count() for i in range(64)]),
+            ("min(uint(x[i]), uint(9))", np.minimum(np.arange(64), 9)),
+            ("fma(1.000244140625f, 1.000244140625f, -1.00048828125f) * 16777216.0f", np.ones(64)),
+            ("fabs(x[i] - 40.0f)", np.abs(np.arange(64) - 40)),
+        ):
+            assert (run(GRID + f"out[i] = {value};", ramp()).out[0] == wanted).all(), value
+
     def test_orders_of_reduction_differ_in_last_bits(self):
         x = mx.array((np.linspace(0.1, 7, 64) ** 3).astype(np.float32))
         sums = {float(run(GRID + "out[i] = simd_sum(x[i]);", x, order=order).out[0][0]) for order in range(3)}

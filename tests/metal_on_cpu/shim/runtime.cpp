@@ -249,6 +249,8 @@ void metal_barrier(int line) { wait(AT_BARRIER, "threadgroup_barrier", line); }
 
 int metal_reduction_order() { return job->order; }
 
+int metal_lane() { return current % LANES; }
+
 void* metal_threadgroup_memory(int site, unsigned long size) {
     size_t end = 0, used = (size + 15) / 16 * 16;
     for (const Variable& v : variables) {

@@ -1,0 +1,120 @@
+// Weights of the format `exact`, each packed byte read once: multiplied, out = x W^T + bias, or written if VECTORS is 0.
+//
+// One SIMD group computes ROWS rows for all vectors, so that a weight is decoded once. Its lanes go along the columns,
+// CODES at a time. The bytes of `high` lie in the order of a row's columns: those that the lanes before a lane take, and
+// all lanes in the steps before, say where its own begin.
+//
+// A vector's result has the same bits in any company: each sum goes through the same operations in the same order,
+// whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
+//
+// Buffers: x (VECTORS, columns) T; those that the macros name; low (all rows, columns * LOW_BITS / 8) bytes; high
+//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; rows, columns,
+//     high_bytes, and from_row, the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
+// Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
+// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py: PLANES(DO), as
+//     in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
+// The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
+
+const int lane = thread_index_in_simdgroup;
+const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
+
+uint next[ROWS];  // where the row's next byte is in `high`, and where its bytes end
+uint end[ROWS];
+for (int r = 0; r < ROWS; r++) {
+    const bool there = first_row + r < rows;
+    const int row = from_row + first_row + r;
+    next[r] = there ? offsets[row] : 0;
+    end[r] = there ? min(offsets[row + 1], uint(high_bytes)) : 0;
+}
+
+#if VECTORS
+float sums[ROWS][VECTORS];
+for (int r = 0; r < ROWS; r++) {
+    for (int v = 0; v < VECTORS; v++) {
+        sums[r][v] = 0.0f;
+    }
+}
+#endif
+
+// All lanes take every step, since they count together; in the last one some have no columns.
+for (int step = 0; step < columns; step += LANES * CODES) {
+    const int k = step + lane * CODES;
+    const bool inside = k < columns;
+#if VECTORS
+    float weights[ROWS][CODES];
+#endif
+    for (int r = 0; r < ROWS; r++) {
+        if (first_row + r < rows) {
+            const size_t unit = (size_t(from_row + first_row + r) * columns + k) / CODES;
+            float values[CODES];
+            for (int i = 0; i < CODES; i++) {
+                values[i] = 0.0f;
+            }
+            ushort lows[LOW_BITS];
+            uint scale = 0;
+            uint near = 0;
+            uint bytes = 0;
+            if (inside) {
+#define DO(w, WIDTH, SHIFT)                                                     \
+    {                                                                           \
+        ushort words[WIDTH];                                                    \
+        load_codes<WIDTH>((const device ushort*)w + unit * WIDTH, words);       \
+        add_codes<WIDTH, SHIFT>(words, values);                                 \
+    }
+                PLANES(DO)
+                load_codes<LOW_BITS>((const device ushort*)low + unit * LOW_BITS, lows);
+                const size_t group = unit * CODES / GROUP_SIZE;
+                scale = scales[group];
+                near = find_values(values, float_of(scale), GROUP_OFFSET);
+                bytes = count_bytes(near, scale);
+            }
+            const uint before = simd_prefix_exclusive_sum(bytes);
+            const uint at = next[r] + before;
+            next[r] += simd_broadcast(before + bytes, LANES - 1);
+            if (inside) {
+                const bool there = at <= end[r] && bytes <= end[r] - at;
+                ushort found[CODES];
+                find_weights(values, lows, near, scale, high, at, there, found);
+                for (int i = 0; i < CODES; i++) {
+#if VECTORS
+                    weights[r][i] = float_of(found[i]);
+#else
+                    out[size_t(first_row + r) * columns + k + i] = found[i];
+#endif
+                }
+            }
+        }
+    }
+#if VECTORS
+    for (int v = 0; v < VECTORS && inside; v++) {
+        float held[CODES];
+        for (int i = 0; i < CODES; i++) {
+            held[i] = float(x[v * columns + k + i]);
+        }
+        for (int r = 0; r < ROWS; r++) {
+            if (first_row + r < rows) {
+                float dot = 0.0f;
+                for (int i = 0; i < CODES; i++) {
+                    dot = fma(weights[r][i], held[i], dot);
+                }
+                sums[r][v] += dot;
+            }
+        }
+    }
+#endif
+}
+
+#if VECTORS
+for (int r = 0; r < ROWS; r++) {
+    const int row = first_row + r;
+    for (int v = 0; v < VECTORS; v++) {
+        float y = simd_sum(sums[r][v]);
+        if (lane == 0 && row < rows) {
+#if HAS_BIAS
+            y += float(bias[row]);
+#endif
+            out[size_t(v) * rows + row] = T(y);
+        }
+    }
+}
+#endif

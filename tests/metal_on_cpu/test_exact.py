@@ -1,0 +1,230 @@
+"""metal/exact.metal as MLX generates it, run on the CPU: weights bit for bit, products, company, lies in offsets."""
+
+import dataclasses
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from gearbx_mlx.kernels.metal_exact import exact_matmul_tiles
+
+from .cases import run_launch
+from .exact_cases import ExactCase, Product, access_fault, encode, fault, floats, product, rounded
+from .launch import Report
+
+pytestmark = pytest.mark.clang
+
+WIDTHS = [(4,), (3,), (4, 4)]
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+
+
+def decoded(p: Product, **rows: int) -> np.ndarray:
+    report = run_launch(p.decoder(**rows))
+    assert report.error == ""
+    return report.out[0]
+
+
+def of_bits(bits: np.ndarray, widths: tuple[int, ...], group: int) -> Product:
+    return Product(bits, encode(bits, widths, group), mx.zeros((1, bits.shape[1])), None)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("order", ["shuffled", "ascending"])
+def test_all_patterns_of_bf16_come_back(widths, order):
+    """Infinities, NaN, subnormals and both zeros among them; in groups of their like, or of all sorts."""
+    patterns = np.arange(65536, dtype=np.uint16)
+    if order == "shuffled":
+        patterns = np.random.default_rng(1).permutation(patterns)
+    p = of_bits(patterns.reshape(64, 1024), widths, 64)
+    report = run_launch(p.decoder())
+    assert report.error == ""
+    assert (report.out[0] == p.bits).all()
+    assert access_fault(p, report) == ""
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_what_trained_weights_look_like_comes_back(widths):
+    """In groups that all have a scale, which few of all patterns have."""
+    rng = np.random.default_rng(2)
+    for group, values in itertools.product(
+        (32, 64, 128), (rng.standard_normal((7, 1152)), rng.standard_t(5, (7, 1152)))
+    ):
+        p = of_bits(rounded(values * 0.02), widths, group)
+        assert (p.packed.scales & 0x7FFF != 0).all()
+        report = run_launch(p.decoder())
+        assert report.error == ""
+        assert (report.out[0] == p.bits).all()
+        assert access_fault(p, report) == ""
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_zeros_of_both_signs_come_back(widths):
+    bits = np.where(np.arange(3 * 64).reshape(3, 64) % 3 == 0, 0x8000, 0).astype(np.uint16)
+    assert (decoded(of_bits(bits, widths, 64)) == bits).all()
+
+
+def cases():
+    """Every code with every type; shapes, groups, numbers of vectors and biases go round beneath."""
+    shapes = itertools.cycle([(13, 128), (1, 32), (8, 512), (21, 544), (5, 1056), (9, 64)])
+    groups = itertools.cycle([32, 64, 128, 64])
+    vectors = itertools.cycle([1, 2, 3, 8, 16])
+    for widths, dtype, _ in itertools.product(WIDTHS, DTYPES, range(4)):
+        (rows, columns), group, count = next(shapes), next(groups), next(vectors)
+        yield ExactCase(widths, rows, -(-columns // group) * group, group, count, dtype, (rows + count) % 2 == 0)
+    for count in range(1, 17):
+        yield ExactCase(WIDTHS[count % 3], 11, 640, 64, count, mx.bfloat16, bias=True)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
+    p = product(case)
+    for order, schedule in ((0, 0), (1, 1), (2, 7)):
+        assert fault(case, p, run_launch(p.launch(), order, schedule)) == ""
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_any_number_of_rows(widths):
+    for rows in range(1, 20):
+        case = ExactCase(widths, rows, 64, vectors=1 + rows % 2 * 3, bias=True)
+        p = product(case, seed=rows)
+        assert fault(case, p, run_launch(p.launch())) == "", rows
+
+
+COMPANY = [*((widths, mx.bfloat16) for widths in WIDTHS), ((4,), mx.float16), ((4, 4), mx.float32)]
+
+
+@pytest.mark.parametrize(("widths", "dtype"), COMPANY, ids=str)
+def test_a_vector_has_the_same_bits_in_any_company(widths, dtype):
+    """Alone, or among any others up to 16, in any place; a SIMD group has other rows then, and reductions any order."""
+    p = product(ExactCase(widths, 9, 1088, vectors=16, dtype=dtype, bias=True))
+    assert len({p.launch().spec.variant, dataclasses.replace(p, x=p.x[:1]).launch().spec.variant}) == 2
+    for order in range(3):
+        together = run_launch(p.launch(), order).out[0]
+        for first, count in ((0, 1), (15, 1), (4, 2), (7, 3), (1, 8)):
+            some = dataclasses.replace(p, x=p.x[first : first + count])
+            assert (run_launch(some.launch(), order).out[0] == together[first : first + count]).all()
+
+
+def test_the_codes_below_do_not_change_a_bit_of_the_product():
+    x = product(ExactCase((4,), 9, 1088, vectors=3, dtype=mx.float32)).x
+    results = []
+    for widths in WIDTHS:
+        p = dataclasses.replace(product(ExactCase(widths, 9, 1088)), x=x)
+        results.append(run_launch(p.launch()).out[0])
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_some_rows_are_decoded(widths):
+    p = product(ExactCase(widths, 13, 576))
+    for first, rows in ((0, 13), (0, 1), (12, 1), (5, 6), (3, None)):
+        end = 13 if rows is None else first + rows
+        assert (decoded(p, first_row=first, rows=rows) == p.bits[first:end]).all()
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_tiles_are_the_product(widths, launches):
+    case = ExactCase(widths, 13, 576, vectors=40)
+    p = product(case)
+    weight = mx.array(floats(p.bits)).astype(mx.bfloat16)
+    for dtype in DTYPES:
+        x = p.x.astype(dtype).reshape(2, 20, 576)
+        launches.clear()
+        y = exact_matmul_tiles(x, **p.packed.arguments(), tile=5 * 576)
+        assert (y.dtype, y.shape) == (dtype, (2, 20, 13))
+        assert [launch.shape for launch in launches] == [(5, 576), (5, 576), (3, 576)]
+        wanted = np.array(x.astype(mx.float32)) @ np.array(weight.astype(mx.float32)).T
+        terms = np.abs(np.array(x.astype(mx.float32))) @ np.abs(np.array(weight.astype(mx.float32))).T
+        unit = {mx.float32: 0.0, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}[dtype]
+        off = np.abs(np.array(y.astype(mx.float32)) - wanted)
+        assert (off <= 576 * 2.0**-24 * terms + unit * np.abs(wanted)).all()
+
+
+def test_a_row_longer_than_a_tile_is_a_tile(launches):
+    p = product(ExactCase((4,), 3, 128, vectors=17))
+    assert exact_matmul_tiles(p.x, **p.packed.arguments(), tile=1).shape == (17, 3)
+    assert [launch.shape for launch in launches] == [(1, 128)] * 3
+
+
+def test_no_vectors_have_a_product_of_none(launches):
+    p = product(ExactCase((4,), 3, 128))
+    assert exact_matmul_tiles(mx.zeros((0, 128)), **p.packed.arguments()).shape == (0, 3)
+
+
+def test_experts_are_rows_after_rows(launches):
+    p = product(ExactCase((4, 4), 12, 128))
+    given = p.packed.arguments()
+    for name in ("scales", "low"):
+        given[name] = given[name].reshape(3, 4, -1)
+    for name in ("weights", "biases"):
+        given[name] = [array.reshape(3, 4, -1) for array in given[name]]
+    whole = dataclasses.replace(p, packed=Stacked(given)).decoder().run()
+    assert (whole.dtype, whole.shape) == (mx.bfloat16, (3, 4, 128))
+    assert (np.array(whole.view(mx.uint16)).reshape(12, 128) == p.bits).all()
+    second = dataclasses.replace(p, packed=Stacked(given)).decoder(4, 4).run()
+    assert (np.array(second.view(mx.uint16)) == p.bits[4:8]).all()
+
+
+@dataclasses.dataclass
+class Stacked:
+    given: dict
+
+    def arguments(self) -> dict:
+        return self.given
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_no_number_reaches_its_row_only(value):
+    for widths in WIDTHS:
+        p = product(ExactCase(widths, 9, 128))
+        weight = floats(p.bits).copy()
+        weight[4, 70] = value
+        y = run_launch(dataclasses.replace(p, packed=encode(rounded(weight), widths)).launch()).out[0]
+        assert not np.isfinite(y[0, 4])
+        assert np.isfinite(np.delete(y, 4)).all()
+
+
+LIES = {
+    "descending": lambda offsets, end: [*offsets[:3], offsets[2] - 1, *offsets[4:]],
+    "past the end": lambda offsets, end: [*offsets[:-1] + (end + 1), end + 2],
+    "far past the end": lambda offsets, end: [*offsets[:-1], 2**32 - 1],
+    "all past the end": lambda offsets, end: [2**32 - 1 - i for i in range(len(offsets))],
+    "about to wrap": lambda offsets, end: [2**32 - 5, 2**32 - 4, *offsets[2:]],
+    "one byte short": lambda offsets, end: [*offsets[:2], *(offsets[2:] - 1)],
+    "empty": lambda offsets, end: [0 for _ in offsets],
+}
+
+
+def lying(p: Product, lie: str) -> Product:
+    made = LIES[lie](p.packed.offsets.astype(np.int64), int(p.packed.offsets[-1]))
+    offsets = np.array(made, np.int64).astype(np.uint32)
+    return dataclasses.replace(p, packed=dataclasses.replace(p.packed, offsets=offsets))
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_offsets_that_lie_stay_inside_and_give_no_number(widths, lie):
+    p = product(ExactCase(widths, 6, 576, vectors=3))
+    false = lying(p, lie)
+    report: Report = run_launch(false.launch())
+    assert report.error == ""
+    begin, end = (
+        np.minimum(o.astype(np.int64), p.packed.high.size)
+        for o in (false.packed.offsets[:-1], false.packed.offsets[1:])
+    )
+    short = end - begin < np.diff(p.packed.offsets.astype(np.int64))
+    assert short.any() or lie == "far past the end"  # where all bytes of the last row are there
+    assert (np.isnan(report.out[0]) == short).all()
+    assert np.isnan(floats(decoded(false))).any(axis=1).tolist() == short.tolist()
+
+
+def test_a_list_of_bytes_that_is_cut_stays_inside():
+    p = product(ExactCase((4,), 6, 576))
+    for size in (1, 5, 100):
+        cut = dataclasses.replace(p, packed=dataclasses.replace(p.packed, high=p.packed.high[:size]))
+        report = run_launch(cut.launch())
+        assert report.error == ""
+        assert np.isnan(report.out[0]).all() == (size <= p.packed.offsets[1])
+        assert np.isnan(report.out[0][0, 1:]).all()

@@ -1,0 +1,141 @@
+"""Launches over exact weights, as far as they can be seen without running one: bad input, shapes, names."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_on_cpu.exact_cases import encode, rounded
+
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
+
+WITHOUT_X = "weights", "scales", "biases", "low", "high", "offsets", "widths", "group_size"
+
+
+def arguments(widths=(4,), rows=8, columns=128, group=64, vectors=1) -> dict:
+    weight = rounded(np.random.default_rng(0).standard_normal((rows, columns)) * 0.1)
+    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, widths, group).arguments()
+
+
+def decoding(given: dict) -> dict:
+    return {name: given[name] for name in WITHOUT_X}
+
+
+@pytest.mark.skipif(bool(metal.available()), reason="Metal is here")
+def test_without_metal_one_line_says_why():
+    given = arguments()
+    for run in (
+        exact_launch(**given).run,
+        decode_launch(**decoding(given)).run,
+        lambda: exact_matmul_tiles(**given),
+    ):
+        with pytest.raises(GearbxError, match="Metal"):
+            run()
+
+
+@pytest.mark.skipif(not metal.available(), reason=f"not run on Metal: {metal.available().reason}")
+@pytest.mark.parametrize("widths", [(3,), (4,), (4, 4)], ids=str)
+def test_on_metal_itself(widths):
+    given = arguments(widths, rows=37, columns=1152, vectors=16)
+    given["x"] = mx.random.normal((16, 1152))
+    weight = decode_launch(**decoding(given)).run()
+    original = rounded(np.random.default_rng(0).standard_normal((37, 1152)) * 0.1)
+    assert (np.array(weight.view(mx.uint16)) == original).all()
+    y = exact_launch(**given).run()
+    assert mx.allclose(y, given["x"] @ weight.T.astype(mx.float32), atol=1e-3)
+    for first, count in ((0, 1), (15, 1), (3, 2), (5, 8)):
+        some = exact_launch(**given | {"x": given["x"][first : first + count]}).run()
+        assert mx.array_equal(some, y[first : first + count])
+
+
+WRONG_PACKED = [
+    ({"group_size": 48}, "group size 48 is none of 32, 64, 128"),
+    ({"widths": [5]}, "over 5 bits are none of 3, 4, 4\\+4"),
+    ({"widths": [4, 4]}, "2 planes need as many weights"),
+    ({"widths": [3]}, "w0 of exact weights"),
+    ({"weights": [mx.zeros((8, 16), mx.int32)]}, "w0 of exact weights"),
+    ({"scales": mx.zeros((8,), mx.uint16)}, "no rows"),
+    ({"scales": mx.zeros((8, 2), mx.bfloat16)}, "scales of exact weights is .*bfloat16, not .*uint16"),
+    ({"biases": [mx.zeros((8, 3), mx.uint16)]}, "b0 of exact weights"),
+    ({"low": mx.zeros((8, 20), mx.uint32)}, "low of exact weights"),
+    ({"high": mx.zeros((0,), mx.uint8)}, "high of exact weights is 0 bytes"),
+    ({"high": mx.zeros((3, 3), mx.uint8)}, "high of exact weights"),
+    ({"offsets": mx.zeros((8,), mx.uint32)}, "offsets of exact weights"),
+    ({"offsets": mx.zeros((9,), mx.int64)}, "offsets of exact weights"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), WRONG_PACKED, ids=lambda v: v if isinstance(v, str) else next(iter(v)))
+def test_packed_arrays_that_do_not_fit_are_refused(changed, said):
+    given = arguments() | changed
+    with pytest.raises(GearbxError, match=said):
+        exact_launch(**given)
+    with pytest.raises(GearbxError, match=said):
+        decode_launch(**decoding(given))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"x": mx.zeros((1, 128), mx.int32)}, "activations of mlx.core.int32"),
+        ({"x": mx.zeros((1, 64))}, "do not fit weights of 128 columns"),
+        ({"x": mx.zeros((17, 128))}, "not 1 to 16 vectors"),
+        ({"x": mx.zeros((0, 128))}, "not 1 to 16 vectors"),
+        ({"bias": mx.zeros((7,))}, "output bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_vectors_that_do_not_fit_are_refused(changed, said):
+    with pytest.raises(GearbxError, match=said):
+        exact_launch(**arguments() | changed)
+
+
+def test_stacked_experts_are_decoded_and_not_multiplied():
+    given = arguments()
+    for name in ("scales", "low"):
+        given[name] = given[name].reshape(2, 4, -1)
+    for name in ("weights", "biases"):
+        given[name] = [array.reshape(2, 4, -1) for array in given[name]]
+    assert decode_launch(**decoding(given)).shape == (2, 4, 128)
+    assert decode_launch(**decoding(given), first_row=4, rows=2).shape == (2, 128)
+    for product in (exact_launch, exact_matmul_tiles):
+        with pytest.raises(GearbxError, match="one matrix"):
+            product(**given)
+
+
+def test_tiles_take_vectors_of_the_weights_width():
+    with pytest.raises(GearbxError, match="do not fit weights of 128 columns"):
+        exact_matmul_tiles(**arguments() | {"x": mx.zeros((20, 64))})
+    with pytest.raises(GearbxError, match="one matrix"):
+        exact_matmul_tiles(**arguments() | {"scales": mx.zeros((8, 0), mx.uint16)})
+
+
+@pytest.mark.parametrize(("first", "rows"), [(-1, 2), (0, 9), (7, 2), (9, None), (3, -1)])
+def test_rows_that_are_not_there_are_refused(first, rows):
+    with pytest.raises(GearbxError, match="not among the 8 rows"):
+        decode_launch(**decoding(arguments()), first_row=first, rows=rows)
+
+
+def test_no_rows_are_no_launch(monkeypatch):
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    none = decode_launch(**decoding(arguments()), first_row=8).run()
+    assert (none.shape, none.dtype) == ((0, 128), mx.bfloat16)
+
+
+def test_shape_of_the_result_is_that_of_the_activations():
+    assert exact_launch(**arguments() | {"x": mx.zeros((2, 3, 128))}).shape == (2, 3, 8)
+    assert exact_launch(**arguments() | {"x": mx.zeros((128,))}).shape == (8,)
+
+
+def test_names_are_unique():
+    """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
+    launches = [decode_launch(**decoding(arguments(widths))) for widths in ((3,), (4,), (4, 4))]
+    launches += [
+        exact_launch(**arguments(widths, group=group, vectors=vectors) | bias)
+        for widths in ((3,), (4,), (4, 4))
+        for group in (32, 64, 128)
+        for vectors in (1, 2, 16)
+        for bias in ({}, {"bias": mx.zeros((8,))})
+    ]
+    specs = {(launch.spec.name, launch.spec.header, *launch.spec.input_names) for launch in launches}
+    assert len(specs) == len({name for name, *_ in specs}) == 3 + 54
