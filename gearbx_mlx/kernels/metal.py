@@ -1,23 +1,24 @@
-"""Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
+"""Metal kernels through `mx.fast.metal_kernel`, and first of all matrix-vector products over packed weights.
 
-All kernels come from one text, `metal/matvec.metal`. This module chooses a variant, defines the macros that specialize
+Those all come from one text, `metal/matvec.metal`. This module chooses a variant, defines the macros that specialize
 the text, and launches the kernel; `metal_formats.py` describes how each format is packed. Nothing is built at import.
 Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..errors import GearbxError
 
 LANES, CODES = 32, 16  # lanes of a SIMD group; codes that a lane reads at a time
-MAX_VECTORS = 8
+MAX_VECTORS = 16
+MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
@@ -86,13 +87,13 @@ def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
     """The variant with this name, or the best one. This is the only place that decides.
 
-    The best one is a prediction: the two fastest published kernels are like `registers`. `scripts/bench_metal.py` times
-    all three.
+    The best one is a prediction: the two fastest published kernels are like `registers`, and more than 8 vectors do not
+    fit there. `scripts/bench_metal.py` times all three. A result has the same bits in every variant.
 
     Raises:
         GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
     """
-    chosen = variant_named(name or "registers", bits, vectors)
+    chosen = variant_named(name or ("registers" if vectors <= MOST_IN_REGISTERS else "device"), bits, vectors)
     if chosen.name == "threadgroup" and not fits_threadgroup(columns, vectors, dtype):
         raise GearbxError(
             f"{vectors} x {columns} activations of {dtype.size} bytes do not fit threadgroup memory "
@@ -127,15 +128,46 @@ class Layout:
     tables: object = 0
 
 
+def definitions(macros: Mapping[str, object]) -> str:
+    """The lines that define macros with these names and values."""
+    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
+
+
+class Kernel(Protocol):
+    """What `build` needs of a kernel.
+
+    name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. strided: whether it
+    reads inputs by their strides, so that MLX does not copy those that are not contiguous. read_once: buffers of which
+    a launch reads no byte twice.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def strided(self) -> bool: ...
+    @property
+    def input_names(self) -> Sequence[str]: ...
+    @property
+    def header(self) -> str: ...
+    @property
+    def read_once(self) -> Sequence[str]: ...
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Spec:
-    """Everything that a kernel's text depends on. `ragged`: the last step of a row has fewer columns."""
+    """Everything that the text of a product's kernel depends on. `ragged`: the last step of a row has fewer columns."""
 
     layout: Layout
     vectors: int
     variant: Variant
     has_bias: bool
     ragged: bool
+
+    text = "matvec"  # its file in metal/
+    strided = False  # inputs are contiguous
 
     @property
     def name(self) -> str:
@@ -150,6 +182,15 @@ class Spec:
         return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
 
     @property
+    def read_once(self) -> list[str]:
+        """The buffers of which a launch reads no byte twice. Codes below outliers are read again."""
+        return [] if self.layout.tables else self.planes
+
+    @property
+    def planes(self) -> list[str]:
+        return [name for name in self.layout.arrays if name.startswith("w")]
+
+    @property
     def header(self) -> str:
         """The macros that specialize metal/matvec.metal, and the functions that it calls."""
         macros = {
@@ -159,21 +200,22 @@ class Spec:
             "HAS_BIAS": int(self.has_bias),
             "RAGGED": int(self.ragged),
             "CODES": self.layout.codes,
+            "PLANE_COUNT": len(self.planes),
             "TABLES": self.layout.tables,
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
-        return "".join(lines) + source_text("codes")
+        return definitions(macros | dict(self.layout.macros)) + source_text("codes")
 
 
 @functools.cache
-def build(spec: Spec) -> Any:
+def build(spec: Kernel) -> Any:
     """Make MLX's callable for a kernel. MLX compiles it at its first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
-        input_names=spec.input_names,
+        input_names=list(spec.input_names),
         output_names=["out"],
-        source=source_text("matvec"),
+        source=source_text(spec.text),
         header=spec.header,
+        ensure_row_contiguous=not spec.strided,
     )
 
 
@@ -181,7 +223,7 @@ def build(spec: Spec) -> Any:
 class Launch:
     """One launch: the kernel to build, the arguments of the call, and the shape of the result."""
 
-    spec: Spec
+    spec: Kernel
     inputs: list[Any]
     options: dict[str, Any]
     shape: tuple[int, ...]
@@ -196,7 +238,7 @@ class Launch:
         return build(self.spec)(inputs=self.inputs, **self.options)[0].reshape(self.shape)
 
 
-def _pad_small(array: mx.array) -> mx.array:
+def pad_small(array: mx.array) -> mx.array:
     """The array, padded to 8 elements if it has fewer; kernels do not read the padding."""
     if array.size >= LEAST_ELEMENTS:
         return array
@@ -221,7 +263,7 @@ def prepare(
     """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, for which the weights are read once.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once.
         layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
         rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
         bias: (rows,), or None.
@@ -250,4 +292,4 @@ def prepare(
         "output_shapes": [(vectors, rows)],
         "output_dtypes": [x.dtype],
     }
-    return Launch(spec, [*map(_pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
+    return Launch(spec, [*map(pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))
