@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 from .metal import DTYPES, LANES, MAX_VECTORS, Launch
 from .metal_rows import TextKernel
+from .shapes import are_attention
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
 SIMD_GROUPS = 8
@@ -26,19 +27,11 @@ def padding(dtype: mx.Dtype) -> int:
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup memory."""
-    arrays = queries, keys, values
-    if any(a.ndim != 4 or a.size == 0 or a.dtype != queries.dtype for a in arrays) or queries.dtype not in DTYPES:
+    dtype = queries.dtype
+    if dtype not in DTYPES or not are_attention(queries, keys, values, mask):
         return False
-    known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None)
-    batch, heads, length, width = queries.shape
-    return (
-        known
-        and keys.shape == values.shape
-        and (keys.shape[0], keys.shape[3]) == (batch, width)
-        and heads % keys.shape[1] == 0
-        and length <= min(MAX_VECTORS, keys.shape[2])
-        and TILE * (width + padding(queries.dtype)) * queries.dtype.size <= TILE_BYTES
-    )
+    tile = TILE * (queries.shape[3] + padding(dtype)) * dtype.size
+    return queries.shape[2] <= MAX_VECTORS and tile <= TILE_BYTES
 
 
 def attention(
