@@ -11,8 +11,8 @@
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
 vectors, and accumulates in float32; a vector's or query's result has the same bits whichever others are in the call. On
-Metal that is true of MLX's norm and SwiGLU too (metal/README.md). MLX's wheels for Linux have the reference BLAS and
-scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
+Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
+BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
 `choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call. On
 Metal, experts stay with MLX; with "auto" everything does, since nobody has timed Metal kernels yet.
@@ -28,7 +28,7 @@ import mlx.core as mx
 from . import cpu, metal, metal_attention, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope
+from .metal_rows import dense_launch, may_be_sorted, rope_launch, takes_dense, takes_rope
 from .names import ACTIVATIONS
 from .shapes import are_attention
 
@@ -213,8 +213,9 @@ def stack_experts(
     """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
+        in_order = sorted_indices and (on_cpu() or may_be_sorted(indices))
         return reference.planes_gather_matmul(
-            x, weights, scales, biases, widths, group_size, indices, sorted_indices=sorted_indices
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=in_order
         )
     stack = list(weights), scales, list(biases), list(widths), group_size
     return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
@@ -226,7 +227,8 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     if module is None:
         computed = mx.float32 if on_cpu() else x.dtype  # MLX's own product, which a CPU has for no other type
         transposed = weight.astype(computed).swapaxes(-1, -2)
-        y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=sorted_indices)
+        in_order = sorted_indices and (on_cpu() or may_be_sorted(indices))
+        y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order)
         return y.astype(x.dtype)
     return module.dense_experts(x, weight, indices).astype(x.dtype)
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 from .metal import DTYPES, LANES, MAX_VECTORS, Launch, definitions, pad_small, takes
 
+MOST_EXPERTS = 16  # of a token
 CHUNK = 8  # columns of a dense weight that a lane reads at a time
 SIMD_GROUPS = 2  # of a dense product's threadgroup
 ROPE_THREADS = 64
@@ -77,6 +78,14 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     }
     inputs = [pad_small(x.reshape(vectors, columns)), pad_small(weight), rows, columns]
     return Launch(kernel, inputs, options, (*x.shape[:-1], rows))
+
+
+def may_be_sorted(indices: mx.array) -> bool:
+    """Whether MLX may use that the experts' `indices` ascend: it then multiplies several vectors at a time.
+
+    For the tokens of one verification it must not: each vector is multiplied by itself, as that of a single token is.
+    """
+    return indices.size > MAX_VECTORS * MOST_EXPERTS
 
 
 def takes_rope(x: mx.array) -> bool:
