@@ -4,8 +4,10 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.metal import Availability
 from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, takes_attention
-from gearbx_mlx.kernels.metal_rows import dense_launch, may_be_sorted, rope_launch, takes_dense, takes_rope
+from gearbx_mlx.kernels.metal_rows import dense_launch, rope_launch, takes_dense, takes_rope, uses_order
 
 
 def attention(heads=4, kv_heads=2, length=2, keys=9, width=16, dtype=mx.float16, mask="causal", **change) -> dict:
@@ -84,6 +86,12 @@ def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, t
     assert heads_together(heads, length) == together
 
 
-def test_experts_of_a_verification_are_multiplied_one_by_one():
-    assert not may_be_sorted(mx.zeros((16 * 10,), mx.uint32))
-    assert may_be_sorted(mx.zeros((512 * 8,), mx.uint32))
+def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
+    few, many = mx.zeros((16 * 10,), mx.uint32), mx.zeros((512 * 8,), mx.uint32)
+    monkeypatch.setattr(metal, "available", lambda: Availability(False, "no"))
+    assert uses_order(few, True)
+    assert not uses_order(few, False)
+    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    assert not uses_order(few, True)
+    assert uses_order(many, True)
+    assert not uses_order(many, False)

@@ -17,17 +17,19 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import Count, json_lines, read_text
 from ..formats import get_format
+from ..formats.base import check_ladder
 from ..gears.activations import dtype_name, stored_dtype
 from ..gears.discovery import Layer, Predicate, discover, with_bits
 from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
+from ..gears.looked_up import tables_to_pack
 from ..gears.manifest import GEARS_FILE, MANIFEST, Hash, Manifest, SavedLayer
 from ..gears.names import EMBEDDINGS
 from ..gears.offload import EMPTY, put
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
 from ..gears.values import DtypeName, GroupSize, Width
-from .packing import Packed, pack_layer, pack_table, tables_to_pack
+from .packing import Packed, pack_layer, pack_table
 from .tensor_file import TensorFile
 
 BASE_FILE = "model.safetensors"
@@ -62,7 +64,7 @@ class Unit(Struct, frozen=True):
     unit, shape, dtype: its name, shape and type. sample: bits of the float32 values that the fingerprint takes.
     base, gears: the arrays that were written, by name. hashes: of their bytes. names: of a managed layer, as in
     `SavedLayer.gears`. stock_bits: those of the layer in the base, where mlx-lm runs it quantized. rows: as in
-    `SavedLayer`.
+    `SavedLayer`. larger: why the layer stays dense, if it would become larger.
     """
 
     unit: str
@@ -75,6 +77,11 @@ class Unit(Struct, frozen=True):
     names: Mapping[Width, Mapping[str, str]] = {}
     stock_bits: Width | None = None
     rows: Width = DENSE
+    larger: str | None = None
+
+
+def is_finite(array: mx.array) -> bool:
+    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
 
 
 def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
@@ -116,8 +123,7 @@ class Converter:
         self.done: dict[str, Unit] = {}
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
-        for bits in self.ladder.quantized_bits:
-            self.format.check(bits)
+        check_ladder(self.format, plan.gears)
         self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
         if not self.layers:
             reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
@@ -158,7 +164,7 @@ class Converter:
         for name in self.rest:
             array = now.pop(name)
             if name not in self.done:
-                if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+                if not self.format.ladders and not is_finite(array):
                     raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
                 mx.eval(array)
                 self._write(name, array, Packed({name: array}))
@@ -169,6 +175,9 @@ class Converter:
         """Close the files and write gears.json."""
         for file in self.files.values():
             file.finish()
+        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
+        larger = {path: reason for path, reason in reasons.items() if reason}
+        layers = [layer for layer in self.layers if layer.path not in larger]
         manifest = Manifest(
             format=self.plan.format,
             gears=self.plan.gears,
@@ -181,12 +190,12 @@ class Converter:
                     for name, unit in self.done.items()
                 }
             ),
-            stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in self.layers),
+            stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in layers),
             base={BASE_FILE: hash_of(self.work / BASE_FILE)},
             gears_hash=hash_of(self.work / GEARS_FILE),
-            layers={layer.path: self._saved(layer) for layer in self.layers},
-            tables={table.path: self._saved(table) for table in self.tables},
-            unmanaged=self.unmanaged,
+            layers={layer.path: self._saved(layer) for layer in layers},
+            tables={table.path: self._saved(table) for table in self.tables if table.path not in larger},
+            unmanaged=self.unmanaged | larger,
             hashes={name: hash for unit in self.done.values() for name, hash in unit.hashes.items()},
         )
         (self.work / MANIFEST).write_text(manifest.as_json(), encoding="utf-8")
@@ -216,11 +225,11 @@ class Converter:
 
     def _pack(self, layer: Layer) -> Packed:
         if self._is_table(layer):
-            return pack_table(layer, self.plan.gears, self.plan.group_size)
+            return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
 
     def _is_table(self, layer: Layer) -> bool:
-        return any(layer is table for table in self.tables)
+        return layer.is_table
 
     def _write(self, unit: str, original: mx.array, packed: Packed) -> None:
         written = self.files["base"].append(packed.base.items())
@@ -236,6 +245,7 @@ class Converter:
             names=packed.names,
             stock_bits=packed.stock_bits,
             rows=packed.rows,
+            larger=packed.larger,
         )
         for file in self.files.values():
             file.flush()
@@ -246,7 +256,8 @@ class Converter:
         unit = self.done[f"{layer.path}.weight"]
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if self._is_table(layer) else kind
-        return SavedLayer(kind, unit.shape, unit.dtype, layer.lowest_bits, unit.names, unit.rows)
+        lowest = DENSE if {*unit.names} == {DENSE} else layer.lowest_bits  # a layer that stays dense
+        return SavedLayer(kind, unit.shape, unit.dtype, lowest, unit.names, unit.rows)
 
     def _note(self, line: Plan | Unit) -> None:
         with open(self.work / JOURNAL, "ab") as journal:
@@ -273,7 +284,7 @@ class Converter:
                 raise GearbxError(f"{self.work}: holds the beginning of a conversion of {differing}; remove it")
         for name, unit in self.done.items():
             named = {array for names in unit.names.values() for array in names.values()}
-            if unit.shape != tuple(shapes.get(name, ())) or bool(named) != (name in self.changing):
+            if unit.shape != tuple(shapes.get(name, ())) or bool(named or unit.larger) != (name in self.changing):
                 raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
             if not named <= {*unit.base, *unit.gears} or unit.hashes.keys() != {*unit.base, *unit.gears}:
                 raise GearbxError(f"{journal}: {shown(name)} names arrays that are not its own; {REMOVE}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FORMATS = {  # name to module and class
     "planes": "gearbx_mlx.formats.planes:NestedPlanes",
+    "exact": "gearbx_mlx.formats.exact:Exact",
     "affine": "gearbx_mlx.formats.affine:Affine",
     "rowwise": "gearbx_mlx.formats.rowwise:Rowwise",
     "groupwise": "gearbx_mlx.formats.groupwise:Groupwise",
@@ -21,7 +22,7 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
-OF_MLX = ("planes", "affine")  # whose lowest gear is what mlx-lm quantizes to
+OF_MLX = ("planes", "exact", "affine")  # whose lowest gear is what mlx-lm quantizes to
 
 
 def get_format(name: "str | Format") -> "Format":

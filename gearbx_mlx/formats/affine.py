@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .base import StoredArray, affine_arrays, quantized_module, whole_groups
+from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
 
 
-class Affine:
+class Affine(Copies):
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"

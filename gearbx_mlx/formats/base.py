@@ -1,6 +1,6 @@
 """The interface of a format, and what formats over MLX's quantized layers share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -8,7 +8,8 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
+from ..errors import GearbxError
+from .native import FLOATING, Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
 
 
 class StoredArray(NamedTuple):
@@ -31,6 +32,9 @@ class Format(Protocol):
     native: bool  # whether native kernels compute its linear layers
     native_experts: bool  # whether native kernels compute its mixtures of experts
     scales: frozenset[str]  # parameters of its modules that have the `dtype` of `modules`
+    viewed: frozenset[str]  # parameters that are the bits of stored halves, as uint16
+    ladders: tuple[tuple[int, ...], ...]  # the only ones, whose top gears it makes too; empty: any, without 16 bits
+    types: tuple[mx.Dtype, ...]  # of the weights that it stores
 
     @property
     def layer_bits(self) -> Sequence[int]:
@@ -88,6 +92,26 @@ class Format(Protocol):
         A scale or bias takes `scale_size` bytes, as in the checkpoint, except in formats that fix its type.
         """
         ...
+
+
+class Copies:
+    """What formats share whose gears are beside the original: a gear of 16 bits has the weights themselves."""
+
+    viewed: frozenset[str] = frozenset()
+    ladders: tuple[tuple[int, ...], ...] = ()
+    types: tuple[mx.Dtype, ...] = FLOATING
+
+
+def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
+    """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
+    for bits in sorted({*ladder, *others} - {16}):
+        format.check(bits)
+    if not format.ladders:
+        return
+    if tuple(ladder) not in format.ladders or others:
+        choices = " or ".join(",".join(map(str, known)) for known in format.ladders)
+        shown = ",".join(map(str, ladder)) + (" with other bits for some layers" if others else "")
+        raise GearbxError(f"format {format.name} has the gears {choices}, not {shown}; choose these, or another format")
 
 
 def whole_groups(width: int, group_size: int) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.dispatch import codebook_product
-from .base import StoredArray
+from .base import Copies, StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import (
     GAUSSIAN_SHARE,
@@ -151,7 +151,7 @@ class CodebookMultiLinear(_Rows, ReconstructedMultiLinear):
     """A MultiLinear over one codebook per row."""
 
 
-class CodebookFormat(abc.ABC):
+class CodebookFormat(Copies, abc.ABC):
     """Formats of learned codebooks: every gear has its own codes and tables.
 
     Args:

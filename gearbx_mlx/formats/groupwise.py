@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import groupwise_product
-from .base import StoredArray
+from .base import Copies, StoredArray
 from .native import Native, NativeDense
 from .reconstruct import (
     Arrays,
@@ -78,7 +78,7 @@ class GroupwiseMultiLinear(_Groupwise, ReconstructedMultiLinear):
     """A MultiLinear over groupwise codes."""
 
 
-class Groupwise:
+class Groupwise(Copies):
     """One gear of 4 bits; with the scales, 5 bits per weight.
 
     Args:

@@ -20,7 +20,7 @@ from mlx_lm.models.mla import MultiLinear
 from ..errors import GearbxError
 from ..kernels.dispatch import stack_experts, stack_product
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
-from .base import StoredArray, affine_arrays, quantized_module, whole_groups
+from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
 from .native import Native, with_expert_bias
 from .packing import pack_mlx_codes, unpack_mlx_codes
 
@@ -226,7 +226,7 @@ class PlanesMultiLinear(_PlanesModule):
         return planes_matmul(x, *self._stack(), transpose=transpose)
 
 
-class NestedPlanes:
+class NestedPlanes(Copies):
     """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
 
     name = "planes"
@@ -244,7 +244,7 @@ class NestedPlanes:
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
-        return {each: self._prefix(dense, each, planes) for each in ladder}
+        return {each: self.prefix(dense, each, planes) for each in ladder}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
@@ -255,7 +255,7 @@ class NestedPlanes:
         else:
             weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
         stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
-        return self._prefix(dense, bits, stack)
+        return self.prefix(dense, bits, stack)
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
@@ -272,7 +272,7 @@ class NestedPlanes:
             arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
         return arrays
 
-    def _prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
+    def prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
         """The module for the gear with `bits`."""
         if bits == planes.widths[0]:
             first = planes.weights[0], planes.scales, planes.biases[0]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import rowwise_product
-from .base import StoredArray
+from .base import Copies, StoredArray
 from .native import Native, NativeDense
 from .reconstruct import (
     Arrays,
@@ -128,7 +128,7 @@ class RowwiseMultiLinear(_Rowwise, ReconstructedMultiLinear):
     """A MultiLinear over per-channel codes."""
 
 
-class Rowwise:
+class Rowwise(Copies):
     """Every gear has its own codes. Scales take next to no memory; the largest weight of a row sets the error of all.
 
     Args:

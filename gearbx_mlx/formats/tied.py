@@ -52,6 +52,27 @@ class QuantizedTied(TiedEmbedding):
         return packed_rows(self.projection, x, self.stored, self.dtype)
 
 
+class ExactTied(TiedEmbedding):
+    """A tied embedding whose input tokens read their rows of exact weights; or a table that is no output head.
+
+    Args:
+        projection: the head, a linear layer of any precision.
+        rows: the exact linear layer whose rows are looked up; it may be the head itself.
+        dtype: of the rows that are looked up.
+    """
+
+    def __init__(self, projection: nn.Module, rows: nn.Module, dtype: mx.Dtype):
+        nn.Module.__init__(self)
+        self.projection, self.dtype = projection, dtype
+        if rows is not projection:
+            self.table = rows
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows: mx.array = self.get("table", self["projection"]).rows(x)
+        return rows.astype(self.dtype)
+
+
 class QuantizedTable(nn.QuantizedEmbedding):
     """MLX's quantized embedding, whose scales may have another type than the rows that are looked up."""
 

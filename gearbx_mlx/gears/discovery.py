@@ -12,10 +12,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
-from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
+from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
+from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
-from .adapters import layers_of
+from .activations import STORED, dtype_name
+from .adapters import layers_of, places_of
 from .ladder import DENSE as SIXTEEN
 from .output_head import multiplies_by_method, tied_head
 from .own_products import own_matrices, readers
@@ -26,7 +28,7 @@ from .towers import in_tower
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear)
+DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,
@@ -38,6 +40,9 @@ QUANTIZED = (
     PlanesLinear,
     PlanesSwitchLinear,
     PlanesMultiLinear,
+    ExactLinear,
+    ExactSwitchLinear,
+    ExactMultiLinear,
     Reconstructed,
 )
 
@@ -50,13 +55,14 @@ class Layer:
     """A managed layer.
 
     module: as loaded. lowest_bits: the fewest bits that it has in any gear. clamp: the largest magnitude of its weights
-    in a quantized gear, if there is one.
+    in a quantized gear, if there is one. is_table: an embedding whose rows are looked up, and that is no output head.
     """
 
     path: str
     module: nn.Module
     lowest_bits: int = 0
     clamp: float | None = None
+    is_table: bool = False
 
     def cut(self, weight: mx.array) -> mx.array:
         """The weight to quantize, clamped where the layer has a clamp."""
@@ -72,6 +78,15 @@ def widths_of(layer: Layer, gears: Iterable[int], others: Iterable[int] = ()) ->
     available = sorted({*gears, *others})
     floors = (max(bits, layer.lowest_bits) for bits in gears)
     return tuple(sorted({next((bits for bits in available if bits >= floor), SIXTEEN) for floor in floors}))
+
+
+def stored_widths(layer: Layer, format: Format, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
+    """`widths_of` a layer in a format. Where a format has certain ladders alone, other layers have 16 bits alone."""
+    gears = {*gears, *others}
+    if layer.is_table:
+        gears = {min(gears), max(gears)}
+    widths = widths_of(layer, gears, format.layer_bits)
+    return (SIXTEEN,) if format.ladders and widths not in format.ladders else widths
 
 
 def at_least(widths: Sequence[int], bits: int) -> int:
@@ -164,7 +179,8 @@ def discover(
     own = own_predicate(model)
     managed: list[Layer] = []
     unmanaged: dict[str, str] = {}
-    head, read_by = tied_head(model), readers(model)
+    head, read_by, known = tied_head(model), readers(model), get_format(format)
+    stored, places = getattr(model, STORED, {}), places_of(model)
     for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue
@@ -176,7 +192,7 @@ def discover(
             unmanaged[path] = f"output heads of class {type(module).__name__} are not known"
             continue
         choice, objection = predicate(path, module), own(path, module)
-        misfit = get_format(format).fits(module.weight.shape[-1], group_size)
+        misfit = known.fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:
@@ -187,6 +203,8 @@ def discover(
             unmanaged[path] = misfit
         elif not mx.issubdtype(module.weight.dtype, mx.floating):
             unmanaged[path] = f"weights of type {module.weight.dtype}"
+        elif stored.get(f"{places.get(path, path)}.weight", module.weight.dtype) not in known.types:
+            unmanaged[path] = f"weights of {dtype_name(module.weight.dtype)}, and format {known.name} is for bfloat16"
         else:
             floors = [answer.get("bits", 0) for answer in (choice, objection) if isinstance(answer, dict)]
             clamp = choice.get("clamp") if isinstance(choice, dict) else None

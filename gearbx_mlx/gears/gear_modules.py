@@ -22,26 +22,33 @@ class GearModules:
         layers: the managed layers.
         source: makes modules, or reads them.
         residency: of modules that are not engaged.
-        from_files: the layers have no weights of their own: they are those of a geared checkpoint.
+        made: path to the gears of a layer that exist already; None: a layer has its original alone.
         x_bits: to which native kernels round activations.
     """
 
-    def __init__(self, layers: Sequence[Layer], source: Source, residency: Residency, from_files: bool, x_bits: int):
-        self.layers, self.source, self.residency = layers, source, residency
-        self.from_files, self.x_bits = from_files, x_bits
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        source: Source,
+        residency: Residency,
+        made: Mapping[str, dict[int, nn.Module]] | None,
+        x_bits: int,
+    ):
+        self.layers, self.source, self.residency, self.x_bits = layers, source, residency, x_bits
+        self.has_originals = made is None
         self.keeps_all = isinstance(residency, Resident)
         self.made: dict[str, dict[int, nn.Module]] = {
-            layer.path: {} if from_files else {DENSE: layer.module} for layer in layers
+            layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }
         self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
         # Layers whose original belongs to no gear, and the bits that are made of it.
-        widths = {} if from_files else {layer.path: {*source.widths(layer)} for layer in layers}
+        widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
         self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
 
     def make(self, bits: Bits) -> dict[str, nn.Module]:
         """Path to module at these bits; modules that are missing are made, unevaluated."""
         missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
-        if not self.from_files:
+        if self.has_originals:
             self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         for layer in missing:
             made = self.source.modules(layer, bits[layer.path])

@@ -29,6 +29,7 @@ from .ownership import own
 from .saved import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
+from .whole import make_all, refuse_other_codes
 
 
 class Gearbox(GearCosts):
@@ -46,7 +47,8 @@ class Gearbox(GearCosts):
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
         ladder: a Ladder, or text such as "4,8,16", which is the default; of a geared checkpoint some of its gears.
         format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
-            "groupwise", "codebook", "codebook-library", or a Format.
+            "groupwise", "codebook", "codebook-library", or a Format. "exact" keeps one copy of bfloat16 weights that
+            contains all gears, the top one bit for bit, and drops the originals.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
             "everything" takes those of towers for images and sound too.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
@@ -92,8 +94,10 @@ class Gearbox(GearCosts):
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
         self.head = tied_head(model)
         self._tables = check_tables(tables or {}, self.ladder, self.layers)
+        if self.format.ladders:
+            refuse_other_codes(self.format.name, self.layers, self._tables, low_model)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
-        self.kernels = choose_kernels(kernels, bool(quantized), activations)
+        self.kernels = choose_kernels(kernels, bool(quantized), activations, bool(self.format.ladders))
         self._places = places_of(model)
         use_kernels(model, self.kernels.native)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
@@ -110,8 +114,7 @@ class Gearbox(GearCosts):
         if quantized and self.saved is None:
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
-        from_files = self.saved is not None
-        self._modules = GearModules(self._changing, self.source, self.residency, from_files, self.kernels.x_bits)
+        self._modules = GearModules(self._changing, self.source, self.residency, self._made(), self.kernels.x_bits)
         self.compiled = CompiledSteps(model)
         self._typed = Typed(model, self._changing, self.compute_dtype)
         setattr(model, ATTACHED, self)
@@ -136,6 +139,20 @@ class Gearbox(GearCosts):
             return SavedDisk(self.saved, scales)
         return make_residency(name, self.model, checkpoint, scales)
 
+    def _made(self) -> dict[str, dict[int, nn.Module]] | None:
+        """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
+        if self.saved is not None:
+            return {layer.path: {} for layer in self._changing}
+        if not self.format.ladders:
+            return None
+        assert isinstance(self.source, Original)
+        made, larger = make_all(self._changing, self.source)
+        self.unmanaged |= larger
+        self.layers, self._embeddings = (
+            [layer for layer in found if layer.path in made] for found in (self.layers, self._embeddings)
+        )
+        return made
+
     def _begin(self) -> None:
         """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""
         self._prepared: set[Gear] = set()
@@ -144,7 +161,7 @@ class Gearbox(GearCosts):
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
         self.shifts, self.shift_seconds = 0, 0.0
         first = self.ladder.top if self.saved is None else self.ladder[0]
-        as_loaded = first.dense and self.saved is None and not self._tables.get(DENSE)
+        as_loaded = first.dense and self._modules.has_originals and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
         now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
         self._trees = {self.gear: tree_of(now, self._places)}
@@ -268,8 +285,10 @@ class Gearbox(GearCosts):
         """Why mlx-lm could not load what the model is in the engaged gear; None: it could."""
         for layer in self.layers:
             bits = self.bits_of(layer, self.gear)
-            if bits != DENSE and (self.saved is None or not self.saved.in_base(layer, bits)):
-                remedy = "shift to a gear of 16 bits first, or write the gears with gearbx_mlx.convert"
+            is_whole = self.source.widths(layer) in self.format.ladders
+            if (bits != DENSE or is_whole) and (self.saved is None or not self.saved.in_base(layer, bits)):
+                first = "" if is_whole else "shift to a gear of 16 bits first, or "
+                remedy = f"{first}write the gears with gearbx_mlx.convert"
                 return f"mlx-lm would not load {layer.path} as it is in gear '{self.gear.name}'; {remedy}"
         return None
 

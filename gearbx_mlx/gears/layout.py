@@ -10,12 +10,13 @@ from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
-from ..formats.base import Format
+from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized
 from .ladder import DENSE, Ladder
+from .looked_up import tables_to_pack
 from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
 from .saved import SavedGears, saved_gears
 from .settings import check_settings
@@ -29,6 +30,11 @@ class Layout:
     format: Format
     group_size: int
     saved: SavedGears | None
+
+    @property
+    def stored_ladder(self) -> tuple[int, ...]:
+        """Bits of all gears that are stored, of which a geared checkpoint may have more than the ladder."""
+        return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
 
 
 def layout_of(
@@ -66,13 +72,14 @@ def managed_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
 
-    Those of a geared checkpoint take their places in the model as dense ones without weights. Only there are the rows
-    of embeddings packed. Adapters get the form that works over any gear.
+    Those of a geared checkpoint take their places in the model as dense ones without weights. Only there, and in
+    formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any gear.
     """
     put_adapters_over_gears(model)
     if layout.saved is None:
         layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
-        return layers, [], unmanaged
+        wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
+        return layers, tables_to_pack(model, *wanted) if layout.format.ladders else [], unmanaged
     layers, tables = layout.saved.layers(model), layout.saved.tables(model)
     put_modules(model, tree_of({layer.path: layer.module for layer in (*layers, *tables)}, places_of(model)))
     return layers, tables, dict(layout.saved.manifest.unmanaged)
@@ -92,8 +99,7 @@ def quantized_widths(
     """
     in_tables = {bits for table in tables.values() for bits in table.values()}
     quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
-    for bits in quantized:
-        layout.format.check(bits)
+    check_ladder(layout.format, layout.stored_ladder, [*in_tables, *widths])
     if quantized and not layers:
         reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
         raise GearbxError(f"no layer can change gear: {reasons}")
@@ -124,7 +130,7 @@ def compute_model_in(
         it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
-    unread = [layer.module for layer in layers if layout.saved]
+    unread = [layer.module for layer in layers if layout.saved or layout.format.ladders]  # unread, or to be dropped
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):

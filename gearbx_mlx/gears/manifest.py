@@ -13,7 +13,7 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import parse_json, read_as, read_json, typed
 from ..formats import OF_MLX, get_format
-from ..formats.base import Format
+from ..formats.base import Format, check_ladder
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
 from .values import DtypeName, Fingerprint, GroupSize, Shape, Width
@@ -120,7 +120,14 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def format_of(self, path: str) -> Format:
         """How a layer or a table is stored."""
-        return get_format(AFFINE if path in self.tables else self.format)
+        own = get_format(self.format)
+        return get_format(AFFINE) if path in self.tables and not own.ladders else own
+
+    def stored(self, path: str) -> tuple[int, ...]:
+        """Bits of a layer or table that its format stores, ascending; others are the weights themselves."""
+        layer = self.changing[path]
+        widths = tuple(sorted(layer.gears))
+        return widths if widths in self.format_of(path).ladders else layer.stored
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
         """Some of the gears, or all.
@@ -142,7 +149,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises GearbxError for fields that contradict each other."""
-        get_format(self.format)
+        check_ladder(get_format(self.format), self.gears)
         if self.manage not in MANAGE:
             raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(MANAGE)}")
         for field, found in {"layers": self.layers, "tables": self.tables}.items():

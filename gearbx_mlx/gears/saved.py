@@ -15,7 +15,7 @@ from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats import get_format
 from ..formats.native import bare
-from ..formats.tied import QuantizedTied, TiedEmbedding, linear_of, quantized_table
+from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, quantized_table
 from .activations import DTYPES
 from .adapters import layers_of, put_modules
 from .array_hashes import ArrayHashes, Place
@@ -29,7 +29,7 @@ from .tensor_entries import Entry, hash_with, read_entries
 
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
-HEAD = "projection."  # of a tied embedding: formats/tied.py
+HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
@@ -165,32 +165,46 @@ class SavedGears:
             activations: the type of the rows that an embedding looks up.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
-        if bits == DENSE:
+        stored = self.manifest.stored(layer.path)
+        if bits == DENSE and DENSE not in stored:
             dense = copy.copy(layer.module)
             dense.weight = self._array(saved.gears[DENSE]["weight"], dtype)
             return dense
-        arrays = {name: self._parameter(layer.path, bits, name, dtype) for name in saved.gears[bits]}
-        if saved.kind == "table":
-            return quantized_table(arrays, bits, group_size, activations)
+        if saved.kind == "table" and bits != DENSE:
+            return quantized_table(self._arrays(layer.path, bits, dtype), bits, group_size, activations)
+        linear = self._linear(layer, bits, dtype)
+        if saved.kind not in ("embedding", "table"):
+            return linear
+        if bits != DENSE and saved.rows_at(bits) == bits:
+            return QuantizedTied(linear, activations)
+        if DENSE in stored:
+            return ExactTied(linear, linear if bits == DENSE else self._linear(layer, DENSE, dtype), activations)
+        return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
+
+    def _linear(self, layer: Layer, bits: int, dtype: mx.Dtype) -> nn.Module:
+        """The linear layer of a module."""
+        stored, format = self.manifest.stored(layer.path), self.manifest.format_of(layer.path)
+        arrays = self._arrays(layer.path, bits, dtype)
         try:
-            linear = self.format.module(linear_of(layer.module), bits, arrays, saved.stored, group_size)
+            return format.module(linear_of(layer.module), bits, arrays, stored, self.manifest.group_size)
         except GearbxError as error:
             raise GearbxError(f"{self.directory / GEARS_FILE}: {layer.path}: {error}; {RESTORE}") from error
-        if saved.kind != "embedding":
-            return linear
-        if saved.rows_at(bits) == bits:
-            return QuantizedTied(linear, activations)
-        return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
+
+    def _arrays(self, path: str, bits: int, dtype: mx.Dtype) -> dict[str, mx.array]:
+        names = self.manifest.changing[path].gears[bits]
+        return {name: self._parameter(path, bits, name, dtype) for name in names}
 
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """A parameter of such a module by its flat name, unread unless another module has it."""
         rows = self.manifest.changing[path].kind == "embedding" and not name.startswith(HEAD)
-        return self._parameter(path, DENSE if rows else bits, name.removeprefix(HEAD), dtype)
+        return self._parameter(path, DENSE if rows else bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
 
     def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """An array of a layer, by its name in gears.json."""
-        widened = bits == DENSE or name.split(".")[0] in self.manifest.format_of(path).scales
-        return self._array(self.manifest.changing[path].gears[bits][name], dtype if widened else None)
+        format, first = self.manifest.format_of(path), name.split(".")[0]
+        widened = first in format.scales or (bits == DENSE and DENSE not in self.manifest.stored(path))
+        read_as = mx.uint16 if first in format.viewed else dtype if widened else None
+        return self._array(self.manifest.changing[path].gears[bits][name], read_as)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         """Bits of a layer's gears, ascending."""
@@ -230,14 +244,24 @@ class SavedGears:
         return dense
 
     def _array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
+        """An array of the files, as it is or in another type; uint16: the bits of halves."""
         found = self._live.get((name, dtype))
         if found is None:
-            if name not in self._unread or self._opened_in is not threading.current_thread():
-                self._unread, self._opened_in = self._open(), threading.current_thread()
-            found = self._unread.pop(name)
-            found = found if dtype is None else found.astype(dtype)
+            stored = self._live.get((name, None))
+            if stored is None:
+                stored = self._live[name, None] = self._take(name)
+            if dtype is None or dtype == stored.dtype:
+                found = stored
+            else:
+                found = stored.view(dtype) if dtype == mx.uint16 else stored.astype(dtype)
             self._live[name, dtype] = found
         return found
+
+    def _take(self, name: str) -> mx.array:
+        """An array of the files, unread."""
+        if name not in self._unread or self._opened_in is not threading.current_thread():
+            self._unread, self._opened_in = self._open(), threading.current_thread()
+        return self._unread.pop(name)
 
     def _open(self) -> dict[str, mx.array]:
         unread: dict[str, mx.array] = {}

@@ -59,9 +59,10 @@ def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredA
     """The arrays that a gear of a layer or a table has."""
     layer = manifest.changing[path]
     dtype = DTYPES[layer.dtype]
-    if bits == DENSE:
+    stored = manifest.stored(path)
+    if bits == DENSE and DENSE not in stored:
         return {"weight": StoredArray(dtype, layer.shape, DENSE, "weight")}
-    return manifest.format_of(path).stored_arrays(layer.shape, bits, layer.stored, manifest.group_size, dtype)
+    return manifest.format_of(path).stored_arrays(layer.shape, bits, stored, manifest.group_size, dtype)
 
 
 def check_gear(

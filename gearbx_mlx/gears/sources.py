@@ -12,8 +12,8 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.native import Native
-from ..formats.tied import in_place_of, linear_of
-from .discovery import Layer, widths_of
+from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
+from .discovery import Layer, stored_widths
 from .ladder import DENSE, Ladder
 from .saved import SavedGears
 
@@ -54,9 +54,9 @@ def bytes_of(
     made: nn.Module | None,
 ) -> int:
     """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
-    if bits == DENSE:
-        return math.prod(shape) * size
     counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
+    if bits == DENSE and DENSE not in stored and not counted:
+        return math.prod(shape) * size
     return counted or format.bytes_read(shape, bits, stored, group_size, size)
 
 
@@ -80,26 +80,30 @@ class Original:
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
-        return widths_of(layer, in_gears | {*self.further}, self.format.layer_bits)
+        return stored_widths(layer, self.format, in_gears, self.further)
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
-        return tuple(bits for bits in self.widths(layer) if bits != DENSE)
+        """The bits that the format stores; others are the weights themselves."""
+        widths = self.widths(layer)
+        return widths if widths in self.format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         shape, size = self.shapes[layer.path], self.storage[layer.path].size
         return bytes_of(self.format, shape, bits, self.stored(layer), self.group_size, size, made)
 
     def rows_at(self, layer: Layer, bits: int) -> int:
-        return DENSE
+        return bits if DENSE in self.stored(layer) and bits == self.stored(layer)[0] else DENSE
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        if bits == DENSE:
+        if bits == DENSE and DENSE not in self.stored(layer):
             return {DENSE: layer.module}
         dense = copy.copy(linear_of(layer.module))
         dense.weight = layer.cut(dense.weight.astype(self.storage[layer.path]))
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
         made = self.format.modules(dense, bits, self.stored(layer), self.group_size, dtype)
+        if DENSE in made and isinstance(layer.module, nn.Embedding):
+            return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
@@ -109,6 +113,21 @@ class Original:
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
             if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
                 raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+
+
+def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dtype) -> dict[int, nn.Module]:
+    """Bits to embedding, from linear layers of which the one of 16 bits is exact.
+
+    Args:
+        is_table: whether rows are looked up and nothing else; else the linear layers are the output head too.
+        dtype: of the rows.
+    """
+    low, *others = sorted(made)
+    exact = made[DENSE]
+    if is_table:
+        arrays = {name: made[low][name] for name in ("weight", "scales", "biases")}
+        return {low: quantized_table(arrays, low, made[low].group_size, dtype), DENSE: ExactTied(exact, exact, dtype)}
+    return {low: QuantizedTied(made[low], dtype)} | {bits: ExactTied(made[bits], exact, dtype) for bits in others}
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ class FromFiles:
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         manifest, size = self.saved.manifest, self.saved.storage(layer.path).size
         saved, format = manifest.changing[layer.path], manifest.format_of(layer.path)
-        return bytes_of(format, saved.shape, bits, saved.stored, manifest.group_size, size, made)
+        return bytes_of(format, saved.shape, bits, manifest.stored(layer.path), manifest.group_size, size, made)
 
     def rows_at(self, layer: Layer, bits: int) -> int:
         return self.saved.manifest.changing[layer.path].rows_at(bits)

@@ -15,7 +15,7 @@ Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX'
 BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
 `choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call. On
-Metal, experts stay with MLX; with "auto" everything does, since nobody has timed Metal kernels yet.
+Metal, experts stay with MLX; with "auto" everything does, except in format `exact` (`exact.py`).
 """
 
 import sys
@@ -28,7 +28,7 @@ import mlx.core as mx
 from . import cpu, metal, metal_attention, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from .metal_rows import dense_launch, may_be_sorted, rope_launch, takes_dense, takes_rope
+from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope, uses_order
 from .names import ACTIVATIONS
 from .shapes import are_attention
 
@@ -48,16 +48,17 @@ class Choice:
     x_bits: int = 0
 
 
-def choose(kernels: str, activations: str = "int16") -> Choice:
+def choose(kernels: str, activations: str = "int16", ours_alone: bool = False) -> Choice:
     """Choose native kernels or MLX's for a model on this machine; compiles the CPU kernels if they are needed.
 
     Args:
         kernels: one of KERNELS. activations: one of ACTIVATIONS.
+        ours_alone: whether MLX has no kernel for the top gear.
     """
     if kernels == "mlx":
         return Choice(False, "as asked")
     if metal.available():
-        if kernels == "auto":
+        if kernels == "auto" and not ours_alone:
             return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
         return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors, MLX beyond")
     if not on_cpu():
@@ -213,9 +214,8 @@ def stack_experts(
     """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
-        in_order = sorted_indices and (on_cpu() or may_be_sorted(indices))
         return reference.planes_gather_matmul(
-            x, weights, scales, biases, widths, group_size, indices, sorted_indices=in_order
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
         )
     stack = list(weights), scales, list(biases), list(widths), group_size
     return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
@@ -225,12 +225,16 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
-        computed = mx.float32 if on_cpu() else x.dtype  # MLX's own product, which a CPU has for no other type
-        transposed = weight.astype(computed).swapaxes(-1, -2)
-        in_order = sorted_indices and (on_cpu() or may_be_sorted(indices))
-        y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order)
-        return y.astype(x.dtype)
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
     return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+    """`dense_experts` by MLX's own product."""
+    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    transposed = weight.astype(computed).swapaxes(-1, -2)
+    in_order = uses_order(indices, sorted_indices)
+    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import metal
 from .metal import DTYPES, LANES, MAX_VECTORS, Launch, definitions, pad_small, takes
 
 MOST_EXPERTS = 16  # of a token
@@ -80,12 +81,12 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     return Launch(kernel, inputs, options, (*x.shape[:-1], rows))
 
 
-def may_be_sorted(indices: mx.array) -> bool:
-    """Whether MLX may use that the experts' `indices` ascend: it then multiplies several vectors at a time.
+def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
+    """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
 
-    For the tokens of one verification it must not: each vector is multiplied by itself, as that of a single token is.
+    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
     """
-    return indices.size > MAX_VECTORS * MOST_EXPERTS
+    return sorted_indices and not (metal.available() and indices.size <= MAX_VECTORS * MOST_EXPERTS)
 
 
 def takes_rope(x: mx.array) -> bool:

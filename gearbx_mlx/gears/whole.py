@@ -1,0 +1,61 @@
+"""Formats whose top gear contains the original: every gear of a layer is made at once, and the original dropped."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import GearbxError
+from ..formats.base import dense_weight
+from ..formats.exact import too_large
+from ..formats.tied import linear_of
+from .discovery import Layer
+from .ladder import DENSE
+from .sources import Original
+
+Gears = dict[int, nn.Module]
+
+
+def refuse_other_codes(name: str, layers: Iterable[Layer], tables: Mapping, low_model: nn.Module | None) -> None:
+    """Raises GearbxError for settings that give gears other codes than those of the format `name`."""
+    if tables or any(layer.clamp is not None for layer in layers):
+        raise GearbxError(f"format {name} has the same bits in every layer, and no clamps; leave out tables and clamps")
+    if low_model is not None:
+        raise GearbxError(f"format {name} is one copy of the weights, and its low gear cannot be another model's")
+
+
+def make_all(layers: Sequence[Layer], source: Original) -> tuple[dict[str, Gears], dict[str, str]]:
+    """Make all gears of all layers, and drop each original once its gears are there.
+
+    If this fails, the layers have their weights again.
+
+    Returns:
+        path to the gears of a layer; path to reason of layers that stay as they are, since they would become larger.
+    """
+    made: dict[str, Gears] = {}
+    larger: dict[str, str] = {}
+    try:
+        for layer in layers:
+            lowest, *others = source.widths(layer)
+            gears = source.modules(layer, lowest)
+            if not others:
+                made[layer.path] = gears
+                continue
+            source.read({layer.path: gears.values()})
+            reason = too_large(linear_of(gears[DENSE]))
+            if reason:
+                larger[layer.path] = reason
+                continue
+            made[layer.path] = gears
+            drop(layer.module)
+    except BaseException:
+        for layer in layers:
+            if layer.path in made and len(made[layer.path]) > 1:
+                layer.module.weight = dense_weight(linear_of(made[layer.path][DENSE]))
+        raise
+    return made, larger
+
+
+def drop(module: nn.Module) -> None:
+    """Replace a weight by one of the same shape and type that is never evaluated."""
+    module.weight = mx.zeros(module.weight.shape, module.weight.dtype)

@@ -1,0 +1,106 @@
+"""Products over matrices of format `exact`, and the choice of kernels for them."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx
+
+TILE = 2**22  # weights that are decoded at a time for a product with many vectors
+
+
+class ExactMatrix(NamedTuple):
+    """A matrix (..., O, I) of bfloat16 in the arrays of format `exact`; the fields are the arguments of native kernels.
+
+    weights: codes as `mx.quantize` packs them, one plane of 3 or 4 bits, or two of 4 (`formats/planes.py`).
+    scales: (..., O, G) uint16, the bits of bfloat16 numbers, so that no cast changes them. biases: the same per plane.
+    low: the low byte of every weight, (..., O, I) uint8; over two planes its 5 low bits, packed, uint32.
+    high: (N,) uint8, what is stored beside that of weights near zero, in order. offsets: (rows + 1,) uint32: where the
+    bytes of each row begin. widths: bits of each plane. group_size: inputs that share a scale.
+    """
+
+    weights: list[mx.array]
+    scales: mx.array
+    biases: list[mx.array]
+    low: mx.array
+    high: mx.array
+    offsets: mx.array
+    widths: list[int]
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., O, I)."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+
+    def rows(self, first: int, end: int) -> "ExactMatrix":
+        """The rows from `first` to the one before `end` of a matrix (O, I)."""
+        return self._replace(
+            weights=[codes[first:end] for codes in self.weights],
+            scales=self.scales[first:end],
+            biases=[bias[first:end] for bias in self.biases],
+            low=self.low[first:end],
+            offsets=self.offsets[first : end + 1],
+        )
+
+    def taken(self, chosen: mx.array) -> "ExactMatrix":
+        """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
+        begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
+        return self._replace(
+            weights=[codes[chosen] for codes in self.weights],
+            scales=self.scales[chosen],
+            biases=[bias[chosen] for bias in self.biases],
+            low=self.low[chosen],
+            offsets=mx.concatenate([begins, self.offsets[-1:]]),
+        )
+
+
+Decode = Callable[[ExactMatrix], mx.array]
+"""Makes the weight (..., O, I), bfloat16, with MLX's own operations."""
+
+
+def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
+    """The matrix (O, I) in parts of rows, of at most TILE weights or one row."""
+    rows, width = matrix.shape
+    height = max(1, TILE // width)
+    for first in range(0, rows, height):
+        yield matrix.rows(first, min(first + height, rows))
+
+
+def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.array:
+    """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
+    parts = [x @ decode(tile).astype(x.dtype).T for tile in tiles(matrix)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def exact_product(x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None) -> mx.array:
+    """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels."""
+    module = cpu_kernels_for(x)
+    if module is None:
+        return add_bias(product_by_tiles(x, matrix, decode), bias)
+    return add_bias(module.exact_matvec(x, *matrix).astype(x.dtype), bias)
+
+
+def exact_experts(
+    x: mx.array,
+    matrix: ExactMatrix,
+    decode: Decode,
+    indices: mx.array,
+    sorted_indices: bool,
+    native: bool,
+) -> mx.array:
+    """As `exact_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
+    module = cpu_kernels_for_experts(x, indices) if native else None
+    if module is not None:
+        return module.exact_experts(x, *matrix, indices).astype(x.dtype)
+    if indices.size >= matrix.shape[0]:
+        return dense_experts_of_mlx(x, decode(matrix), indices, sorted_indices)
+    weight, places = decode(matrix.taken(indices.flatten())), mx.arange(indices.size, dtype=mx.uint32)
+    return dense_experts_of_mlx(x, weight, places.reshape(indices.shape), sorted_indices)
+
+
+def decoded(matrix: ExactMatrix, decode: Decode) -> mx.array:
+    """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    module = cpu_kernels(1)
+    return decode(matrix) if module is None else module.exact_decode(*matrix)
