@@ -7,14 +7,15 @@ Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import GearbxError
+from .metal_text import Kernel, definitions
 
 LANES, CODES = 32, 16  # lanes of a SIMD group; codes that a lane reads at a time
 MAX_VECTORS = 16
@@ -126,34 +127,6 @@ class Layout:
     macros: tuple[tuple[str, object], ...]
     codes: int = CODES
     tables: object = 0
-
-
-def definitions(macros: Mapping[str, object]) -> str:
-    """The lines that define macros with these names and values."""
-    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
-
-
-class Kernel(Protocol):
-    """What `build` needs of a kernel.
-
-    name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. strided: whether it
-    reads inputs by their strides, so that MLX does not copy those that are not contiguous. read_once: buffers of which
-    a launch reads no byte twice.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def strided(self) -> bool: ...
-    @property
-    def input_names(self) -> Sequence[str]: ...
-    @property
-    def header(self) -> str: ...
-    @property
-    def read_once(self) -> Sequence[str]: ...
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..errors import GearbxError
 from .metal import DTYPES, LANES, MAX_VECTORS, Launch
-from .metal_rows import TextKernel
+from .metal_text import TextKernel
 from .shapes import are_attention
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many

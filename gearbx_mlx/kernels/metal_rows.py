@@ -4,37 +4,18 @@ MLX's own kernels for these change with the number of rows (metal/README.md). At
 """
 
 import math
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
 from . import metal
-from .metal import DTYPES, LANES, MAX_VECTORS, Launch, definitions, pad_small, takes
+from .metal import DTYPES, LANES, MAX_VECTORS, Launch, pad_small, takes
+from .metal_text import TextKernel
 
 MOST_EXPERTS = 16  # of a token
 CHUNK = 8  # columns of a dense weight that a lane reads at a time
 SIMD_GROUPS = 2  # of a dense product's threadgroup
 ROPE_THREADS = 64
-
-
-@dataclass(frozen=True)
-class TextKernel:
-    """A kernel made of one text of metal/ and the macros that specialize it; fields as in `metal.Kernel`."""
-
-    text: str
-    input_names: tuple[str, ...]
-    macros: tuple[tuple[str, int], ...]
-    strided: bool = False
-    read_once: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "_".join(["gearbx", self.text, *(str(value) for _, value in self.macros)])
-
-    @property
-    def header(self) -> str:
-        return definitions(dict(self.macros))
 
 
 def takes_dense(x: mx.array, weight: mx.array) -> bool:
