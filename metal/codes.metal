@@ -65,26 +65,41 @@ inline void look_up(const thread ushort* words, const threadgroup float* entries
 }
 #endif
 
-// The sum over 16 codes of code * x. `X` is a pointer into any address space, or a Cut of one.
-// Codes that do not lie across words are masked where they are, without a shift: each comes out 2^place times too
-// large, and the sum of those of one place is scaled down once. Powers of two: nothing is rounded by it.
+template <typename A, typename B>
+inline float dot_all(A a, B b) {
+    float total = 0.0f;
+    for (int i = 0; i < CODES; i++) {
+        total = fma(float(a[i]), float(b[i]), total);
+    }
+    return total;
+}
+
+// 16 codes of one plane as they lie in their words. Codes that do not lie across words are masked where they are, without
+// a shift: each comes out 2^place times too large.
+template <int WIDTH>
+inline void mask_codes(const thread ushort* words, thread float* masked) {
+    const int per_word = 16 / WIDTH;
+    for (int i = 0; i < CODES; i++) {
+        const uint mask = ((1u << WIDTH) - 1) << (i % per_word * WIDTH);
+        masked[i] = 16 % WIDTH == 0 ? float(words[i / per_word] & mask) : code_at<WIDTH>(words, i);
+    }
+}
+
+// The sum over 16 codes from `mask_codes` of code * x. `X` is a pointer into any address space, or a Cut of one. The sum of
+// those of one place is scaled down once: powers of two, so that nothing is rounded by it.
 template <int WIDTH, typename X>
-inline float dot_codes(const thread ushort* words, X x) {
+inline float dot_masked(const thread float* masked, X x) {
+    if (16 % WIDTH != 0) {
+        return dot_all(masked, x);
+    }
     const int per_word = 16 / WIDTH;
     float total = 0.0f;
-    if (16 % WIDTH == 0) {
-        for (int place = 0; place < per_word; place++) {
-            const uint mask = ((1u << WIDTH) - 1) << (place * WIDTH);
-            float sum = 0.0f;
-            for (int word = 0; word < WIDTH; word++) {
-                sum += float(words[word] & mask) * float(x[word * per_word + place]);
-            }
-            total += sum * (1.0f / float(1u << (place * WIDTH)));
+    for (int place = 0; place < per_word; place++) {
+        float sum = 0.0f;
+        for (int i = place; i < CODES; i += per_word) {
+            sum = fma(masked[i], float(x[i]), sum);
         }
-    } else {
-        for (int i = 0; i < CODES; i++) {
-            total += code_at<WIDTH>(words, i) * float(x[i]);
-        }
+        total = fma(sum, 1.0f / float(1u << (place * WIDTH % 16)), total);
     }
     return total;
 }
@@ -93,17 +108,8 @@ inline float dot_codes(const thread ushort* words, X x) {
 template <int WIDTH, int SHIFT>
 inline void add_codes(const thread ushort* words, thread float* codes) {
     for (int i = 0; i < CODES; i++) {
-        codes[i] += code_at<WIDTH>(words, i) * (1.0f / float(1u << SHIFT));
+        codes[i] = fma(code_at<WIDTH>(words, i), 1.0f / float(1u << SHIFT), codes[i]);
     }
-}
-
-template <typename A, typename B>
-inline float dot_all(A a, B b) {
-    float total = 0.0f;
-    for (int i = 0; i < CODES; i++) {
-        total += float(a[i]) * float(b[i]);
-    }
-    return total;
 }
 
 template <typename X>

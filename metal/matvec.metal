@@ -7,11 +7,14 @@
 // a code names takes the place of the code, and some weights of a row, its outliers, are not what their codes say: those
 // lie beside the codes, row after row, and a row's lanes go through them at its end.
 //
+// A vector's result has the same bits however many VECTORS there are: its sums go the same way in every variant, and `fma`
+// is written out, so that no compiler chooses where to round.
+//
 // Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; rows, columns and row_words,
 //     numbers; out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and
 //     outlier_offsets (rows + 1), where each row's begin.
 // Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES), CODES,
-//     TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE.
+//     PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE.
 // Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
 //     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES, by kernels/metal_codebooks.py: BITS and PLACE(i) of a
@@ -78,18 +81,20 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     ushort words[WIDTH];                                                                                      \
     load_codes<WIDTH>(rest_of_row<ushort>(row_of_words + at, ROW_WORDS(WIDTH) - at), words);
             const size_t group = size_t(row) * groups + k / GROUP_SIZE;
+            // Codes are taken out of their words once, and used for all vectors.
             float dots[VECTORS];
-#if VECTORS == 1 && !TABLES
-            dots[0] = 0.0f;
-#define DO(w, WIDTH, SHIFT)                                                        \
-    {                                                                              \
-        LOAD(w, WIDTH)                                                             \
-        dots[0] += dot_codes<WIDTH>(words, X_AT(0)) * (1.0f / float(1u << SHIFT)); \
+            float codes[CODES];
+#if PLANE_COUNT == 1 && !TABLES
+#define DO(w, WIDTH, SHIFT)                               \
+    {                                                     \
+        LOAD(w, WIDTH)                                    \
+        mask_codes<WIDTH>(words, codes);                  \
+        for (int v = 0; v < VECTORS; v++) {               \
+            dots[v] = dot_masked<WIDTH>(codes, X_AT(v));  \
+        }                                                 \
     }
             PLANES(DO)
 #else
-            // More than one vector, or a table: codes are taken out of their words once, and used for all of them.
-            float codes[CODES];
             for (int i = 0; i < CODES; i++) {
                 codes[i] = 0.0f;
             }
@@ -114,7 +119,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
             const float scale = GROUP_SCALE;
             const float offset = GROUP_OFFSET;
             for (int v = 0; v < VECTORS; v++) {
-                sums[r][v] += scale * dots[v] + offset * x_sums[v];
+                sums[r][v] = fma(scale, dots[v], fma(offset, x_sums[v], sums[r][v]));
             }
         }
     }
@@ -136,11 +141,11 @@ for (int r = 0; r < ROWS; r++) {
                 const device ushort* words = row_of_words + coded / CODES * STEP_WORDS;
                 const size_t group = size_t(row) * groups + coded / GROUP_SIZE;
                 const float scale = GROUP_SCALE;
-                below = scale * TABLE(row, group)[code_from<BITS>(words, PLACE(coded % CODES))] + GROUP_OFFSET;
+                below = fma(scale, TABLE(row, group)[code_from<BITS>(words, PLACE(coded % CODES))], GROUP_OFFSET);
             }
             const float off = float(outliers[i]) - below;
             for (int v = 0; v < VECTORS; v++) {
-                sums[r][v] += off * float(x[v * columns + column]);
+                sums[r][v] = fma(off, float(x[v * columns + column]), sums[r][v]);
             }
         }
     }
@@ -152,9 +157,10 @@ for (int r = 0; r < ROWS; r++) {
     for (int v = 0; v < VECTORS; v++) {
         const float sum = simd_sum(sums[r][v]);
         if (lane == 0 && row < rows) {
-            float y = sum * ROW_SCALE(row);
 #if HAS_BIAS
-            y += float(bias[row]);
+            const float y = fma(sum, ROW_SCALE(row), float(bias[row]));
+#else
+            const float y = sum * ROW_SCALE(row);
 #endif
             out[size_t(v) * rows + row] = T(y);
         }

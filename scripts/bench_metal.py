@@ -26,7 +26,7 @@ from metal_kernels import Arrays, Kernel, all_kernels
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import check_writable, write_text
-from gearbx_mlx.kernels.metal import available, fits_threadgroup
+from gearbx_mlx.kernels.metal import MAX_VECTORS, available, fits_threadgroup
 from gearbx_mlx.telemetry.summary import as_json
 
 # The largest difference from the reference that is allowed, relative to the largest result: some roundings of the type.
@@ -166,8 +166,8 @@ def positive(text: str) -> int:
 
 def vector_counts(text: str) -> list[int]:
     counts = [int(each) for each in text.split(",")]
-    if not all(1 <= count <= 8 for count in counts):
-        raise argparse.ArgumentTypeError("vectors are 1 to 8")
+    if not all(1 <= count <= MAX_VECTORS for count in counts):
+        raise argparse.ArgumentTypeError(f"vectors are 1 to {MAX_VECTORS}")
     return counts
 
 

@@ -102,7 +102,8 @@ def test_other_formats_on_metal_itself(width, variant):
 
 
 def test_selection():
-    assert choose_variant(4, 4096, 1, mx.float16).name == "registers"
+    assert choose_variant(4, 4096, 8, mx.float16).name == "registers"
+    assert choose_variant(4, 4096, 9, mx.float16).name == "device"
     assert choose_variant(4, 6144, 2, mx.float16, "threadgroup").rows == 2
     assert choose_variant(2, 6144, 1, mx.float32, "threadgroup").rows == 1
     for columns, vectors, dtype in ((6176, 1, mx.float16), (4096, 4, mx.float16), (6144, 2, mx.float32)):
@@ -117,8 +118,8 @@ def test_selection():
     [
         ({"x": mx.zeros((1, 128), mx.int32)}, "activations of"),
         ({"x": mx.zeros((1, 64), mx.float16)}, "do not fit weights of 128 columns"),
-        ({"x": mx.zeros((9, 128), mx.float16)}, "not 1 to 8 vectors"),
-        ({"x": mx.zeros((0, 128), mx.float16)}, "not 1 to 8 vectors"),
+        ({"x": mx.zeros((17, 128), mx.float16)}, "not 1 to 16 vectors"),
+        ({"x": mx.zeros((0, 128), mx.float16)}, "not 1 to 16 vectors"),
         ({"group_size": 48}, "group size 48"),
         ({"widths": (9,)}, "9 bits"),
         ({"widths": ()}, "bits"),
@@ -138,7 +139,7 @@ def test_arguments_that_do_not_fit_are_refused(changed, said):
     ("changed", "said"),
     [
         ({"x": mx.zeros((1, 20))}, "do not fit weights of 21 columns"),
-        ({"x": mx.zeros((9, 21))}, "not 1 to 8 vectors"),
+        ({"x": mx.zeros((17, 21))}, "not 1 to 16 vectors"),
         ({"bits": 5}, "5 bits are none of 8, 6, 4, 2"),
         ({"bits": 8}, "not rows of 21 8-bit codes"),
         ({"width": 0}, "not rows of 0"),
@@ -177,7 +178,7 @@ def test_groupwise_arguments_that_do_not_fit_are_refused(changed, said):
     ("kind", "changed", "said"),
     [
         ("codebook", {"x": mx.zeros((1, 80))}, "weight is"),
-        ("codebook", {"x": mx.zeros((9, 70))}, "not 1 to 8 vectors"),
+        ("codebook", {"x": mx.zeros((17, 70))}, "not 1 to 16 vectors"),
         ("codebook", {"bits": 7}, "7 bits are none of 2 to 6"),
         ("codebook", {"bits": 3}, "weight is"),
         ("codebook", {"codebook": mx.zeros((8, 8), mx.float16)}, "codebook is"),
@@ -252,7 +253,7 @@ def test_wheel_contains_the_kernels(tmp_path):
     packed = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     kernels = {f"gearbx_mlx/metal/{file.name}" for file in (ROOT / "metal").glob("*.metal")}
     code = {str(file.relative_to(ROOT)) for file in (ROOT / "gearbx_mlx").rglob("*.py")}
-    assert len(kernels) == 4
+    assert len(kernels) == 8
     assert kernels | code <= packed
 
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "installed")

@@ -1,20 +1,21 @@
 """Choose the kernel for every operation: this is the only place that decides.
 
-| operation                                         | kernel, where `choose` allows native ones and there are some |
-| ---                                               | ---                                                          |
-| product of 1 to 16 vectors (on Metal, 1 to 8)     | native                                                       |
-| product of more vectors (prefill, a batch), Linux | native, 16 vectors at a time                                 |
-| product of more vectors, macOS                    | MLX's: Accelerate uses the matrix units                      |
-| mixture of experts, CPU                           | as a product of as many vectors                              |
-| attention, norm, rotary positions, SwiGLU, CPU    | native                                                       |
+| operation                                          | kernel, where `choose` allows native ones and there are some |
+| ---                                                | ---                                                          |
+| product of 1 to 16 vectors                         | native                                                       |
+| product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time                                 |
+| product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
+| mixture of experts, CPU                            | as a product of as many vectors                              |
+| attention, rotary positions, CPU; Metal: 16 tokens | native                                                       |
+| norm, SwiGLU, CPU                                  | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
-vectors, and accumulates in float32; a vector's result has the same bits whichever other vectors are in the call. MLX's
-wheels for Linux have the reference BLAS and scalar quantized products, which take 25 to 40 times as long for many
-vectors (docs/performance.md).
+vectors, and accumulates in float32; a vector's or query's result has the same bits whichever others are in the call. On
+Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
+BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
 `choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call. On
-Metal, dense weights and experts stay with MLX; with "auto" everything does, except in format `exact` (`exact.py`).
+Metal, experts stay with MLX; with "auto" everything does, except in format `exact` (`exact.py`).
 """
 
 import sys
@@ -24,10 +25,12 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from . import cpu, metal, reference
+from . import cpu, metal, metal_attention, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope, uses_order
 from .names import ACTIVATIONS
+from .shapes import are_attention
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
@@ -57,7 +60,7 @@ def choose(kernels: str, activations: str = "int16", ours_alone: bool = False) -
     if metal.available():
         if kernels == "auto" and not ours_alone:
             return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
-        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
+        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors, MLX beyond")
     if not on_cpu():
         return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
@@ -166,6 +169,8 @@ def symmetric_product(
 
 def dense_product(x: mx.array, weight: mx.array) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
+    if metal.available() and takes_dense(x, weight):
+        return dense_launch(x, weight).run()
     module = cpu_kernels_for(x)
     if module is None:
         return x @ weight.astype(x.dtype).T
@@ -210,7 +215,7 @@ def stack_experts(
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return reference.planes_gather_matmul(
-            x, weights, scales, biases, widths, group_size, indices, sorted_indices=sorted_indices
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
         )
     stack = list(weights), scales, list(biases), list(widths), group_size
     return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
@@ -228,8 +233,8 @@ def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorte
     """`dense_experts` by MLX's own product."""
     computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
     transposed = weight.astype(computed).swapaxes(-1, -2)
-    y = mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=sorted_indices)
-    return y.astype(x.dtype)
+    in_order = uses_order(indices, sorted_indices)
+    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
@@ -254,6 +259,8 @@ def rope(
         frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
     """
     takes = x.ndim == 4 and x.size > 0 and isinstance(offset, int)
+    if metal.available() and takes and takes_rope(x):
+        return rope_launch(x, frequencies, offset, traditional, scale).run()
     kernel = fused_kernel("rope") if takes else None
     return None if kernel is None else kernel(x, frequencies, traditional, scale, offset).astype(x.dtype)
 
@@ -267,26 +274,19 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """softmax(scale * queries keys^T) values over heads (B, H, L, D), float32; None if there is no kernel for it.
+    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; None if there is no kernel for it.
 
     Args:
         keys, values: (B, H / a whole number, S, D).
         mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
     """
     arrays = queries, keys, values
-    takes = (
-        (mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None))
-        and all(a.ndim == 4 and a.dtype == mx.float32 and a.size > 0 for a in arrays)
-        and keys.shape == values.shape
-        and queries.shape[1] % keys.shape[1] == 0
-        and queries.shape[2] <= keys.shape[2]
-    )
+    if metal.available() and metal_attention.takes_attention(*arrays, mask):
+        return metal_attention.attention(*arrays, scale, mask)
+    takes = queries.dtype == mx.float32 and are_attention(*arrays, mask)
     kernel = fused_kernel("attention") if takes else None
-    if kernel is None:
-        return None
-    if isinstance(mask, mx.array):
-        return kernel(*arrays, scale, False, mask)
-    return kernel(*arrays, scale, mask == "causal")
+    how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
+    return None if kernel is None else kernel(*arrays, scale, *how)
 
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:

@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx
+from . import metal
+from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx, is_metal
+from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 
 TILE = 2**22  # weights that are decoded at a time for a product with many vectors
 
@@ -70,12 +72,19 @@ def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
 
 def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.array:
     """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
-    parts = [x @ decode(tile).astype(x.dtype).T for tile in tiles(matrix)]
+    parts: list[mx.array] = []
+    for tile in tiles(matrix):
+        if parts:  # else MLX may decode all tiles before it multiplies
+            (offsets,) = mx.depends([tile.offsets], parts[-1:])
+            tile = tile._replace(offsets=offsets)
+        parts.append(x @ decode(tile).astype(x.dtype).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def exact_product(x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None) -> mx.array:
     """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels."""
+    if metal.available():
+        return exact_launch(x, *matrix, bias).run() if is_metal(x) else add_bias(exact_matmul_tiles(x, *matrix), bias)
     module = cpu_kernels_for(x)
     if module is None:
         return add_bias(product_by_tiles(x, matrix, decode), bias)
@@ -102,5 +111,7 @@ def exact_experts(
 
 def decoded(matrix: ExactMatrix, decode: Decode) -> mx.array:
     """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    if metal.available():
+        return decode_launch(*matrix).run()
     module = cpu_kernels(1)
     return decode(matrix) if module is None else module.exact_decode(*matrix)

@@ -1,8 +1,8 @@
-"""Matrix-vector products over packed weights on Metal, through `mx.fast.metal_kernel`.
+"""Metal kernels through `mx.fast.metal_kernel`, and first of all matrix-vector products over packed weights.
 
-All kernels come from one text, `metal/matvec.metal`, but those of `metal_exact.py`. This module chooses a variant,
-defines the macros that specialize the text, and launches the kernel; `metal_formats.py` describes how each format is
-packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined anywhere.
+Those all come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`). This module chooses a
+variant, defines the macros that specialize the text, and launches the kernel; `metal_formats.py` describes how each
+format is packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
@@ -15,9 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import GearbxError
+from .metal_text import Kernel, definitions
 
 LANES, CODES = 32, 16  # lanes of a SIMD group; codes that a lane reads at a time
-MAX_VECTORS = 8
+MAX_VECTORS = 16
+MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
@@ -86,13 +88,13 @@ def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
     """The variant with this name, or the best one. This is the only place that decides.
 
-    The best one is a prediction: the two fastest published kernels are like `registers`. `scripts/bench_metal.py` times
-    all three.
+    The best one is a prediction: the two fastest published kernels are like `registers`, and more than 8 vectors do not
+    fit there. `scripts/bench_metal.py` times all three. A result has the same bits in every variant.
 
     Raises:
         GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
     """
-    chosen = variant_named(name or "registers", bits, vectors)
+    chosen = variant_named(name or ("registers" if vectors <= MOST_IN_REGISTERS else "device"), bits, vectors)
     if chosen.name == "threadgroup" and not fits_threadgroup(columns, vectors, dtype):
         raise GearbxError(
             f"{vectors} x {columns} activations of {dtype.size} bytes do not fit threadgroup memory "
@@ -129,7 +131,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that a kernel's text depends on. `ragged`: the last step of a row has fewer columns."""
+    """Everything that the text of a product's kernel depends on. `ragged`: the last step of a row has fewer columns."""
 
     layout: Layout
     vectors: int
@@ -138,6 +140,7 @@ class Spec:
     ragged: bool
 
     text = "matvec"  # its file in metal/
+    strided = False  # inputs are contiguous
 
     @property
     def name(self) -> str:
@@ -152,6 +155,15 @@ class Spec:
         return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
 
     @property
+    def read_once(self) -> list[str]:
+        """The buffers of which a launch reads no byte twice. Codes below outliers are read again."""
+        return [] if self.layout.tables else self.planes
+
+    @property
+    def planes(self) -> list[str]:
+        return [name for name in self.layout.arrays if name.startswith("w")]
+
+    @property
     def header(self) -> str:
         """The macros that specialize metal/matvec.metal, and the functions that it calls."""
         macros = {
@@ -161,21 +173,22 @@ class Spec:
             "HAS_BIAS": int(self.has_bias),
             "RAGGED": int(self.ragged),
             "CODES": self.layout.codes,
+            "PLANE_COUNT": len(self.planes),
             "TABLES": self.layout.tables,
         } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        lines = [f"#define {name} {value}\n" for name, value in (*macros.items(), *self.layout.macros)]
-        return "".join(lines) + source_text("codes")
+        return definitions(macros | dict(self.layout.macros)) + source_text("codes")
 
 
 @functools.cache
-def build(spec: Spec) -> Any:
+def build(spec: Kernel) -> Any:
     """Make MLX's callable for a kernel. MLX compiles it at its first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
-        input_names=spec.input_names,
+        input_names=list(spec.input_names),
         output_names=["out"],
         source=source_text(spec.text),
         header=spec.header,
+        ensure_row_contiguous=not spec.strided,
     )
 
 
@@ -186,7 +199,7 @@ class Launch:
     dtype: of the result, if the kernel writes its bits as whole numbers.
     """
 
-    spec: Spec
+    spec: Kernel
     inputs: list[Any]
     options: dict[str, Any]
     shape: tuple[int, ...]
@@ -251,7 +264,7 @@ def prepare(
     """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 8 vectors, for which the weights are read once.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once.
         layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
         rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
         bias: (rows,), or None.

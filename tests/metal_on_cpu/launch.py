@@ -59,11 +59,28 @@ class Report:
     threadgroup_bytes: int
 
 
-def _content(value: Any) -> np.ndarray:
-    """The bytes of an array (bfloat16, which numpy has not, as uint16), or of whole numbers."""
-    if isinstance(value, mx.array):
-        return np.array(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value)
-    return np.array(value, np.int32)
+def _as_it_lies(array: mx.array) -> np.ndarray:
+    """An array as it lies in memory, with its strides; bfloat16, which numpy has not, as uint16."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+def _content(value: Any, strided: bool = False) -> np.ndarray:
+    """The bytes of an array, or of a number. Of a strided one also what lies between its elements."""
+    if not isinstance(value, mx.array):
+        return np.array(value, np.float32 if isinstance(value, float) else np.int32)
+    array = _as_it_lies(value)
+    if not strided:
+        return np.ascontiguousarray(array)
+    span = sum((count - 1) * stride for count, stride in zip(array.shape, array.strides)) + array.itemsize
+    return np.frombuffer(ctypes.string_at(array.ctypes.data, span), np.uint8)
+
+
+def _described(name: str, inputs: dict[str, Any]) -> np.ndarray:
+    """What MLX passes beside an input: its shape, or its strides in elements."""
+    array = _as_it_lies(inputs[name.removesuffix("_shape").removesuffix("_strides")])
+    if name.endswith("_shape"):
+        return np.array(array.shape, np.int32)
+    return np.array(array.strides, np.int64) // array.itemsize
 
 
 def _from_bytes(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
@@ -112,7 +129,8 @@ def run_text(
         if name in outputs:
             shape, dtype = outputs[name]
             return _Memory(int(np.prod(shape)) * dtype.size, None)
-        content = _content(inputs[name] if name in inputs else inputs[name.removesuffix("_shape")].shape)
+        strided = f"{name}_strides" in names
+        content = _content(inputs[name], strided) if name in inputs else _described(name, inputs)
         return _Memory(content.nbytes, content)
 
     names = [p.name for p in parameters(text) if p.is_buffer]

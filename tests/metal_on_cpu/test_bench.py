@@ -56,7 +56,7 @@ def test_without_metal_is_one_line_and_status_2(bench, capsys, flags):
     [
         (["--shapes", "64"], "ROWSxCOLUMNS"),
         (["--shapes", "64x100"], "multiple of 128"),
-        (["--vectors", "9"], "1 to 8"),
+        (["--vectors", "17"], "1 to 16"),
         (["--trials", "0"], "1 or more"),
     ],
 )

@@ -18,7 +18,7 @@ MANY = Case((4, 4), 13, 640, 64, vectors=3)
 STAGED = Case((4,), 13, 1056, 32, variant="threadgroup")
 BYTES = Case((8,), 13, 640, 64, dtype=mx.float32)
 
-SWAPPED_NIBBLES = "((words[word] & 0x0f0f) << 4 | (words[word] >> 4 & 0x0f0f)) & mask"
+SWAPPED_NIBBLES = "((words[i / per_word] & 0x0f0f) << 4 | (words[i / per_word] >> 4 & 0x0f0f)) & mask"
 
 # name: case, what stands in the text, what is put there, what the checks say
 MUTATIONS = {
@@ -48,22 +48,22 @@ MUTATIONS = {
     "wrong group": (STACK, "scales[group]", "scales[group ^ 1]", "bound off|out-of-bounds"),
     "swapped nibbles": (
         ONE,
-        "words[word] & mask",
+        "words[i / per_word] & mask",
         SWAPPED_NIBBLES,
         "bound off",
     ),
     "swapped codes": (MANY, "const int bit = i * WIDTH;", "const int bit = (i ^ 1) * WIDTH;", "bound off"),
     "codes across words cut": (ODD, "shift + WIDTH > 16", "shift + WIDTH > 32", "bound off"),
-    "mask too narrow": (STACK, "((1u << WIDTH) - 1) << (place", "((1u << WIDTH) - 2) << (place", "bound off"),
-    "place not scaled down": (ONE, "float(1u << (place * WIDTH))", "1.0f", "bound off"),
-    "plane not shifted": (STACK, "words, X_AT(0)) * (1.0f / float(1u << SHIFT))", "words, X_AT(0))", "bound off"),
+    "mask too narrow": (ONE, "((1u << WIDTH) - 1) << (i", "((1u << WIDTH) - 2) << (i", "bound off"),
+    "place not scaled down": (ONE, "float(1u << (place * WIDTH % 16))", "1.0f", "bound off"),
+    "plane not shifted": (STACK, "1.0f / float(1u << SHIFT)", "1.0f", "bound off"),
     "bias of a plane not shifted": (
         STACK,
         "float(b1[group]) * 0.5f",
         "float(b1[group])",
         "bound off",
     ),
-    "offset without the activations": (ONE, "offset * x_sums[v]", "offset", "bound off"),
+    "offset without the activations": (ONE, "fma(offset, x_sums[v]", "fma(offset, 1.0f", "bound off"),
     "last plane not read": (STACK, "DO(w3, 2, 4)", "", "bound off"),
     "plane read twice": (STACK, "DO(w3, 2, 4)", "DO(w3, 2, 4) DO(w2, 1, 2)", "bound off"),
     "wrong vector": (MANY, "dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
@@ -131,18 +131,18 @@ OF_EACH = {
 OF_EACH_STAGED = {
     "dropped barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
     "staged too little": ("i < VECTORS * columns;", "i < VECTORS * columns - 1;", "nobody wrote"),
-    "wrong vector": ("dot_all(codes, X_AT(v))", "dot_all(codes, X_AT(0))", "bound off"),
+    "wrong vector": ("(codes, X_AT(v))", "(codes, X_AT(0))", "bound off"),
     "mask too narrow": ("(1u << WIDTH) - 1)", "(1u << WIDTH) - 2)", "bound off"),
 }
 OF_ONE = {
     "sign bits kept": ("rowwise-8", "SIGN_BITS 0x8080", "SIGN_BITS 0", "bound off"),
     "sign of every other code": ("rowwise-8", "SIGN_BITS 0x8080", "SIGN_BITS 0x8000", "bound off"),
     "codes across words cut": ("rowwise-6", "shift + WIDTH > 16", "shift + WIDTH > 32", "bound off"),
-    "swapped nibbles": ("rowwise-4", "words[word] & mask", SWAPPED_NIBBLES, "bound off"),
-    "swapped nibbles of a group": ("groupwise", "words[word] & mask", SWAPPED_NIBBLES, "bound off"),
-    "place not scaled down": ("rowwise-2", "float(1u << (place * WIDTH))", "1.0f", "bound off"),
+    "swapped nibbles": ("rowwise-4", "words[i / per_word] & mask", SWAPPED_NIBBLES, "bound off"),
+    "swapped nibbles of a group": ("groupwise", "words[i / per_word] & mask", SWAPPED_NIBBLES, "bound off"),
+    "place not scaled down": ("rowwise-2", "float(1u << (place * WIDTH % 16))", "1.0f", "bound off"),
     "scale of another row": ("rowwise-4", "scales[row]", "scales[row ^ 1]", "bound off|out-of-bounds"),
-    "scale not applied": ("rowwise-2", "sum * ROW_SCALE(row)", "sum", "bound off"),
+    "scale not applied": ("rowwise-2", "fma(sum, ROW_SCALE(row)", "fma(sum, 1.0f", "bound off"),
     "scale at every step": ("rowwise-6", "GROUP_SCALE 1.0f", "GROUP_SCALE float(scales[row])", "bound off"),
     "scale of another group": ("groupwise", "scales[group]", "scales[group ^ 1]", "bound off|out-of-bounds"),
     "last group forgotten": ("groupwise", "(columns + GROUP_SIZE - 1)", "columns", "bound off"),
@@ -191,8 +191,8 @@ OF_ONE_TABLE = {
     "halves not apart": ("codebook-5", "/ 3 * 16", "/ 3 * 15", "bound off"),
     "another entry of the library": ("library-4", "entries[group] %", "(entries[group] + 1) %", "bound off"),
     "an outlier's group": ("library-4", "groups + coded / GROUP_SIZE", "groups", "bound off"),
-    "an outlier's scale": ("library-4", "below = scale * ", "below = ", "bound off"),
-    "an outlier's mid-point": ("library-4", "(coded % CODES))] + GROUP_OFFSET", "(coded % CODES))]", "bound off"),
+    "an outlier's scale": ("library-4", "below = fma(scale", "below = fma(1.0f", "bound off"),
+    "an outlier's mid-point": ("library-4", "(coded % CODES))], GROUP_OFFSET", "(coded % CODES))], 0.0f", "bound off"),
     "one code for all outliers": ("library-4", "OWN_CODE 1", "OWN_CODE 0", "bound off"),
 }
 DO_NOT_COMPILE = {

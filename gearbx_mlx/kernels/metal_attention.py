@@ -1,0 +1,116 @@
+"""Metal launches for attention in which a query has the same bits whichever other queries are in the call.
+
+MLX's own attention changes with the number of queries and of keys (metal/README.md). Two launches: blocks of keys each
+by themselves, then the blocks put together. Nothing of a query depends on keys that it does not see.
+"""
+
+import math
+
+import mlx.core as mx
+
+from ..errors import GearbxError
+from .metal import DTYPES, LANES, MAX_VECTORS, Launch
+from .metal_text import TextKernel
+from .shapes import are_attention
+
+BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
+SIMD_GROUPS = 8
+MOST_QUERIES = 16 * SIMD_GROUPS  # of a threadgroup; a SIMD group keeps the sums of its own in registers
+TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
+JOIN_THREADS = 64
+
+
+def padding(dtype: mx.Dtype) -> int:
+    """Elements of 4 bytes together between two keys in threadgroup memory."""
+    return 4 // dtype.size
+
+
+def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
+    """Whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup memory."""
+    dtype = queries.dtype
+    if dtype not in DTYPES or not are_attention(queries, keys, values, mask):
+        return False
+    tile = TILE * (queries.shape[3] + padding(dtype)) * dtype.size
+    return queries.shape[2] <= MAX_VECTORS and tile <= TILE_BYTES
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
+
+    A query that sees no key gets zeros. Arguments and errors as for `parts_launch`.
+    """
+    parts = parts_launch(queries, keys, values, scale, mask).run()
+    return join_launch(parts, queries.dtype).run()
+
+
+def parts_launch(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> Launch:
+    """The launch for the sums over each block of keys, (B, H, L, blocks, D + 2) float32 (metal/attention.metal).
+
+    Arrays are read by their strides, so that a cache which has room for more keys is not copied.
+
+    Args:
+        queries: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16.
+        keys, values: (B, H / a whole number, S, D) of the same type, S >= L.
+        mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
+
+    Raises:
+        GearbxError: the arguments do not fit each other, or are too wide for threadgroup memory.
+    """
+    if not takes_attention(queries, keys, values, mask):
+        raise GearbxError(
+            f"attention of queries {queries.shape} {queries.dtype}, keys {keys.shape} {keys.dtype} and values "
+            f"{values.shape} {values.dtype} has no Metal kernel"
+        )
+    batch, heads, length, width = queries.shape
+    kv_heads, key_count = keys.shape[1:3]
+    own_heads = heads_together(heads // kv_heads, length)
+    masked = isinstance(mask, mx.array)
+    macros = {
+        "DIMS": width,
+        "HEADS": own_heads,
+        "BLOCK": BLOCK,
+        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / SIMD_GROUPS))),
+        "SIMD_GROUPS": SIMD_GROUPS,
+        "CAUSAL": int(mask == "causal") if not masked else 0,
+        "MASKED": int(masked),
+        "PADDING": padding(queries.dtype),
+    }
+    names = ("queries", "keys", "values", *(["mask"] if masked else []), "scale")
+    once = ("keys", "values") if own_heads == heads // kv_heads else ()
+    kernel = TextKernel("attention", names, tuple(macros.items()), strided=True, read_once=once)
+    blocks = math.ceil(key_count / BLOCK)
+    shape = (batch, heads, length, blocks, width + 2)
+    options = {
+        "template": [("T", queries.dtype)],
+        "grid": (batch * heads // own_heads * blocks * SIMD_GROUPS * LANES, 1, 1),
+        "threadgroup": (SIMD_GROUPS * LANES, 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [mx.float32],
+    }
+    masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
+    return Launch(kernel, [queries, keys, values, *masks, float(scale)], options, shape)
+
+
+def heads_together(heads: int, length: int) -> int:
+    """How many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= MOST_QUERIES))
+
+
+def join_launch(parts: mx.array, dtype: mx.Dtype) -> Launch:
+    """The launch for (B, H, L, D) of type `dtype`, from the sums over blocks of `parts_launch`."""
+    *rows, blocks, width = parts.shape
+    shape = (*rows, width - 2)
+    kernel = TextKernel("attention_join", ("parts", "blocks"), (("DIMS", width - 2),))
+    threads = math.prod(shape)
+    options = {
+        "template": [("T", dtype)],
+        "grid": (threads, 1, 1),
+        "threadgroup": (min(threads, JOIN_THREADS), 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }
+    return Launch(kernel, [parts, blocks], options, shape)

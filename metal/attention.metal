@@ -1,0 +1,132 @@
+// Attention of up to 16 queries of a sequence, the first of two launches: each block of keys by itself.
+//
+// A threadgroup has one block of one KV head, and of the query heads that share it the HEADS that are its own. It goes
+// through the block by tiles of 32 keys: copies the keys into its memory, where each lane multiplies one key with a
+// query, then the values, where each lane adds up its dimensions. So keys and values are read once for all queries.
+//
+// Blocks begin at multiples of BLOCK keys, and a block in which a query sees nothing leaves no trace in its result; nor does a
+// key that it does not see, whatever is there. So a query's result has the same bits whichever other queries are in the
+// call, and whatever keys come after those that it sees. `fma` is written out, so that no compiler chooses where to round.
+//
+// Buffers: queries (B, H, L, D) T; keys and values (B, KV, S, D) T; of MASKED, mask (B, H, L, S) bool, true for keys that a
+//     query sees; all by their strides. scale, a number. out (B, H, L, blocks, D + 2) float: of each query and block the
+//     sum of exp(score - best) value over the keys that it sees, the sum of exp(score - best), and best.
+// Macros: DIMS; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING, elements between keys
+//     in threadgroup memory, so that lanes find theirs in different banks.
+// The grid is whole threadgroups of SIMD_GROUPS * 32 threads: of each sequence, KV head, part of its heads, and block.
+
+enum { TILE = 32, SLICES = (DIMS + 31) / 32, WIDTH = DIMS + PADDING };
+
+const int lane = thread_index_in_simdgroup;
+const int simd_group = simdgroup_index_in_threadgroup;
+const int length = queries_shape[2];
+const int key_count = keys_shape[2];
+const int blocks = (key_count + BLOCK - 1) / BLOCK;
+const int parts = queries_shape[1] / keys_shape[1] / HEADS;
+const int kv_heads = keys_shape[1];
+
+const int block = threadgroup_position_in_grid.x % blocks;
+const int part = threadgroup_position_in_grid.x / blocks % parts;
+const int kv_head = threadgroup_position_in_grid.x / blocks / parts % kv_heads;
+const int batch = threadgroup_position_in_grid.x / blocks / parts / kv_heads;
+const int first_head = (kv_head * parts + part) * HEADS;
+const size_t first_key = batch * keys_strides[0] + kv_head * keys_strides[1];
+const size_t first_value = batch * values_strides[0] + kv_head * values_strides[1];
+
+// Query q of this SIMD group: a head and a token.
+#define QUERY(q) (simd_group + (q) * SIMD_GROUPS)
+#define HEAD(q) (first_head + QUERY(q) / length)
+#define TOKEN(q) (QUERY(q) % length)
+#define QUERY_AT(q, d)                                                                                              \
+    queries[batch * queries_strides[0] + HEAD(q) * queries_strides[1] + TOKEN(q) * queries_strides[2] + (d) * queries_strides[3]]
+#if MASKED
+#define SEES(q, key) \
+    mask[batch * mask_strides[0] + HEAD(q) * mask_strides[1] + TOKEN(q) * mask_strides[2] + (key) * mask_strides[3]]
+#elif CAUSAL
+#define SEES(q, key) ((key) <= key_count - length + TOKEN(q))
+#else
+#define SEES(q, key) true
+#endif
+
+threadgroup T tile[TILE * WIDTH];
+float best[QUERIES];
+float total[QUERIES];
+float weights[QUERIES];  // of this lane's key of the tile
+float sums[QUERIES][SLICES];
+for (int q = 0; q < QUERIES; q++) {
+    best[q] = -INFINITY;
+    total[q] = 0.0f;
+    for (int s = 0; s < SLICES; s++) {
+        sums[q][s] = 0.0f;
+    }
+}
+
+const int end = min(key_count, (block + 1) * BLOCK);
+for (int begin = block * BLOCK; begin < end; begin += TILE) {
+    const int count = min(int(TILE), end - begin);
+    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += SIMD_GROUPS * 32) {
+        tile[i / DIMS * WIDTH + i % DIMS] =
+            keys[first_key + (begin + i / DIMS) * keys_strides[2] + i % DIMS * keys_strides[3]];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int q = 0; q < QUERIES; q++) {
+        weights[q] = 0.0f;
+        if (QUERY(q) < HEADS * length) {
+            const bool sees = lane < count && SEES(q, begin + lane);
+            float score = 0.0f;
+            if (sees) {
+                for (int d = 0; d < DIMS; d++) {
+                    score = fma(float(QUERY_AT(q, d)), float(tile[lane * WIDTH + d]), score);
+                }
+                score = fma(score, scale, 0.0f);  // a product alone could become part of the subtraction below
+            }
+            if (simd_any(sees)) {
+                const float before = best[q];
+                best[q] = max(before, simd_max(sees ? score : -INFINITY));
+                weights[q] = sees ? precise::exp(score - best[q]) : 0.0f;
+                const float shrunk = total[q] == 0.0f ? 0.0f : precise::exp(before - best[q]);
+                total[q] = fma(total[q], shrunk, simd_sum(weights[q]));
+                for (int s = 0; s < SLICES; s++) {
+                    sums[q][s] *= shrunk;
+                }
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += SIMD_GROUPS * 32) {
+        tile[i / DIMS * WIDTH + i % DIMS] =
+            values[first_value + (begin + i / DIMS) * values_strides[2] + i % DIMS * values_strides[3]];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int q = 0; q < QUERIES; q++) {
+        for (int key = 0; key < count; key++) {
+            const float weight = simd_broadcast(weights[q], ushort(key));
+            if (weight != 0.0f) {
+                for (int s = 0; s < SLICES; s++) {
+                    const int d = s * 32 + lane;
+                    if (d < DIMS) {
+                        sums[q][s] = fma(weight, float(tile[key * WIDTH + d]), sums[q][s]);
+                    }
+                }
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+for (int q = 0; q < QUERIES; q++) {
+    if (QUERY(q) < HEADS * length) {
+        const size_t to =
+            ((size_t(batch * queries_shape[1] + HEAD(q)) * length + TOKEN(q)) * blocks + block) * (DIMS + 2);
+        for (int s = 0; s < SLICES; s++) {
+            const int d = s * 32 + lane;
+            if (d < DIMS) {
+                out[to + d] = sums[q][s];
+            }
+        }
+        if (lane == 0) {
+            out[to + DIMS] = total[q];
+            out[to + DIMS + 1] = best[q];
+        }
+    }
+}
