@@ -1,7 +1,10 @@
+"""A whole model in format `exact`, on kernels from their Metal text."""
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import tiny_model
+from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 
@@ -10,29 +13,27 @@ from .checks import exact
 PROMPT = mx.array([list(range(1, 25))])
 
 
+def model():
+    made = tiny_model("qwen2")
+    made.set_dtype(mx.bfloat16)
+    return made
+
+
 @pytest.mark.clang
 @pytest.mark.parametrize("ladder", ["4,16", "3,16", "4,8,16"])
-def test_a_models_top_gear_is_its_dense_one(ladder, launches):
-    def model():
-        made = tiny_model("qwen2")
-        made.set_dtype(mx.bfloat16)
-        return made
-
-    dense = model()
+def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(ladder, launches):
     native = Gearbox(model(), ladder, format="exact", kernels="native")
-    native.shift(native.ladder[-1])
     for tokens in (PROMPT[:, :1], PROMPT[:, :16], PROMPT):
         launches.clear()
-        y = exact(native.model(tokens))
-        names = {launch.spec.layout.name for launch in launches if hasattr(launch.spec, "layout")}
-        print(
-            ladder,
-            tokens.size,
-            len(launches),
-            names,
-            [l.spec.vectors for l in launches if hasattr(l.spec, "layout")][:3],
-        )
-        wanted = exact(dense(tokens))
-        print(np.abs(y - wanted).max() / np.abs(wanted).max())
-        assert any(n.startswith("exact") for n in names)
-        np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())
+        y, wanted = exact(native.model(tokens)), exact(model()(tokens))
+        assert any(launch.spec.text == "exact" for launch in launches)
+        np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())  # both round activations to bfloat16
+
+
+@pytest.mark.clang
+def test_a_pass_over_several_tokens_gives_each_what_it_gets_alone(launches):
+    native = Gearbox(model(), "4,16", format="exact", kernels="native").model
+    together = exact(native(PROMPT[:, :8], cache=make_prompt_cache(native)))
+    cache = make_prompt_cache(native)
+    alone = [exact(native(PROMPT[:, i : i + 1], cache=cache)) for i in range(8)]
+    np.testing.assert_array_equal(together, np.concatenate(alone, axis=1))
