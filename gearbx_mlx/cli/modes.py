@@ -23,7 +23,7 @@ class ModeSettings(Settings):
         None,
         "route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; without --gears and --format, bfloat16 weights are stored once, in format "
+        "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
         f"{WHOLE} with gears {WHOLE_LADDER}. static: one gear throughout. pair: --model and --small-model take "
         "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, lossless for "
         "geared ones of format exact, else route",

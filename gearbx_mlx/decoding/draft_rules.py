@@ -29,10 +29,8 @@ def shipped() -> tuple[DraftFile, ...]:
 
 
 def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
-    """The files that ship for this model, ladder and format."""
-    for made in shipped():
-        if made.format != gearbox.format.name:
-            continue
+    """The files that ship for this model and ladder; those of its format first."""
+    for made in sorted(shipped(), key=lambda made: made.format != gearbox.format.name):
         try:
             check_file(made, gearbox)
         except GearbxError:
@@ -49,8 +47,8 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
     """When to stop drafting, and the bits of the gear that drafts (None: the lowest).
 
     Args:
-        how: a file or its path, a fixed number of tokens, a rule; without, what ships for this model, ladder
-            and format, or the rule that is used where nothing was calibrated.
+        how: a file or its path, a fixed number of tokens, a rule; without, what ships for this model and ladder, or
+            the rule that is used where nothing was calibrated.
 
     Raises:
         GearbxError: a file for another model, vocabulary or ladder.

@@ -77,7 +77,8 @@ class GearCosts:
             if self.source.rows_at(layer, bits) != bits:  # which the head does not read
                 managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
         for table in self._embeddings:
-            rows = self.source.bytes_read(table, self.bits_of(table, gear), None)
+            bits = self.bits_of(table, gear)
+            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
             managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
         read = token_bytes(self.model, managed, self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted

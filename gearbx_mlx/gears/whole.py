@@ -12,6 +12,7 @@ from ..formats.exact import too_large
 from ..formats.tied import linear_of
 from .discovery import Layer
 from .ladder import DENSE
+from .layout import Layout
 from .sources import Original
 
 Gears = dict[int, nn.Module]
@@ -27,12 +28,20 @@ def unseen(total: int) -> AbstractContextManager[Advance]:
 while_encoding: Callable[[int], AbstractContextManager[Advance]] = unseen
 
 
-def refuse_other_codes(name: str, layers: Iterable[Layer], tables: Mapping, low_model: nn.Module | None) -> None:
-    """Raises GearbxError for settings that give gears other codes than those of the format `name`."""
+def refuse_other_codes(
+    layout: Layout, layers: Iterable[Layer], tables: Mapping, low_model: nn.Module | None, residency: str
+) -> None:
+    """Raises GearbxError for settings that give gears other codes than those of the format, or need the originals."""
+    name = layout.format.name
     if tables or any(layer.clamp is not None for layer in layers):
         raise GearbxError(f"format {name} has the same bits in every layer, and no clamps; leave out tables and clamps")
     if low_model is not None:
         raise GearbxError(f"format {name} is one copy of the weights, and its low gear cannot be another model's")
+    if residency == "disk" and layout.saved is None:
+        raise GearbxError(
+            f"format {name} has no originals to read again from disk; write its gears there with gearbx_mlx.convert, "
+            "or leave out residency 'disk'"
+        )
 
 
 def make_all(layers: Sequence[Layer], source: Original) -> tuple[dict[str, Gears], dict[str, str]]:
