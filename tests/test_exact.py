@@ -350,8 +350,8 @@ def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
         (mx.bfloat16, {"manage": lambda path, module: {"clamp": 0.5}}, "leave out tables and clamps"),
         (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "cannot be another model's"),
         (mx.bfloat16, {"residency": "disk"}, "leave out residency 'disk'"),
-        (mx.float32, {}, "weights of float32, and format exact is for bfloat16"),
-        (mx.float16, {}, "weights of float16, and format exact is for bfloat16"),
+        (mx.float32, {}, "weights of float32, and format exact is for bfloat16; .*or make the model bfloat16"),
+        (mx.float16, {}, "weights of float16, and format exact is for bfloat16; .*or make the model bfloat16"),
     ],
 )
 def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
