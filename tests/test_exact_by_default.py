@@ -123,6 +123,18 @@ class TestDrafting:
         assert bits(run) == [3, 16]
         assert run["weight_bytes_per_token_original"] == made.weight_bytes_per_token_original
 
+    def test_the_ladders_of_the_format_are_compared(self, command, places, tmp_path):
+        flags = "--model", places / "bfloat16", "--format", "exact", "--num-prompts", 1, *GENERATE
+        common = ("calibrate", "--mode", "lossless", "--q-group-size", GROUP, *flags)
+        done = command(*common, "--out", tmp_path / "d.json")
+        assert done.status == 0, done.err
+        for ladder in ("3,16", "4,16", "4,8,16"):
+            assert f"\n{ladder} " in f"\n{done.err}"
+        assert " than the original weights (predicted)" in done.out
+        done = command(*common, "--top", 8)
+        assert done.status == 2
+        assert "--top 8: the top gear of format exact has 16 bits; leave out --top or --format" in done.err
+
     def test_the_files_that_ship_compare_with_bfloat16(self, demo):
         read = sum(array.nbytes for array in weights_of(demo.model).values())  # tied: a token reads all of them
         exact = [made for made in shipped() if made.format == "exact"]
