@@ -176,8 +176,7 @@ def discover(
     Returns:
         the managed layers in the order of the model, and path to reason of the other linear layers.
     """
-    predicate = get_predicate(manage)
-    own = own_predicate(model)
+    predicate, own = get_predicate(manage), own_predicate(model)
     managed: list[Layer] = []
     unmanaged: dict[str, str] = {}
     head, read_by, known = tied_head(model), readers(model), get_format(format)
