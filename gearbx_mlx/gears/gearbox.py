@@ -88,11 +88,11 @@ class Gearbox(GearCosts):
         low_model: nn.Module | None = None,
     ):
         layout = layout_of(model, ladder, format, manage, group_size)
-        self.model, self.saved, self.head = model, layout.saved, tied_head(model)
+        self.model, self.saved = model, layout.saved
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
-        self._tables = check_tables(tables or {}, self.ladder, self.layers)
+        self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         if self.format.ladders:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
