@@ -56,6 +56,7 @@ def parse_arguments():
     parser.add_argument("--gears", help="Default: what --calibrate finds best; without it 4,8,16")
     parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
+    parser.add_argument("--format", default="planes", help="How gears are stored.")
     parser.add_argument("--kernels", default="native")
     parser.add_argument("--activations", choices=ACTIVATIONS, default="float")
     parser.add_argument("--curve", help="Drafting file. Default: the one that ships for the model.")
@@ -82,7 +83,7 @@ def calibrated(args):
     file = Path(tempfile.mkdtemp()) / "drafting.json"
     command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
     command += ["--gears", args.gears] if args.gears else ["--top", args.top]
-    command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels]
+    command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels, "--format", args.format]
     command += ["--activations", args.activations, "--max-tokens", str(args.max_tokens), "--out", str(file)]
     subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
     return str(file)
@@ -122,6 +123,7 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
         "near_ties": near_ties,
         "weight_bytes_per_token": read / tokens,
         "times_fewer_bytes": top * tokens / read,
+        "times_fewer_bytes_than_original": gearbox.original_bytes_per_token() * tokens / read,
     }
 
 
@@ -240,6 +242,7 @@ def main():
     made = read_draft_file(curve) if curve else None
     ladder = Ladder(made.gears) if made else Ladder.parse(args.gears or "4,8,16")
     settings = {"kernels": args.kernels, "activations": args.activations, "group_size": args.q_group_size}
+    settings["format"] = args.format
     model, tokenizer = load(args.model)
     gearbox = Gearbox(model, ladder, **settings)
     top = gearbox.ladder.top
@@ -254,6 +257,7 @@ def main():
         "model": args.model or "demo",
         "gears": [gear.bits for gear in ladder],
         "draft_bits": draft.bits,
+        "format": args.format,
         "kernels": args.kernels,
         "activations": args.activations,
         "prompts": len(prompts),

@@ -54,6 +54,15 @@ def codebook(results: Path) -> None:
         run("scripts/measure_codebook.py", what, "--page", "docs/codebook.md")
 
 
+def exact(results: Path) -> None:
+    """exact.png and the tables of docs/exact.md; needs --results, with two models as well"""
+    run("scripts/draw_exact.py", f"{IMAGES}/exact.png")
+    models = [str(results / name) for name in ("stories260K", "babyllama105")]
+    run("scripts/measure_exact.py", "bits", "--page", "docs/exact.md", "--models", *models)
+    run("scripts/measure_exact.py", "memory", "--page", "docs/exact.md")
+    run("scripts/measure_exact.py", "lossless", "--page", "docs/exact.md", "--results", str(results))
+
+
 def startup(results: Path) -> None:
     """the table of starting times in docs/performance.md"""
     run("scripts/time_startup.py", "--page", "docs/performance.md")
@@ -87,6 +96,7 @@ TASKS = {
         Task(throttling, 4),
         Task(sensitivity, 30),
         Task(codebook, 30),
+        Task(exact, 1, needs_results=True),
         Task(startup, 1),
         Task(models, 3),
         Task(evidence, 1, needs_results=True),

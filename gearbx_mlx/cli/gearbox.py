@@ -1,23 +1,26 @@
 """From the settings of the gears to a gearbox, or to an observer where nothing can shift."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..bit_selection.floors import Floors
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..errors import GearbxError, about
+from ..gears.activations import stored_dtype
 from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
-from ..gears.names import DEFAULT_LADDER
+from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
-from .terminal import note, progress_bar, show_compiling
+from .terminal import note, progress_bar, show_compiling, show_encoding
 
 NO_FLOORS = FloorSettings()
 
@@ -67,6 +70,13 @@ def settle_gears(
     )
 
 
+def in_whole_weights(settings: GearSettings, model: nn.Module) -> GearSettings:
+    """For a model of bfloat16 the settings with format exact, one copy of the weights that has its low gear inside."""
+    if without_gears(model) or stored_dtype(model) != mx.bfloat16:
+        return settings
+    return replace(settings, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
+
+
 def make_gearbox(
     settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto", observe: bool = False
 ) -> Gearbox | Observer:
@@ -83,6 +93,7 @@ def make_gearbox(
     if observe or without_gears(model):
         return Observer(model, settings.gears, dtype=dtype)
     show_compiling()
+    show_encoding()
     low_model = None if settings.low_model is None else load(settings.low_model)[0]
     layers: dict[str, Any] = {"manage": settings.manage, "widths": settings.cap_bits}
     if settings.precision is not None:

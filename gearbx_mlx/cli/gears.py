@@ -111,6 +111,11 @@ class GearFlags(Settings):
         named=True,
     )
 
+    @property
+    def other_codes(self) -> bool:
+        """Whether a file says which codes layers have."""
+        return self.manifest is not None or self.low_model is not None
+
 
 @dataclass(frozen=True)
 class GearSettings:

@@ -1,21 +1,24 @@
 """From the mode's flags, and the files that they name, to a mode."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..decoding.draft_rules import read_draft_file, shipped
 from ..decoding.mode import Mode
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError
+from ..formats import DEFAULT_FORMAT, get_format
 from ..gears.attachment import model_fingerprint
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
+from ..gears.manifest import Manifest
 from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, routing_for
-from .modes import TELEMETRY_ONLY, ModeSettings
+from .modes import TELEMETRY_ONLY
+from .parsers.generate import GenerateSettings
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
@@ -25,11 +28,12 @@ ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
 class ModeChoice:
     """The mode (None: route, or telemetry-only for a quantized model), and what belongs to it, files followed.
 
-    gears: the ladder as text; None: the default.
+    gears: the ladder as text; format: how it is stored. None: those of a geared checkpoint, or the defaults.
     """
 
     mode: str | None
     gears: str | None
+    format: str | None
     routing: RoutingSettings
     gate: GateSettings
     gear: str | None
@@ -37,19 +41,17 @@ class ModeChoice:
     draft_length: int | None
 
 
-def choose_mode(
-    settings: ModeSettings, routing: RoutingSettings, gate: GateSettings, gears: str | None, model: str | None
-) -> ModeChoice:
-    """The mode and the ladder that flags and files ask for together.
+def choose_mode(settings: GenerateSettings, saved: Manifest | None) -> ModeChoice:
+    """The mode, the ladder and its format that flags, files and checkpoint ask for together.
 
     Args:
-        gears: as given.
-        model: as given; for the demo model drafting files ship.
+        saved: the gears of the checkpoint, if it is a geared one.
 
     Raises:
         GearbxError: flags that exclude each other, a flag of another mode, a file that is no drafting file.
     """
-    mode, curve = TELEMETRY_ONLY if settings.observes else settings.mode, settings.curve
+    mode, curve = TELEMETRY_ONLY if settings.mode.observes else settings.mode.mode, settings.mode.curve
+    routing, gears, format = settings.routing, settings.layout.gears, settings.layout.format
     made = calibrated(routing)
     if isinstance(made, DraftFile):
         if mode not in (None, LOSSLESS):
@@ -60,11 +62,34 @@ def choose_mode(
         gears = gears or ",".join(map(str, made.gears))
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
             mode = KICKDOWN
-    if gears is None and mode == LOSSLESS:
-        gears = ladder_for_drafts(curve, model)
-    choice = ModeChoice(mode, gears, routing, gate, settings.gear, curve, settings.draft_length)
+    one_mode = settings.mode.gear, curve, settings.mode.draft_length
+    choice = ModeChoice(mode, gears, format, routing, settings.gate, *one_mode)
+    if mode is None and saved is not None and drafts_by_default(settings, choice, saved):
+        choice = replace(choice, mode=LOSSLESS)
+    if gears is None and choice.mode == LOSSLESS:
+        file = default_drafting(curve, settings)
+        if file is not None:
+            format = file.format if saved is None and not settings.gears.other_codes else format
+            choice = replace(choice, gears=",".join(map(str, file.gears)), format=settings.layout.format or format)
     check_flags(choice)
     return choice
+
+
+def drafts_by_default(settings: GenerateSettings, choice: ModeChoice, saved: Manifest) -> bool:
+    """Whether a geared checkpoint starts in mode lossless: it has one copy of the original weights (format exact).
+
+    Not where one gear alone is asked for, or something that this mode does not have.
+    """
+    whole = bool(get_format(saved.format).ladders)
+    gears = saved.gears if choice.gears is None else Ladder.parse(choice.gears)
+    others = settings.controller.wanted or settings.cache.draft_model is not None
+    return whole and len(gears) > 1 and not others and given_flags(choice) <= settings_of_mode(LOSSLESS)
+
+
+def takes_whole_weights(settings: GenerateSettings, choice: ModeChoice, saved: Manifest | None) -> bool:
+    """Whether bfloat16 weights are to be in format exact: in mode lossless, where nothing says which gears, and how."""
+    given = saved or choice.gears or choice.format or settings.gears.other_codes
+    return choice.mode == LOSSLESS and not given
 
 
 def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
@@ -77,35 +102,39 @@ def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
         return routing.source if isinstance(routing.source, ThresholdFile) else None
 
 
-def ladder_for_drafts(curve: str | None, model: str | None) -> str | None:
-    """The gears of the drafting file, or of the one that ships for the demo model and saves most."""
-    file = read_draft_file(curve) if curve is not None else None
-    if file is None and model is None:
-        file = max(shipped(), key=saving, default=None)
-    return None if file is None else ",".join(map(str, file.gears))
+def default_drafting(curve: str | None, settings: GenerateSettings) -> DraftFile | None:
+    """The drafting file whose gears are the default: the one given, or for the demo model the one that saves most."""
+    if curve is not None:
+        return read_draft_file(curve)
+    if settings.model.model is not None:
+        return None
+    format = DEFAULT_FORMAT if settings.gears.other_codes else settings.layout.format
+    return max((file for file in shipped() if format in (None, file.format)), key=saving, default=None)
 
 
 def saving(file: DraftFile) -> float:
-    """How many times fewer bytes of weights than the top gear reads; 0 where that is not the original weights."""
-    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_top / file.weight_bytes_per_token
+    """How many times fewer bytes than the original weights are read; 0 where these are not the top gear."""
+    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_of_original / file.weight_bytes_per_token
 
 
 def check_flags(choice: ModeChoice) -> None:
     """Raises GearbxError for a flag that the mode does not have."""
-    given = {
-        "gear": choice.gear,
-        "curve": choice.curve,
-        "draft_length": choice.draft_length,
-        "thresholds": choice.routing.thresholds,
-        "initial_gear": None if choice.routing.initial_gear == AUTO else choice.routing.initial_gear,
-        "hysteresis": choice.gate.hysteresis,
-        "min_gear_duration": choice.gate.min_gear_duration,
-    }
     has = settings_of_mode(choice.mode or ROUTE)
-    for field, value in given.items():
-        if value is not None and field not in has:
+    for field in FLAGS:
+        if field in given_flags(choice) - has:
             modes = [mode for mode in MODES if field in settings_of_mode(mode) and mode != "pair"]
             raise GearbxError(f"{flag_of(field)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
+
+
+FLAGS = ("gear", "curve", "draft_length", "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
+
+
+def given_flags(choice: ModeChoice) -> set[str]:
+    """The fields of modes for which a flag was given."""
+    values = {**vars(choice.routing), **vars(choice.gate), **vars(choice)}
+    if choice.routing.initial_gear == AUTO:
+        values["initial_gear"] = None
+    return {field for field in FLAGS if values[field] is not None}
 
 
 def settings_of_mode(mode: str) -> set[str]:

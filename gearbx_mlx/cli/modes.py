@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from ..decoding.modes import MODES
 from ..errors import GearbxError
+from ..gears.names import WHOLE, WHOLE_LADDER
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
 from .pair import SMALL_MODEL
 from .settings import Settings, flag
@@ -22,8 +23,10 @@ class ModeSettings(Settings):
         None,
         "route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype. static: one gear throughout. pair: --model and --small-model take "
-        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, else route",
+        "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
+        f"{WHOLE} with gears {WHOLE_LADDER}. static: one gear throughout. pair: --model and --small-model take "
+        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, lossless for "
+        "geared ones of format exact, else route",
         choices=tuple(MODES),
     )
     telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.")

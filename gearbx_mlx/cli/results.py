@@ -77,6 +77,7 @@ def summary_of(
         ladder=gearbox.ladder_report(),
         bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
         weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        original_bytes=gearbox.original_bytes_per_token(),
         tokens_per_second=speed.tokens_per_second,
         prompt_tokens=speed.prompt_tokens,
         prompt_tokens_per_second=speed.prompt_tokens_per_second,

@@ -122,10 +122,15 @@ def bits_row(summary: dict[str, Any], watching: bool) -> Row:
 
 
 def weights_line(summary: dict[str, Any], reference: str) -> str:
-    """Bytes of weights that a token reads, compared with what it reads in `reference`, unless that is empty."""
-    read, most = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
-    against = f", the {reference} {human_bytes(most)} ({most / read:.2f} times as much)" if reference and read else ""
-    return f"{human_bytes(read)} per token{against}"
+    """Bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty), and with
+    the original weights, where `reference` stores them in another way.
+    """
+    read = summary["weight_bytes_per_token"]
+    compared = {reference: summary["weight_bytes_per_token_top"]} if reference else {}
+    if reference and "weight_bytes_per_token_original" in summary:
+        compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
+    others = [f", the {name} {human_bytes(most)} ({most / read:.2f} times as much)" for name, most in compared.items()]
+    return f"{human_bytes(read)} per token" + "".join(others if read else [])
 
 
 def memory_line(summary: dict[str, Any], watching: bool) -> str:

@@ -3,8 +3,9 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NoReturn
 
 from rich.console import COLOR_SYSTEMS, Console
@@ -103,6 +104,20 @@ def show_compiling() -> None:
     from ..kernels import cpu  # imports mlx, which --help does not wait for
 
     cpu.while_compiling = lambda: messages.status(COMPILING) if messages.is_terminal else nullcontext()
+
+
+def show_encoding() -> None:
+    """Let a bar show how far a model's weights are put into format exact: a second for 16 million of them."""
+    from ..gears import whole  # imports mlx
+
+    whole.while_encoding = encoding
+
+
+@contextmanager
+def encoding(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar for as many bytes of weights; gives what advances it."""
+    with progress_bar(in_bytes=True) as progress:
+        yield partial(progress.advance, progress.add_task("encoding", total=total))
 
 
 class TintedText:

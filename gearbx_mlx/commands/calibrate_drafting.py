@@ -17,7 +17,9 @@ from ..cli.loaded import load_model
 from ..cli.model import ModelSettings
 from ..cli.parsers.calibrate import CalibrateSettings
 from ..decoding.agreement import Agreement, draft_files, record_agreement
+from ..errors import GearbxError
 from ..evaluation.journal import Journal
+from ..formats import get_format
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..gears.saved import saved_gears
@@ -41,7 +43,7 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
         place: of the journal, if there is one.
     """
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
-    ladders = [gears.ladder] if gears.ladder else [Ladder.parse(text) for text in LADDERS[settings.calibration.top]]
+    ladders = [gears.ladder] if gears.ladder else ladders_to_compare(gears.format, settings.calibration.top)
     check_ladder(ladders[0], "nothing to draft with")
     texts = prompts_by_kind(settings.calibration)["mixed"]
     model, tokenizer, config = load_model(settings.model)
@@ -52,16 +54,27 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     with terminal.progress_bar() as progress:
         task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
         for ladder in ladders:
+            if files and get_format(gears.format).ladders:  # the gears before dropped the weights
+                model, tokenizer, _ = load_model(settings.model)
             files += files_of(
                 ladder, gears, settings.model, (model, tokenizer), prompts, journal, lambda: progress.advance(task)
             )
     best = min(files, key=lambda file: file.weight_bytes_per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
-        f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear "
-        "(predicted)"
+        f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear"
+        f"{than_original(best)} (predicted)"
     )
     return Calibration(best, line, table=drafting_table(files, best))
+
+
+def ladders_to_compare(format: str, top: int) -> list[Ladder]:
+    """A format's own ladders, or else `LADDERS`. Raises GearbxError if none has this top gear."""
+    known = get_format(format).ladders
+    found = [Ladder(bits) for bits in known if bits[-1] == top] if known else [*map(Ladder.parse, LADDERS[top])]
+    if not found:
+        raise GearbxError(f"--top {top}: the top gear of format {format} has 16 bits; leave out --top or --format")
+    return found
 
 
 def files_of(
@@ -111,6 +124,13 @@ def agreements(
 def times_fewer(weight_bytes: float, file: DraftFile) -> float:
     """How many times as many bytes per token the top gear alone reads."""
     return file.weight_bytes_per_token_top / weight_bytes
+
+
+def than_original(file: DraftFile) -> str:
+    """What is saved over the original weights, where the top gear reads other bytes."""
+    if file.weight_bytes_per_token_original is None:
+        return ""
+    return f" and {file.weight_bytes_per_token_original / file.weight_bytes_per_token:.2f} than the original weights"
 
 
 def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:

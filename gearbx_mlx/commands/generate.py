@@ -7,12 +7,12 @@ import mlx.core as mx
 
 from ..cli import terminal
 from ..cli.gate import check_routing
-from ..cli.gearbox import make_gearbox, settle_gears
+from ..cli.gearbox import in_whole_weights, make_gearbox, settle_gears
 from ..cli.gears import GearSettings
 from ..cli.generation import generation_keywords, length_of, load_cache
 from ..cli.governing import check_governing, governor
 from ..cli.loaded import load_model, room_for
-from ..cli.mode_choice import ModeChoice, choose_mode, make_mode
+from ..cli.mode_choice import ModeChoice, choose_mode, make_mode, takes_whole_weights
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.results import Draft, summary_of
@@ -40,6 +40,8 @@ def run(settings: GenerateSettings) -> int:
     read = length_of(settings.input.prompt_cache_file, cache, model) + len(tokens)
     max_tokens = room_for(config, read, settings.prompt.max_tokens, settings.cache.max_kv_size)
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, cache)
+    if takes_whole_weights(settings, choice, gears_of(settings.model.model)):
+        gears = in_whole_weights(gears, model)
     gearbox = make_gearbox(gears, model, model_path, settings.model.dtype, settings.mode.observes)
     mode = make_mode(choice, gears.gears, gearbox, prompt)
     announce(settings, gearbox, model_path)
@@ -63,12 +65,12 @@ def settle(settings: GenerateSettings) -> tuple[ModeChoice, GearSettings]:
         GearbxError: settings that do not fit together.
     """
     model = settings.model.model
-    choice = choose_mode(settings.mode, settings.routing, settings.gate, settings.layout.gears, model)
+    saved = gears_of(model)
+    choice = choose_mode(settings, saved)
     check_governing(settings.controller, choice.mode, settings.cache.draft_model)
-    layout = replace(settings.layout, gears=choice.gears)
+    layout = replace(settings.layout, gears=choice.gears, format=choice.format)
     gears = settle_gears(model, layout, settings.gears, settings.floors)
-    has_gears = gears_of(model) is not None
-    cap_bits = settings.controller.widths(model, gears.gears, gears.format, has_gears)
+    cap_bits = settings.controller.widths(model, gears.gears, gears.format, saved is not None)
     check_routing(choice.routing, gears.gears)
     if choice.gear is not None:
         gears.gears.find(choice.gear)

@@ -19,7 +19,7 @@ from ..files.reading import Count, json_lines, read_text
 from ..formats import get_format
 from ..formats.base import check_ladder
 from ..gears.activations import dtype_name, stored_dtype
-from ..gears.discovery import Layer, Predicate, discover, with_bits
+from ..gears.discovery import Layer, Predicate, discover, none_managed, with_bits
 from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.looked_up import tables_to_pack
@@ -126,8 +126,7 @@ class Converter:
         check_ladder(self.format, plan.gears)
         self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
         if not self.layers:
-            reasons = "; ".join(sorted(set(self.unmanaged.values()))) or "it has no linear layer"
-            raise GearbxError(f"no layer can change gear: {reasons}")
+            raise none_managed(self.unmanaged)
         tables = plan.manage, plan.gears, self.format, plan.group_size
         self.tables = tables_to_pack(model, *tables) if self.packs_rows else []
         parameters = tree_flatten(model.parameters())

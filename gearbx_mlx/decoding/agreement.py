@@ -71,7 +71,7 @@ def draft_files(
     Raises:
         GearbxError: no tokens were recorded.
     """
-    verification = gearbox.weight_bytes_per_token(top)
+    verification, original = gearbox.weight_bytes_per_token(top), gearbox.original_bytes_per_token()
     for gear, texts in recorded.items():
         sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
         if not sequences:
@@ -99,4 +99,5 @@ def draft_files(
             weight_bytes_per_token_top=verification,
             best_fixed_length=length,
             fixed_weight_bytes_per_token=fixed,
+            weight_bytes_per_token_original=None if original == verification else original,
         )

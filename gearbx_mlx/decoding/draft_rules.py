@@ -29,8 +29,8 @@ def shipped() -> tuple[DraftFile, ...]:
 
 
 def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
-    """The files that ship for this model and ladder."""
-    for made in shipped():
+    """The files that ship for this model and ladder; those of its format first."""
+    for made in sorted(shipped(), key=lambda made: made.format != gearbox.format.name):
         try:
             check_file(made, gearbox)
         except GearbxError:

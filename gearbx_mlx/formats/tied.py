@@ -34,6 +34,9 @@ class TiedEmbedding(nn.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         return self.projection(x)
 
+    def _extra_repr(self) -> str:
+        return ""  # that of nn.Embedding reads the weight, which some of its kinds do not have
+
 
 class QuantizedTied(TiedEmbedding):
     """A tied embedding whose input tokens read their rows of the head's own packed matrix, as in stock mlx-lm.
@@ -58,7 +61,7 @@ class ExactTied(TiedEmbedding):
     Args:
         projection: the head, a linear layer of any precision.
         rows: the exact linear layer whose rows are looked up; it may be the head itself.
-        dtype: of the rows that are looked up.
+        dtype: of the rows that are looked up. It follows a model that gets another type.
     """
 
     def __init__(self, projection: nn.Module, rows: nn.Module, dtype: mx.Dtype):
@@ -71,6 +74,15 @@ class ExactTied(TiedEmbedding):
     def __call__(self, x: mx.array) -> mx.array:
         rows: mx.array = self.get("table", self["projection"]).rows(x)
         return rows.astype(self.dtype)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """That of an empty array, which `set_dtype` converts: exact weights are whole numbers and stay as they are."""
+        return self["typed"].dtype
+
+    @dtype.setter
+    def dtype(self, dtype: mx.Dtype) -> None:
+        self.typed = mx.zeros((0,), dtype)
 
 
 class QuantizedTable(nn.QuantizedEmbedding):

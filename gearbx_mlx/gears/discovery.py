@@ -47,6 +47,7 @@ QUANTIZED = (
 )
 
 
+FOR_BFLOAT16 = "is for bfloat16"
 TOWER = "reads images or sound, and is selected by manage 'everything'"
 
 
@@ -175,8 +176,7 @@ def discover(
     Returns:
         the managed layers in the order of the model, and path to reason of the other linear layers.
     """
-    predicate = get_predicate(manage)
-    own = own_predicate(model)
+    predicate, own = get_predicate(manage), own_predicate(model)
     managed: list[Layer] = []
     unmanaged: dict[str, str] = {}
     head, read_by, known = tied_head(model), readers(model), get_format(format)
@@ -204,9 +204,16 @@ def discover(
         elif not mx.issubdtype(module.weight.dtype, mx.floating):
             unmanaged[path] = f"weights of type {module.weight.dtype}"
         elif stored.get(f"{places.get(path, path)}.weight", module.weight.dtype) not in known.types:
-            unmanaged[path] = f"weights of {dtype_name(module.weight.dtype)}, and format {known.name} is for bfloat16"
+            unmanaged[path] = f"weights of {dtype_name(module.weight.dtype)}, and format {known.name} {FOR_BFLOAT16}"
         else:
             floors = [answer.get("bits", 0) for answer in (choice, objection) if isinstance(answer, dict)]
             clamp = choice.get("clamp") if isinstance(choice, dict) else None
             managed.append(Layer(path, module, max(floors, default=0), clamp))
     return managed, unmanaged
+
+
+def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
+    """The error of a model without managed layers. unmanaged: path to reason, as from `discover`."""
+    reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
+    remedy = "; choose another format, or make the model bfloat16 (mlx_lm.convert --dtype bfloat16)"
+    return GearbxError(f"no layer can change gear: {reasons}{remedy if FOR_BFLOAT16 in reasons else ''}")

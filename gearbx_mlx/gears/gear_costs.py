@@ -51,7 +51,7 @@ class GearCosts:
         """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
-        return read + self._biases[layer.path] * self.storage[layer.path].size
+        return read + self._biases[layer.path] * self._size(layer)
 
     def bits_per_weight(self, gear: Gear) -> float:
         """Bits that a managed weight takes in a gear as it is read, scales included."""
@@ -75,14 +75,28 @@ class GearCosts:
                 continue
             bits = self.bits_of(layer, gear)
             if self.source.rows_at(layer, bits) != bits:  # which the head does not read
-                managed[layer.path] += positions * self._shapes[layer.path][-1] * self.storage[layer.path].size
+                managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
         for table in self._embeddings:
-            rows = self.source.bytes_read(table, self.bits_of(table, gear), None)
+            bits = self.bits_of(table, gear)
+            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
             managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
         read = token_bytes(self.model, managed, self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
         return read
+
+    def original_bytes_per_token(self) -> int:
+        """Bytes of weights that one token would read if every layer had its original weight."""
+        managed = {
+            layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
+            for layer in self.layers
+        }
+        managed |= {table.path: float(table.module.weight.shape[-1] * self._size(table)) for table in self._embeddings}
+        return token_bytes(self.model, managed, self.storage, self.head)
+
+    def _size(self, layer: Layer) -> int:
+        """Bytes of a number of a layer, as the checkpoint stores it."""
+        return self.storage[layer.path].size
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""

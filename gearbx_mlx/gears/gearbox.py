@@ -92,10 +92,9 @@ class Gearbox(GearCosts):
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
-        self.head = tied_head(model)
-        self._tables = check_tables(tables or {}, self.ladder, self.layers)
+        self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         if self.format.ladders:
-            refuse_other_codes(self.format.name, self.layers, self._tables, low_model)
+            refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations, bool(self.format.ladders))
         self._places = places_of(model)
@@ -114,7 +113,8 @@ class Gearbox(GearCosts):
         if quantized and self.saved is None:
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
-        self._modules = GearModules(self._changing, self.source, self.residency, self._made(), self.kernels.x_bits)
+        made = self._made()  # after which fewer layers may change
+        self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernels.x_bits)
         self.compiled = CompiledSteps(model)
         self._typed = Typed(model, self._changing, self.compute_dtype)
         setattr(model, ATTACHED, self)
@@ -125,8 +125,9 @@ class Gearbox(GearCosts):
         """Where modules come from: the model's weights, or the files of a geared checkpoint."""
         if layout.saved is not None:
             return FromFiles(layout.saved, scales, self.compute_dtype)
-        settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype
-        return Original(*settings, self._shapes, self._tables, widths)
+        shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
+        settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
+        return Original(*settings, self._tables, widths)
 
     def _take_low_gear(self, low_model: nn.Module, residency: str) -> None:
         """Another quantizer's model becomes the lowest gear."""
@@ -148,9 +149,8 @@ class Gearbox(GearCosts):
         assert isinstance(self.source, Original)
         made, larger = make_all(self._changing, self.source)
         self.unmanaged |= larger
-        self.layers, self._embeddings = (
-            [layer for layer in found if layer.path in made] for found in (self.layers, self._embeddings)
-        )
+        kept = [[layer for layer in found if layer.path in made] for found in (self.layers, self._embeddings)]
+        self.layers, self._embeddings = kept
         return made
 
     def _begin(self) -> None:
@@ -164,8 +164,7 @@ class Gearbox(GearCosts):
         as_loaded = first.dense and self._modules.has_originals and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
         now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
-        self._trees = {self.gear: tree_of(now, self._places)}
-        self.active_memory: dict[str, int] = {}
+        self._trees, self.active_memory = {self.gear: tree_of(now, self._places)}, dict[str, int]()
         if self.gear != first:
             self.shift(first)
             self.shifts, self.shift_seconds = 0, 0.0

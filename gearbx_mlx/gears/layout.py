@@ -14,7 +14,7 @@ from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
-from .discovery import Layer, Predicate, discover, is_quantized
+from .discovery import Layer, Predicate, discover, is_quantized, none_managed
 from .ladder import DENSE, Ladder
 from .looked_up import tables_to_pack
 from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
@@ -101,8 +101,7 @@ def quantized_widths(
     quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
     check_ladder(layout.format, layout.stored_ladder, [*in_tables, *widths])
     if quantized and not layers:
-        reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
-        raise GearbxError(f"no layer can change gear: {reasons}")
+        raise none_managed(unmanaged)
     return quantized
 
 

@@ -1,6 +1,7 @@
 """Names and defaults of a gearbox's settings, for parsers and help texts: importing them does not load MLX."""
 
 DEFAULT_LADDER = "4,8,16"
+WHOLE, WHOLE_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
 DEFAULT_KERNELS = "mlx"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64

@@ -65,6 +65,9 @@ class Observer:
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         return self._token_bytes
 
+    def original_bytes_per_token(self) -> int:
+        return self._token_bytes
+
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of the linear layers, packed or not, with a tied output head."""

@@ -19,7 +19,8 @@ class DraftFile(Struct, frozen=True):
     gears: bits of the ladder that was calibrated, the last of which verifies; draft: bits of the gear that drafts.
     fingerprint: of the model's weights. edges (bits), agreement: of the AcceptanceCurve. bound: on its product.
     tokens: of the calibration; agreement_overall: the share on which both gears agree. weight_bytes_per_token:
-    predicted from these tokens; weight_bytes_per_token_top: of the top gear alone.
+    predicted from these tokens; weight_bytes_per_token_top: of the top gear alone; weight_bytes_per_token_original: of
+    the original weights, where the top gear reads other bytes than these.
     best_fixed_length, fixed_weight_bytes_per_token: the best fixed length of drafts, and what it reads, to compare.
     """
 
@@ -39,6 +40,7 @@ class DraftFile(Struct, frozen=True):
     weight_bytes_per_token_top: float
     best_fixed_length: Count
     fixed_weight_bytes_per_token: float
+    weight_bytes_per_token_original: float | None = None
     schema: str = SCHEMA
     version: int = VERSION
 
@@ -46,6 +48,11 @@ class DraftFile(Struct, frozen=True):
         self.rule()
         if self.draft not in self.gears[:-1]:
             raise GearbxError(f"draft is {self.draft}, which is not a gear below the top of {self.gears}")
+
+    @property
+    def weight_bytes_per_token_of_original(self) -> float:
+        """Those of the top gear, unless it reads other bytes than the original weights have."""
+        return self.weight_bytes_per_token_original or self.weight_bytes_per_token_top
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -80,6 +80,7 @@ def summarize(
     bits_per_weight: Mapping[str, float],
     weight_bytes: Mapping[str, int],
     of_mode: Mapping[str, Any],
+    original_bytes: int | None = None,
     **further: Any,
 ) -> dict[str, Any]:
     """The summary object.
@@ -89,8 +90,11 @@ def summarize(
         bits_per_weight: of the managed layers, by gear, as one pass reads them.
         weight_bytes: that one token reads from the whole model, by gear.
         of_mode: what the mode adds.
+        original_bytes: that a token would read of the original weights; None where that is not known.
         further: fields that the command knows: speed, memory, layers.
     """
+    top = weight_bytes[ladder[-1]["name"]]
+    original = {} if original_bytes in (None, top) else {"weight_bytes_per_token_original": original_bytes}
     return {
         "model": model,
         "mode": mode,
@@ -103,7 +107,8 @@ def summarize(
         "mean_entropy_bits": tally.mean(tally.entropy_sum),
         "effective_bits_per_weight": tally.mean(tally.bits_read(bits_per_weight)),
         "weight_bytes_per_token": tally.mean(tally.weight_bytes),
-        "weight_bytes_per_token_top": weight_bytes[ladder[-1]["name"]],
+        "weight_bytes_per_token_top": top,
+        **original,
         **further,
     }
 

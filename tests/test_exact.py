@@ -1,0 +1,383 @@
+"""Format exact: every bit of bfloat16 weights, in one copy that contains its low gears."""
+
+import gc
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from architectures import GROUP, tiny
+from conftest import ON_A_CPU, PROMPT, normal, weights_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from gearbx_mlx import Gearbox, GearbxError, Lossless, Static, stream_generate
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.gears import whole
+
+LADDERS = ("4,16", "3,16", "4,8,16")
+SAME_LOW_GEARS = {"4,16": "affine", "3,16": "affine", "4,8,16": "planes"}
+LINEAR = "model.layers.0.mlp.up_proj"
+
+
+def bits_of(array: mx.array) -> np.ndarray:
+    return np.array(array.view(mx.uint16))
+
+
+def from_bits(bits: np.ndarray) -> mx.array:
+    return mx.array(bits.astype(np.uint16)).view(mx.bfloat16)
+
+
+def linear(weight: mx.array) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = weight
+    return layer
+
+
+def gears(dense: nn.Module, ladder: str, group_size: int = 64, format: str = "exact") -> dict[int, nn.Module]:
+    """All gears of one layer, by bits."""
+    widths = tuple(map(int, ladder.split(",")))
+    widths = widths if format == "exact" else widths[:-1]
+    made: dict[int, nn.Module] = {}
+    for bits in widths:
+        if bits not in made:
+            made |= get_format(format).modules(dense, bits, widths, group_size, mx.bfloat16)
+    return made
+
+
+def comes_back(weight: mx.array, ladder: str, group_size: int) -> bool:
+    made = gears(linear(weight), ladder, group_size)[16]
+    return np.array_equal(bits_of(made.dense_weight()), bits_of(weight))
+
+
+def model_of(architecture: str = "llama", **change: object) -> nn.Module:
+    """A tiny model of bfloat16 that computes in float32, as it would behind a gearbox."""
+    return tiny(architecture, mx.bfloat16, **change)
+
+
+def boxed(ladder: str = "4,16", architecture: str = "llama", model: nn.Module | None = None, **keywords) -> Gearbox:
+    keywords = {"format": "exact", "group_size": GROUP, "kernels": "mlx"} | keywords
+    return Gearbox(model or model_of(architecture), ladder, **keywords)
+
+
+def logits(gearbox: Gearbox, gear: str) -> np.ndarray:
+    gearbox.shift(gear)
+    return np.array(gearbox.model(PROMPT).astype(mx.float32))
+
+
+def linear_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """The bits of every matrix, by name."""
+    return {name: bits_of(array) for name, array in weights_of(model).items() if array.ndim > 1}
+
+
+class TestEveryBitComesBack:
+    @settings(max_examples=40)
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        rows=st.integers(1, 5),
+        groups=st.integers(1, 3),
+        group_size=st.sampled_from([32, 64, 128]),
+        ladder=st.sampled_from(LADDERS),
+        exponent=st.integers(-140, 126),
+        heavy=st.booleans(),
+        special=st.lists(st.integers(0, 65535), max_size=6),
+    )
+    def test_of_weights_of_any_size_with_any_values_among_them(
+        self, seed, rows, groups, group_size, ladder, exponent, heavy, special
+    ):
+        random = np.random.default_rng(seed)
+        shape = rows, groups * group_size
+        values = random.standard_t(2, shape) if heavy else random.standard_normal(shape)
+        bits = bits_of(
+            mx.array(np.clip(np.ldexp(values, exponent), -3e38, 3e38).astype(np.float32)).astype(mx.bfloat16)
+        )
+        bits = bits.copy()
+        bits[random.integers(0, shape[0], len(special)), random.integers(0, shape[1], len(special))] = special
+        assert comes_back(from_bits(bits), ladder, group_size)
+
+    @pytest.mark.parametrize("ladder", LADDERS)
+    @pytest.mark.parametrize("order", ["ascending", "shuffled"])
+    def test_of_all_patterns(self, ladder, order):
+        bits = np.arange(65536)
+        if order == "shuffled":
+            np.random.default_rng(0).shuffle(bits)
+        assert comes_back(from_bits(bits.reshape(256, 256)), ladder, 64)
+
+    @pytest.mark.parametrize("ladder", LADDERS)
+    @pytest.mark.parametrize("pattern", [0x0000, 0x8000, 0x0001, 0x807F, 0x3F80, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF])
+    def test_of_groups_of_one_value(self, ladder, pattern):
+        """Zeros of both signs, subnormals, one, infinities, NaN with any payload; alone and beside ordinary groups."""
+        bits = bits_of((normal(3, 128) * 0.02).astype(mx.bfloat16)).copy()
+        bits[1], bits[2, :64] = pattern, pattern
+        assert comes_back(from_bits(bits), ladder, 64)
+
+    @pytest.mark.parametrize("ladder", LADDERS)
+    @pytest.mark.parametrize("kind", ["experts", "heads"])
+    def test_of_stacked_matrices(self, ladder, kind):
+        layer = SwitchLinear(64, 32, 5, bias=False) if kind == "experts" else MultiLinear(64, 32, 5)
+        layer.weight = (normal(5, 32, 64) * 0.02).astype(mx.bfloat16)
+        made = gears(layer, ladder)[16]
+        assert made.weight_shape == (5, 32, 64)
+        np.testing.assert_array_equal(bits_of(made.dense_weight()), bits_of(layer.weight))
+
+    @pytest.mark.parametrize("ladder", LADDERS)
+    def test_of_any_rows_by_themselves(self, ladder):
+        weight = (normal(40, 128) * 0.02).astype(mx.bfloat16)
+        chosen = mx.array([[39, 0, 7], [7, 12, 39]])
+        rows = gears(linear(weight), ladder)[16].rows(chosen)
+        np.testing.assert_array_equal(bits_of(rows), bits_of(weight[chosen]))
+
+
+class TestLowGears:
+    @pytest.mark.parametrize("ladder", LADDERS)
+    def test_have_the_codes_of_formats_with_copies(self, ladder):
+        dense = linear((normal(64, 128) * 0.02).astype(mx.bfloat16))
+        ours, theirs = gears(dense, ladder), gears(dense, ladder, format=SAME_LOW_GEARS[ladder])
+        assert theirs
+        for bits, module in theirs.items():
+            assert same_arrays(ours[bits], module), bits
+
+    @pytest.mark.parametrize(("ladder", "most"), [("4,16", 13.55), ("3,16", 13.6), ("4,8,16", 14.9)])
+    def test_take_little_more_than_the_weights_alone(self, ladder, most):
+        """Gaussian rows 4096 wide; the figures are those of docs/exact.md."""
+        made = gears(linear((normal(64, 4096) * 0.02).astype(mx.bfloat16)), ladder)[16]
+        arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
+        assert made.bytes_read == arrays
+        assert 8 * arrays / (64 * 4096) <= most
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("ladder", "architecture", "change"),
+    [
+        ("4,16", "llama", {}),
+        ("4,16", "llama", TIED),
+        ("4,8,16", "llama", TIED),
+        ("3,16", "qwen3_moe", {}),
+        ("4,8,16", "qwen3_moe", {}),
+        ("4,16", "deepseek_v3", {}),
+        ("3,16", "gpt_neox", {}),
+    ],
+    ids=["untied", "tied", "tied X8", "experts", "experts X8", "heads", "biases"],
+)
+def test_a_model_has_every_weight_and_the_low_gears_of_formats_with_copies(ladder, architecture, change):
+    before = linear_weights(model_of(architecture, **change))
+    ours = boxed(ladder, model=model_of(architecture, **change))
+    theirs = boxed(ladder, model=model_of(architecture, **change), format=SAME_LOW_GEARS[ladder])
+    assert ours.layers
+    assert [layer.path for layer in ours.layers] == [layer.path for layer in theirs.layers]
+    np.testing.assert_array_equal(logits(ours, "high"), logits(theirs, "high"))
+    for layer in ours.layers:
+        weight = dense_weight(layer_in(ours, layer.path)).astype(mx.bfloat16)
+        np.testing.assert_array_equal(bits_of(weight), before[f"{layer.path}.weight"], err_msg=layer.path)
+    for gear in list(ours.ladder)[:-1]:
+        assert np.isfinite(logits(ours, gear.name)).all()
+        theirs.shift(gear.name)
+        for layer in ours.layers:
+            if ours.bits_of(layer, gear) == theirs.bits_of(layer, gear):
+                assert same_arrays(layer_in(ours, layer.path), layer_in(theirs, layer.path)), layer.path
+
+
+def layer_in(gearbox: Gearbox, path: str) -> nn.Module:
+    """The linear layer that is engaged; of a tied embedding, its head."""
+    module = dict(gearbox.model.named_modules())[path]
+    return getattr(module, "projection", module)
+
+
+def same_arrays(ours: nn.Module, theirs: nn.Module) -> bool:
+    a, b = (dict(tree_flatten(module.parameters())) for module in (ours, theirs))
+    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+
+
+@pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
+def test_a_text_and_its_drafts_are_those_of_the_plain_model(ladder, demo):
+    """Drafts agree now and then at most: the weights are random."""
+    demo.tokenizer.eos_token_ids = set()
+    plain = boxed("16", format="planes", model=model_of(), dtype="float32")
+    texts = []
+    for gearbox, mode in ((plain, Static()), (boxed(ladder), Lossless(draft_length=3))):
+        written = stream_generate(gearbox.model, demo.tokenizer, PROMPT[0].tolist(), 12, mode=mode, gearbox=gearbox)
+        texts.append([response.token for response in written])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 2
+
+
+@ON_A_CPU
+@pytest.mark.parametrize(("ladder", "architecture"), [("3,16", "llama"), ("4,8,16", "llama"), ("4,16", "qwen3_moe")])
+def test_native_kernels_compute_what_they_do_with_dense_weights(native, ladder, architecture):
+    ours = boxed(ladder, architecture, kernels="native")
+    theirs = boxed(ladder, architecture, format=SAME_LOW_GEARS[ladder], kernels="native")
+    np.testing.assert_array_equal(logits(ours, "high"), logits(theirs, "high"))
+    for layer in ours.layers:
+        weight, original = (dense_weight(layer_in(gearbox, layer.path)) for gearbox in (ours, theirs))
+        np.testing.assert_array_equal(bits_of(weight.astype(mx.bfloat16)), bits_of(original.astype(mx.bfloat16)))
+
+
+class TestMemory:
+    def test_is_that_of_the_format_and_of_what_stays_dense(self):
+        gc.collect()
+        before = mx.get_active_memory()
+        gearbox = boxed(model=model_of(hidden_size=512, intermediate_size=1024, head_dim=256), dtype="bfloat16")
+        arrays = {id(a): a.nbytes for m in all_modules(gearbox) for _, a in tree_flatten(m.parameters())}
+        kept = {id(a): a.nbytes for a in weights_of(gearbox.model).values()}
+        weights = sum(np.prod(layer.module.weight.shape) for layer in gearbox.layers)
+        gc.collect()
+        assert sum((kept | arrays).values()) < 1.95 * weights  # bfloat16 alone takes 2 bytes for each
+        assert mx.get_active_memory() - before <= 1.02 * sum((kept | arrays).values())
+
+    def test_layers_that_would_be_larger_stay_as_they_are(self):
+        model = model_of()
+        noise = np.random.default_rng(0).integers(0, 65536, (128, 64))
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = from_bits(np.where((noise & 0x7F80) == 0x7F80, 0, noise))
+        before = bits_of(layer.weight)
+        gearbox = boxed(model=model)
+        assert "would take" in gearbox.unmanaged[LINEAR]
+        assert LINEAR not in [layer.path for layer in gearbox.layers]
+        for gear in ("low", "high"):
+            gearbox.shift(gear)
+            np.testing.assert_array_equal(bits_of(layer_in(gearbox, LINEAR).weight.astype(mx.bfloat16)), before)
+
+    def test_counts_of_bytes_are_those_of_the_arrays(self):
+        gearbox = boxed("4,16")
+        layer = next(layer for layer in gearbox.layers if layer.path == LINEAR)
+        for gear in ("low", "high"):
+            gearbox.shift(gear)
+            arrays = [a for _, a in tree_flatten(layer_in(gearbox, LINEAR).parameters())]
+            sizes = [a.size * (2 if a.dtype == mx.float32 else a.dtype.size) for a in arrays]
+            assert gearbox.layer_bytes(layer, gearbox.gear) == sum(sizes)
+        dense = boxed("16", format="planes")
+        assert gearbox.original_bytes_per_token() == dense.weight_bytes_per_token(dense.ladder.top)
+
+
+def all_modules(gearbox: Gearbox) -> list[nn.Module]:
+    """The layers of all gears."""
+    found = []
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        found += [layer_in(gearbox, layer.path) for layer in gearbox.layers]
+    return found
+
+
+class TestALayer:
+    def test_with_a_floor_stays_dense_in_every_gear(self):
+        gearbox = boxed(manage=lambda path, module: {"bits": 8} if path == LINEAR else True)
+        layer = next(layer for layer in gearbox.layers if layer.path == LINEAR)
+        assert {gearbox.bits_of(layer, gear) for gear in gearbox.ladder} == {16}
+        gearbox.shift("low")
+        assert type(layer_in(gearbox, LINEAR)) is nn.Linear
+
+    def test_of_another_type_stays_dense_and_says_so(self):
+        model = model_of()
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = layer.weight.astype(mx.float16)
+        assert boxed(model=model).unmanaged == {LINEAR: "weights of float16, and format exact is for bfloat16"}
+
+    def test_keeps_its_adapter(self):
+        model = model_of()
+        linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+        for _, module in model.named_modules():
+            if "lora_b" in module:
+                module.lora_b = normal(*module.lora_b.shape)
+        plain = np.array(boxed("16", model=model, format="planes", dtype="float32").model(PROMPT))
+        gearbox = boxed(model=model)
+        low, high = logits(gearbox, "low"), logits(gearbox, "high")
+        np.testing.assert_array_equal(high, plain)
+        assert not np.array_equal(low, high)
+
+
+@pytest.mark.parametrize("residency", ["resident", "host"])
+def test_shifts_and_other_types_change_no_weight(residency):
+    gearbox = boxed("4,8,16", residency=residency)
+    before = linear_weights(model_of())
+    for gear in ("low", "high", "mid", "low", "high"):
+        gearbox.shift(gear)
+    gearbox.model.set_dtype(mx.float16)
+    assert gearbox.model(PROMPT).dtype == mx.float16
+    for gear in ("low", "high"):
+        gearbox.shift(gear)
+    for layer in gearbox.layers:
+        weight = layer_in(gearbox, layer.path).dense_weight()
+        np.testing.assert_array_equal(bits_of(weight), before[f"{layer.path}.weight"], err_msg=layer.path)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch):
+    model = model_of(tie_word_embeddings=True)
+    before = linear_weights(model)
+    done = []
+
+    @contextmanager
+    def stopping(total):
+        def advance(count):
+            done.append(count)
+            if len(done) == 5:
+                raise stop
+
+        yield advance
+
+    monkeypatch.setattr(whole, "while_encoding", stopping)
+    with pytest.raises(stop):
+        boxed(model=model, dtype="bfloat16")
+    assert len(done) == 5
+    after = linear_weights(model)
+    assert after.keys() == before.keys()
+    for name, bits in before.items():
+        np.testing.assert_array_equal(after[name], bits, err_msg=name)
+
+
+def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
+    told = []
+
+    @contextmanager
+    def following(total):
+        told.append(-total)
+        yield told.append
+
+    monkeypatch.setattr(whole, "while_encoding", following)
+    gearbox = boxed()
+    assert len(told) > len(gearbox.layers)
+    assert sum(told) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keywords", "complaint"),
+    [
+        (mx.bfloat16, {"ladder": "4,8"}, "format exact has the gears 3,16 or 4,16 or 4,8,16, not 4,8"),
+        (mx.bfloat16, {"ladder": "8,16"}, "not 8,16"),
+        (mx.bfloat16, {"ladder": "5,16"}, "none of 5"),
+        (mx.bfloat16, {"ladder": "3,4,16"}, "not 3,4,16"),
+        (mx.bfloat16, {"widths": [5]}, "none of 5"),
+        (mx.bfloat16, {"widths": [8]}, "with other bits for some layers"),
+        (mx.bfloat16, {"tables": {"low": {LINEAR: 16}}}, "leave out tables"),
+        (mx.bfloat16, {"manage": lambda path, module: {"clamp": 0.5}}, "leave out tables and clamps"),
+        (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "cannot be another model's"),
+        (mx.bfloat16, {"residency": "disk"}, "leave out residency 'disk'"),
+        (mx.float32, {}, "weights of float32, and format exact is for bfloat16; .*or make the model bfloat16"),
+        (mx.float16, {}, "weights of float16, and format exact is for bfloat16; .*or make the model bfloat16"),
+    ],
+)
+def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
+    model = tiny("llama", dtype)
+    before = weights_of(model)
+    with pytest.raises(GearbxError, match=complaint) as refused:
+        boxed(**({"ladder": "4,16", "model": model} | keywords))
+    assert "\n" not in str(refused.value)
+    assert {name: array.dtype for name, array in weights_of(model).items()} == {n: a.dtype for n, a in before.items()}
+
+
+@pytest.mark.parametrize("gear", ["low", "high"])
+def test_weights_that_mlx_lm_could_not_load_are_not_saved(gear, tmp_path):
+    gearbox = boxed()
+    gearbox.shift(gear)
+    with pytest.raises(GearbxError, match=r"write the gears with gearbx_mlx\.convert"):
+        gearbox.model.save_weights(str(tmp_path / "model.safetensors"))
+    assert not list(tmp_path.iterdir())

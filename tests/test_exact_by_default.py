@@ -1,0 +1,143 @@
+"""Where commands take format exact without being asked, and start in mode lossless."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from architectures import GROUP, tiny
+from conftest import save_model, weights_of
+
+from gearbx_mlx import convert
+from gearbx_mlx.decoding.draft_rules import shipped
+from gearbx_mlx.routing.draft_file import parse_draft_file
+
+GENERATE = ("-m", 4, "--kernels", "mlx", "--ignore-chat-template")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, demo):
+    """Directories of tiny models: of two types, and two geared checkpoints."""
+    folder = tmp_path_factory.mktemp("models")
+    for dtype in (mx.bfloat16, mx.float16):
+        model = tiny("llama", dtype, vocab_size=demo.tokenizer.vocab_size, tie_word_embeddings=True)
+        save_model(model, folder / str(dtype).rpartition(".")[2])
+    common = {"model": str(folder / "bfloat16"), "q_group_size": GROUP}
+    for format in ("exact", "planes"):
+        convert(**common, mlx_path=str(folder / format), format=format, gears="4,16")
+    return folder
+
+
+@pytest.fixture
+def summary(command, places, tmp_path):
+    """What `generate` with these flags writes about its run."""
+
+    def run(model: str, *flags: object) -> dict:
+        file = tmp_path / "summary.json"
+        done = command("generate", "--model", places / model, *GENERATE, *flags, "--summary", file)
+        assert done.status == 0, done.err
+        return json.loads(file.read_text())
+
+    return run
+
+
+def bits(summary: dict) -> list[int]:
+    return [gear["bits"] for gear in summary["ladder"]]
+
+
+class TestAGearedCheckpoint:
+    def test_starts_in_mode_lossless(self, summary):
+        assert summary("exact")["mode"] == "lossless"
+        assert summary("planes")["mode"] == "route"
+
+    @pytest.mark.parametrize(
+        ("flags", "mode"),
+        [
+            (["--mode", "route"], "route"),
+            (["--mode", "static", "--gear", "low"], "static"),
+            (["--telemetry-only"], "telemetry-only"),
+            (["--draft-length", "2"], "lossless"),
+            (["--thresholds", "1.5"], "route"),
+            (["--initial-gear", "low"], "route"),
+            (["--gears", "4"], "route"),
+            (["--target-tps", "1"], "route"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+    )
+    def test_starts_in_the_mode_that_flags_ask_for(self, summary, flags, mode):
+        assert summary("exact", *flags)["mode"] == mode
+
+    def test_shows_what_it_saves_over_the_original(self, command, places):
+        done = command("generate", "--model", places / "exact", *GENERATE)
+        assert "times as much), the original in bfloat16 " in " ".join(done.err.split())
+
+
+class TestModeLossless:
+    def test_stores_bfloat16_weights_once(self, summary):
+        run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
+        assert bits(run) == [4, 16]
+        top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
+        assert 0.8 * original < top < original
+
+    @pytest.mark.parametrize(
+        ("model", "flags", "ladder"),
+        [
+            ("float16", [], [4, 8, 16]),
+            ("bfloat16", ["--gears", "4,16"], [4, 16]),
+            ("bfloat16", ["--format", "affine"], [4, 8, 16]),
+            ("planes", [], [4, 16]),
+        ],
+        ids=["another type", "gears", "format", "a checkpoint that has gears"],
+    )
+    def test_stores_other_weights_as_is_asked_for(self, summary, model, flags, ladder):
+        flags = flags if model == "planes" else [*flags, "--q-group-size", GROUP]
+        run = summary(model, "--mode", "lossless", *flags)
+        assert bits(run) == ladder
+        assert "weight_bytes_per_token_original" not in run
+
+    def test_without_the_mode_nothing_changes(self, summary):
+        run = summary("bfloat16", "--q-group-size", GROUP)
+        assert (run["mode"], bits(run)) == ("route", [4, 8, 16])
+
+    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16")])
+    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
+        flags = "--format", "exact", "--gears", gears, "--q-group-size", GROUP
+        done = command("generate", "--model", places / model, *GENERATE, *flags)
+        assert done.status == 2
+        assert len(done.err.strip().splitlines()) == 1
+        remedy = "choose from 4, 16" if model == "exact" else "choose another format, or make the model bfloat16"
+        assert remedy in done.err
+
+
+class TestDrafting:
+    def test_a_file_says_how_its_gears_are_stored(self, command, places, summary, tmp_path):
+        file, flags = tmp_path / "d.json", ("--q-group-size", GROUP)
+        done = command(
+            *("calibrate", "--mode", "lossless", "--model", places / "bfloat16", *flags, *GENERATE),
+            *("--format", "exact", "--gears", "3,16", "--num-prompts", 1, "--out", file),
+        )
+        assert done.status == 0, done.err
+        made = parse_draft_file(file.read_text())
+        assert (made.format, made.gears) == ("exact", [3, 16])
+        assert made.weight_bytes_per_token_original > made.weight_bytes_per_token_top
+        run = summary("bfloat16", *flags, "--mode", "lossless", "--curve", file)
+        assert bits(run) == [3, 16]
+        assert run["weight_bytes_per_token_original"] == made.weight_bytes_per_token_original
+
+    def test_the_ladders_of_the_format_are_compared(self, command, places, tmp_path):
+        flags = "--model", places / "bfloat16", "--format", "exact", "--num-prompts", 1, *GENERATE
+        common = ("calibrate", "--mode", "lossless", "--q-group-size", GROUP, *flags)
+        done = command(*common, "--out", tmp_path / "d.json")
+        assert done.status == 0, done.err
+        for ladder in ("3,16", "4,16", "4,8,16"):
+            assert f"\n{ladder} " in f"\n{done.err}"
+        assert " than the original weights (predicted)" in done.out
+        done = command(*common, "--top", 8)
+        assert done.status == 2
+        assert "--top 8: the top gear of format exact has 16 bits; leave out --top or --format" in done.err
+
+    def test_the_files_that_ship_compare_with_bfloat16(self, demo):
+        read = sum(array.nbytes for array in weights_of(demo.model).values())  # tied: a token reads all of them
+        exact = [made for made in shipped() if made.format == "exact"]
+        assert sorted(made.gears for made in exact) == [[3, 16], [4, 16]]
+        for made in exact:
+            assert made.weight_bytes_per_token_original == read
