@@ -16,7 +16,8 @@ from mutations import damaged, sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.conversion.converter import BASE_FILE, JOURNAL, Converter, Plan
+from gearbx_mlx.conversion.converter import BASE_FILE, Converter
+from gearbx_mlx.conversion.journal import JOURNAL, Plan
 from gearbx_mlx.convert import main
 from gearbx_mlx.gears.manifest import MANIFEST
 from gearbx_mlx.gears.saved import open_gears

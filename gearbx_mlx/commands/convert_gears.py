@@ -19,12 +19,14 @@ from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
 from ..cli.sizes import human_bytes
 from ..cli.terminal import messages, note, progress_bar
 from ..conversion.companions import REPORT, copy_companions, write_config
-from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
+from ..conversion.converter import BASE_FILE, Converter
+from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
+from ..conversion.original import OriginalFiles, weights_in
 from ..errors import GearbxError, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
-from ..formats import DEFAULT_FORMAT
+from ..formats import DEFAULT_FORMAT, get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
@@ -49,13 +51,14 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
-    converter = Converter(model, plan, work)
+    files = open_original(source) if get_format(plan.format).ladders else None
+    converter = Converter(model, plan, work, wanted={*files.hashes.values()} if files else ())
     try:
         with progress_bar(in_bytes=True) as progress:
             task = progress.add_task("converting", total=converter.size)
             for size in converter:
                 progress.advance(task, size)
-        manifest = converter.finish()
+        manifest = converter.finish(files.keep(converter.views, work) if files else None)
     except RuntimeError as error:  # of MLX, reading what is not there any more
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
     finally:
@@ -65,10 +68,21 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     (work / JOURNAL).unlink()
 
 
+def open_original(source: Path) -> OriginalFiles:
+    """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
+        files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
+    _, lost = files.others
+    if lost:
+        note(f"{source}: --restore will not bring back {', '.join(lost)}, which mlx-lm does not read")
+    return files
+
+
 def hashes_of(source: Path) -> dict[str, str]:
     """The hash of each file of the original's weights, by name. Raises GearbxError where one cannot be read."""
     hashes = {}
-    for file in sorted(source.glob("model*.safetensors")):
+    for file in weights_in(source):
         try:
             hashes[file.name] = hash_of(file)
         except OSError as error:
