@@ -5,6 +5,7 @@ Arrays here are numpy's, of unsigned numbers as large as those that they stand f
 
 import hashlib
 import itertools
+import math
 from collections.abc import Container, Iterator, Mapping
 
 import mlx.core as mx
@@ -16,7 +17,8 @@ from ..gears.array_hashes import hash_bytes
 from ..gears.original import Tensor, View
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
-CUTS = tuple(itertools.product((-2, -1), (False, True)))  # axis, interleaved
+COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts
+CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
 
 
 def bits_of(array: mx.array) -> np.ndarray:
@@ -66,21 +68,21 @@ def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     """
     if hash in views:
         return Tensor(hash, (views[hash],))
-    for axis, interleaved in CUTS:
-        hashes = map(hash_bits, halves(tensor, axis, interleaved))
-        pieces = tuple(itertools.takewhile(lambda piece: piece is not None, map(views.get, hashes)))
-        if len(pieces) == 2:
-            return Tensor(hash, tuple(filter(None, pieces)), axis, interleaved)
+    for axis, count, interleaved in CUTS:
+        found = (views.get(hash_bits(piece)) for piece in cut(tensor, axis, count, interleaved))
+        pieces = tuple(piece for piece in itertools.takewhile(lambda piece: piece is not None, found) if piece)
+        if len(pieces) == count:
+            return Tensor(hash, pieces, axis, interleaved)
     return Tensor(hash)
 
 
-def halves(array: np.ndarray, axis: int, interleaved: bool) -> Iterator[np.ndarray]:
-    """The two halves of an array along an axis, or every other number; none of an axis that is odd or not there."""
-    if array.ndim < -axis or array.shape[axis] % 2 or not array.size:
+def cut(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
+    """Equal pieces of an array, side by side along an axis or taking turns there; none where they are not equal."""
+    if array.ndim < -axis or array.shape[axis] % count or not array.size:
         return
-    middle = array.shape[axis] // 2
-    for i in range(2):
-        chosen = np.s_[i::2] if interleaved else np.s_[i * middle : (i + 1) * middle]
+    length = array.shape[axis] // count
+    for i in range(count):
+        chosen = np.s_[i::count] if interleaved else np.s_[i * length : (i + 1) * length]
         yield array[..., chosen] if axis == -1 else array[..., chosen, :]
 
 
@@ -98,15 +100,16 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     """An original tensor from what its views show, as far as it fits together; its hash says whether it is right.
 
     Raises:
-        GearbxError: parts that are not two halves of this shape.
+        GearbxError: parts that are not equal pieces of this shape.
     """
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0])
-    half = list(shape)
-    if len(shape) < -tensor.axis or shape[tensor.axis] % 2 or len({part.dtype for part in parts}) > 1:
-        raise GearbxError(f"{list(shape)} cannot be two halves along axis {tensor.axis}")
-    half[tensor.axis] //= 2
-    if any(part.size != np.prod(half, dtype=int) for part in parts):
-        raise GearbxError(f"its pieces are not halves of {list(shape)}")
-    shaped = [part.reshape(half) for part in parts]
-    return np.stack(shaped, tensor.axis) if tensor.interleaved else np.concatenate(shaped, tensor.axis)
+    if len(shape) < -tensor.axis or shape[tensor.axis] % len(parts) or len({part.dtype for part in parts}) > 1:
+        raise GearbxError(f"{list(shape)} does not have {len(parts)} pieces along axis {tensor.axis}")
+    length = list(shape)
+    length[tensor.axis] //= len(parts)
+    if any(part.size != math.prod(length) for part in parts):
+        raise GearbxError(f"its pieces are not those of {list(shape)}")
+    shaped = [part.reshape(length) for part in parts]
+    whole = np.stack(shaped, tensor.axis) if tensor.interleaved else np.concatenate(shaped, tensor.axis)
+    return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts

@@ -32,11 +32,11 @@ class Tensor(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     """One tensor of the original.
 
     hash: the SHA-256 of its bytes. pieces: what they are; none: `original.safetensors` has them. Several pieces are
-    side by side along `axis`, or take turns there if `interleaved`.
+    equal, and side by side along `axis`, or take turns there if `interleaved`.
     """
 
     hash: Hash
-    pieces: Annotated[tuple[View, ...], Meta(max_length=2)] = ()
+    pieces: Annotated[tuple[View, ...], Meta(max_length=128)] = ()
     axis: Axis = -1
     interleaved: bool = False
 
