@@ -21,7 +21,7 @@ from ..cli.terminal import messages, note, progress_bar
 from ..conversion.companions import REPORT, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
-from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
+from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
 from ..conversion.original import OriginalFiles, weights_in
 from ..errors import GearbxError, one_line
 from ..files.reading import unreadable
@@ -31,6 +31,7 @@ from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
 from ..gears.names import DEFAULT_GROUP_SIZE, EMBEDDINGS
+from ..gears.original import ORIGINAL_FILE
 from ..gears.tensor_entries import hash_of
 from ..loading import load
 from ..telemetry.summary import as_json
@@ -64,7 +65,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     finally:
         converter.close()
     write_config(source, work, converter.quantization())
-    write_card(converter, manifest, work, origin)
+    write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
 
@@ -145,13 +146,23 @@ def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: b
     return model, tokenizer
 
 
-def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance) -> None:
-    """Write the model card, and print the sizes of the files."""
+def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None) -> None:
+    """Write the model card, and print the sizes of the files.
+
+    Args:
+        original: bytes of the original's weights, if they can come back.
+    """
     entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
     spans = {name: entry.data_offsets for name, entry in entries.items()}
     gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
-    files = {name: (work / name).stat().st_size for name in (BASE_FILE, GEARS_FILE)}
-    (work / CARD).write_text(geared_card(manifest, gears, files, origin), encoding="utf-8")
-    base, others = map(human_bytes, files.values())
+    names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
+    files = {name: (work / name).stat().st_size for name in names}
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
+    base, others, *kept = map(human_bytes, files.values())
     runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
     note(f"base {base}, {runs}; other gears {others}")
+    for path, reason in converter.larger.items():
+        note(f"{path}: stays dense, since it {reason}")
+    if original is not None:
+        total = sum(files.values())
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")

@@ -28,13 +28,12 @@ from ..gears.original import Original, View
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
 from .journal import JOURNAL, REMOVE, Plan, Unit, read_journal
-from .packing import Packed, pack_layer, pack_table
+from .packing import Packed, pack_layer, pack_table, possible_names
 from .tensor_file import TensorFile
 from .views import bits_of, views_of
 
 BASE_FILE = "model.safetensors"
-ROOM = 512  # bytes of a header for the entry of one array, name included
-ARRAYS_PER_GEAR = 8  # at most
+ROOM = 144  # bytes of a header for the entry of one array, without its name
 REMEDIES = {  # for originals of which a format has no exact copy
     "float32": "; make it bfloat16 first, which rounds: mlx_lm.convert --dtype bfloat16",
     "float16": "; give --format planes or affine",
@@ -78,7 +77,8 @@ class Converter:
         # Everything that changes with the gear, by the name of its weight.
         self.changing = {f"{layer.path}.weight": layer for layer in (*self.layers, *self.tables)}
         self.rest = [name for name, _ in parameters if name not in self.changing]
-        room = ROOM * (len(parameters) + ARRAYS_PER_GEAR * len(self.ladder) * len(self.changing))
+        names = [*self.rest, *(name for layer in self.changing.values() for name in self._names(layer))]
+        room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
         self._resume({name: array.shape for name, array in parameters})
         base: dict[str, Entry] = {}
         gears: dict[str, Entry] = {}
@@ -124,8 +124,7 @@ class Converter:
         """
         for file in self.files.values():
             file.finish()
-        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
-        larger = {path: reason for path, reason in reasons.items() if reason}
+        larger = self.larger
         layers = [layer for layer in self.layers if layer.path not in larger]
         if not layers:
             every = "; ".join(sorted(set(larger.values())))
@@ -168,6 +167,12 @@ class Converter:
         return default | {path: known.get(path, False) for path in able}
 
     @property
+    def larger(self) -> dict[str, str]:
+        """Path to reason of layers that stay dense since they would become larger."""
+        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
+        return {path: reason for path, reason in reasons.items() if reason}
+
+    @property
     def views(self) -> dict[str, View]:
         """Hash to what it shows of a parameter, of all parameters that are done."""
         return {hash: view for unit in self.done.values() for hash, view in unit.views.items()}
@@ -185,6 +190,10 @@ class Converter:
         if self._is_table(layer):
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
+
+    def _names(self, layer: Layer) -> list[str]:
+        """The names that the arrays of a layer can have in one of the files, and more."""
+        return possible_names(layer, self.plan.gears, self.format, self.plan.group_size)
 
     def _is_table(self, layer: Layer) -> bool:
         return layer.is_table

@@ -60,6 +60,11 @@ class OriginalFiles:
         return {(name, tensor): shard.place(tensor) for name, shard in self.shards.items() for tensor in shard.entries}
 
     @property
+    def size(self) -> int:
+        """Bytes of the files with weights."""
+        return sum(shard.file.stat().st_size for shard in self.shards.values())
+
+    @property
     def others(self) -> tuple[list[Path], list[str]]:
         """The other files that come back, and the names of those that do not: other weights, folders, hidden files."""
         kept: list[Path] = []

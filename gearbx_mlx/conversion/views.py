@@ -10,10 +10,10 @@ from collections.abc import Container, Iterator, Mapping
 
 import mlx.core as mx
 import numpy as np
-from msgspec import structs
 
 from ..errors import GearbxError
 from ..gears.array_hashes import hash_bytes
+from ..gears.manifest import RESTORE
 from ..gears.original import Tensor, View
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
@@ -91,7 +91,7 @@ def seen(array: np.ndarray, view: View) -> np.ndarray:
     if view.matrix is None and not view.transposed:
         return array
     if array.ndim < 2 or (view.matrix is not None and view.matrix >= len(matrices(array))):
-        raise GearbxError(f"{view.parameter} of shape {list(array.shape)} has no part {structs.asdict(view)}")
+        raise GearbxError(f"{view.parameter} of shape {list(array.shape)} has no part {view.matrix}; {RESTORE}")
     part = array if view.matrix is None else matrices(array)[view.matrix]
     return part.swapaxes(-1, -2) if view.transposed else part
 
@@ -105,11 +105,11 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0])
     if len(shape) < -tensor.axis or shape[tensor.axis] % len(parts) or len({part.dtype for part in parts}) > 1:
-        raise GearbxError(f"{list(shape)} does not have {len(parts)} pieces along axis {tensor.axis}")
+        raise GearbxError(f"{list(shape)} does not have {len(parts)} pieces along axis {tensor.axis}; {RESTORE}")
     length = list(shape)
     length[tensor.axis] //= len(parts)
     if any(part.size != math.prod(length) for part in parts):
-        raise GearbxError(f"its pieces are not those of {list(shape)}")
+        raise GearbxError(f"its pieces are not those of {list(shape)}; {RESTORE}")
     shaped = [part.reshape(length) for part in parts]
     whole = np.stack(shaped, tensor.axis) if tensor.interleaved else np.concatenate(shaped, tensor.axis)
     return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts
