@@ -25,7 +25,7 @@ from gearbx_mlx.gears.saved_check import check_model
 from gearbx_mlx.loading import load_model
 
 FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}
-FORMATS |= {"codebook": "3,5", "codebook-library": "2,16"}
+FORMATS |= {"codebook": "3,5", "codebook-library": "2,16", "exact": "4,16"}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
 SEARCH = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

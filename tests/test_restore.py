@@ -322,7 +322,7 @@ class TestGoingOn:
         monkeypatch.setattr(Restorer, "tensors", lambda self, *group: (made.append(group), tensors(self, *group))[1])
         assert command("convert", *arguments).status == 0
         total = sum(len(read_entries(file)[0]) for file in (tmp_path / "restored").glob("model*.safetensors"))
-        assert 0 < sum(len(keys) for _, keys in made) <= total - 11
+        assert 0 < sum(len(keys) for _, keys in made) < total - 5  # what was not yet in the file is written again
         assert contents(tmp_path / "restored") == contents(checkpoint.with_name("original"))
         assert [file.name for file in tmp_path.iterdir()] == ["restored"]
 
