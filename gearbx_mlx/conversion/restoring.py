@@ -25,7 +25,7 @@ from ..gears.original import ORIGINAL_FILE, Original, Tensor, file_key, header_k
 from ..gears.saved import SavedGears, opened
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import LENGTH, SIZES, Entry
-from ..kernels.exact import ExactMatrix, tiles
+from ..kernels.exact import ExactMatrix, decoded, tiles
 from .companions import content_of
 from .original import Key, read_place
 from .views import assembled, bits_of, seen
@@ -197,10 +197,10 @@ def weight_bits(linear: nn.Module) -> np.ndarray:
     found = np.empty((math.prod(matrix.shape[:-1]), matrix.shape[-1]), np.uint16)
     first = 0
     for tile in tiles(flat(matrix)):
-        decoded = decode(tile)
-        mx.eval(decoded)
-        found[first : first + len(decoded)] = bits_of(decoded)
-        first += len(decoded)
+        rows = decoded(tile, decode)
+        mx.eval(rows)
+        found[first : first + len(rows)] = bits_of(rows)
+        first += len(rows)
     return found.reshape(matrix.shape)
 
 
