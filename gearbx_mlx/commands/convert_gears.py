@@ -52,9 +52,10 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
-    files = open_original(source) if get_format(plan.format).ladders else None
-    converter = Converter(model, plan, work, wanted={*files.hashes.values()} if files else ())
+    converter = Converter(model, plan, work)
     try:
+        files = open_original(source) if get_format(plan.format).ladders else None
+        converter.wanted = {*files.hashes.values()} if files else set()
         with progress_bar(in_bytes=True) as progress:
             task = progress.add_task("converting", total=converter.size)
             for size in converter:

@@ -1,7 +1,7 @@
 """From a model to a geared checkpoint, one layer at a time; a conversion that is stopped can be continued."""
 
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,18 @@ class Converter:
     Args:
         model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
-        wanted: hashes of tensors that are to be found among the parameters.
+
+    `wanted` are hashes of tensors that are to be found among the parameters.
 
     Raises:
         GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, or the
             beginning of another conversion in the directory.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, work: Path, wanted: Container[str] = ()):
+    def __init__(self, model: nn.Module, plan: Plan, work: Path):
         self.done: dict[str, Unit] = {}
-        self.model, self.plan, self.work, self.wanted = model, plan, work, wanted
+        self.wanted: set[str] = set()
+        self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
         check_ladder(self.format, plan.gears)
         self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)

@@ -3,7 +3,6 @@
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +22,30 @@ Key = tuple[str, str]  # a shard's name and a tensor's
 
 
 @dataclass(frozen=True)
-class OriginalShard:
-    """A file of weights: its header as it is, and the arrays in it."""
+class Header:
+    """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
 
-    file: Path
-    header: bytes
+    data: bytes
     entries: Mapping[str, Entry]
 
-    def place(self, name: str) -> Place:
-        start = LENGTH.size + len(self.header)
-        return Place(self.file, *(start + offset for offset in self.entries[name].data_offsets))
+    @property
+    def start(self) -> int:
+        """Where the data begin."""
+        return LENGTH.size + len(self.data)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
+
+    def place(self, tensor: str, file: Path) -> Place:
+        return Place(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
+
+
+def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, Place]:
+    """Where each tensor is in the files of a directory. headers: by the name of a file."""
+    keys = ((name, tensor) for name, header in headers.items() for tensor in header.entries)
+    return {(name, tensor): headers[name].place(tensor, directory / name) for name, tensor in keys}
 
 
 class OriginalFiles:
@@ -48,21 +61,17 @@ class OriginalFiles:
 
     def __init__(self, directory: Path, progress: Callable[[int], None] = lambda size: None):
         self.directory = directory
-        self.shards = {file.name: read_shard(file) for file in weights_in(directory)}
+        self.shards = {file.name: read_header(file) for file in weights_in(directory)}
+        self.places = places_in(self.shards, directory)
         self.hashes: dict[Key, str] = {}
         for key, hash in hash_places(self.places):
             self.hashes[key] = hash
             progress(self.places[key].size)
 
-    @cached_property
-    def places(self) -> dict[Key, Place]:
-        """Where each tensor is."""
-        return {(name, tensor): shard.place(tensor) for name, shard in self.shards.items() for tensor in shard.entries}
-
     @property
     def size(self) -> int:
         """Bytes of the files with weights."""
-        return sum(shard.file.stat().st_size for shard in self.shards.values())
+        return sum(header.size for header in self.shards.values())
 
     @property
     def others(self) -> tuple[list[Path], list[str]]:
@@ -92,7 +101,7 @@ class OriginalFiles:
         keys += [tensor_key(*key) for key in self.places]
         out = TensorFile(work / ORIGINAL_FILE, sum(ROOM + 6 * len(key) for key in keys) + ROOM)
         try:
-            headers = {name: store(out, header_key(name), shard.header) for name, shard in self.shards.items()}
+            headers = {name: store(out, header_key(name), header.data) for name, header in self.shards.items()}
             for file in kept:
                 store(out, file_key(file.name), content_of(file))
             tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.shards}
@@ -125,13 +134,13 @@ def weights_in(directory: Path) -> list[Path]:
     return sorted(directory.glob("model*.safetensors"))
 
 
-def read_shard(file: Path) -> OriginalShard:
+def read_header(file: Path) -> Header:
     """Raises GearbxError for a file that is damaged or cannot be read."""
     try:
         entries, start = read_entries(file)
         with open(file, "rb") as opened:
             opened.seek(LENGTH.size)
-            return OriginalShard(file, opened.read(start - LENGTH.size), entries)
+            return Header(opened.read(start - LENGTH.size), entries)
     except OSError as error:
         raise unreadable(file, error) from error
 

@@ -11,8 +11,8 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..gears.array_hashes import Place, hash_places
 from ..gears.tensor_entries import LENGTH
-from .original import Key
-from .restoring import Header, Restorer
+from .original import Header, Key, places_in
+from .restoring import Restorer
 
 
 def write_original(restorer: Restorer, work: Path, progress: Callable[[int], None]) -> None:
@@ -28,11 +28,7 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
         OSError: the directory cannot be written.
     """
     check_directory(restorer, work)
-    places = {
-        (shard, tensor): header.place(tensor, work / shard)
-        for shard, header in restorer.headers.items()
-        for tensor in header.entries
-    }
+    places = places_in(restorer.headers, work)
     with contextlib.ExitStack() as stack:
         done = written(restorer, places)
         files = {name: stack.enter_context(begun(work / name, header)) for name, header in restorer.headers.items()}

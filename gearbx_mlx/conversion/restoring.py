@@ -1,8 +1,7 @@
 """The original of a geared checkpoint, made again from its parameters and what is kept beside them."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -17,39 +16,18 @@ from ..formats.base import dense_weight
 from ..formats.exact_decoding import decode
 from ..formats.native import bare
 from ..formats.tied import linear_of
-from ..gears.array_hashes import Place, hash_bytes
+from ..gears.array_hashes import hash_bytes
 from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
 from ..gears.manifest import MANIFEST, RESTORE
 from ..gears.original import ORIGINAL_FILE, Original, Tensor, file_key, header_key, tensor_key
 from ..gears.saved import SavedGears, opened
 from ..gears.saved_check import KINDS
-from ..gears.tensor_entries import LENGTH, SIZES, Entry
+from ..gears.tensor_entries import SIZES, Entry
 from ..kernels.exact import ExactMatrix, decoded, tiles
 from .companions import content_of
-from .original import Key, read_place
+from .original import Header, Key, read_place
 from .views import assembled, bits_of, seen
-
-
-@dataclass(frozen=True)
-class Header:
-    """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
-
-    data: bytes
-    entries: Mapping[str, Entry]
-
-    @property
-    def start(self) -> int:
-        """Where the data begin."""
-        return LENGTH.size + len(self.data)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
-
-    def place(self, tensor: str, file: Path) -> Place:
-        return Place(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
 
 
 class Restorer:
@@ -103,7 +81,7 @@ class Restorer:
                 yield name, self._bytes(file_key(name), hash)
             else:
                 data = content_of(self.directory / name)
-                self._check(self.directory / name, "it", data, hash)
+                check_hash(self.directory / name, "it", data, hash)
                 yield name, data
 
     def tensors(self, parameters: tuple[str, ...], keys: list[Key]) -> Iterator[tuple[Key, bytes | memoryview]]:
@@ -112,15 +90,22 @@ class Restorer:
         for key in keys:
             tensor, size = self.tensor(key), self.size_of(key)
             if not tensor.pieces:
-                yield key, self._bytes(tensor_key(*key), tensor.hash)
+                yield key, self._raw(key, tensor.hash)
                 continue
             with about(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
                 parts = [seen(arrays[piece.parameter], piece) for piece in tensor.pieces]
                 if sum(part.nbytes for part in parts) != size:
                     raise GearbxError(f"takes {size} bytes, which its pieces do not have; {RESTORE}")
                 data = assembled(tensor, parts, self.headers[key[0]].entries[key[1]].shape).data
-            self._check(self.directory, key[1], data, tensor.hash)
+            check_hash(self.directory, key[1], data, tensor.hash)
             yield key, data
+
+    def _raw(self, key: Key, hash: str) -> bytes:
+        """The bytes of a tensor that is stored as it is."""
+        data = self._bytes(tensor_key(*key), hash)
+        if len(data) != self.size_of(key):
+            raise GearbxError(f"{self.directory / ORIGINAL_FILE}: {shown(key[1])} is not of its own size; {RESTORE}")
+        return data
 
     def _parameter(self, name: str) -> np.ndarray:
         """The bits of a parameter of the model, (..., O, I) or of its own shape."""
@@ -167,12 +152,14 @@ class Restorer:
         if key not in self._kept:
             raise GearbxError(f"{file}: has no {shown(key)}, which {MANIFEST} names; {RESTORE}")
         data = read_place(self._kept[key])
-        self._check(file, key, data, hash)
+        check_hash(file, key, data, hash)
         return data
 
-    def _check(self, file: Path, name: str, data: bytes | memoryview, hash: str) -> None:
-        if hash_bytes(data) != hash:
-            raise GearbxError(f"{file}: {name} is not what the original had; {RESTORE}")
+
+def check_hash(file: Path, name: str, data: bytes | memoryview, hash: str) -> None:
+    """Raises GearbxError for data that are not the original's."""
+    if hash_bytes(data) != hash:
+        raise GearbxError(f"{file}: {name} is not what the original had; {RESTORE}")
 
 
 def original_of(saved: SavedGears) -> Original:
