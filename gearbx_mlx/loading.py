@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,12 @@ def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
             raise GearbxError(f"{name}: its tokenizer cuts {text!r} in another way than the model's; {remedy}")
 
 
-def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a model, downloaded if it is a Hub repository that is not here yet."""
+def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
+    """The local directory of a model, downloaded if it is a Hub repository that is not here yet.
+
+    Args:
+        also: files to download beside those that a model runs with.
+    """
     name = str(path_or_hf_repo)
     try:
         path = Path(path_or_hf_repo).expanduser()
@@ -208,8 +213,9 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
         raise GearbxError(f"{name}: no such model directory ({one_line(error)})") from error
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
+    patterns = [*DEFAULT_ALLOW_PATTERNS, GEARS_FILE, *also]
     try:
-        directory = _download(name, revision=revision, allow_patterns=[*DEFAULT_ALLOW_PATTERNS, GEARS_FILE])
+        directory = _download(name, revision=revision, allow_patterns=patterns)
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"

@@ -16,7 +16,8 @@ from mutations import damaged, sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.conversion.converter import BASE_FILE, JOURNAL, Converter, Plan
+from gearbx_mlx.conversion.converter import BASE_FILE, Converter
+from gearbx_mlx.conversion.journal import JOURNAL, Plan
 from gearbx_mlx.convert import main
 from gearbx_mlx.gears.manifest import MANIFEST
 from gearbx_mlx.gears.saved import open_gears
@@ -24,7 +25,7 @@ from gearbx_mlx.gears.saved_check import check_model
 from gearbx_mlx.loading import load_model
 
 FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}
-FORMATS |= {"codebook": "3,5", "codebook-library": "2,16"}
+FORMATS |= {"codebook": "3,5", "codebook-library": "2,16", "exact": "4,16"}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
 SEARCH = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

@@ -104,7 +104,9 @@ class TestModeLossless:
         done = command("generate", "--model", places / model, *GENERATE, *flags)
         assert done.status == 2
         assert len(done.err.strip().splitlines()) == 1
-        remedy = "choose from 4, 16" if model == "exact" else "choose another format, or make the model bfloat16"
+        remedy = (
+            "choose from 4, 16" if model == "exact" else "choose format planes or affine, or make the model bfloat16"
+        )
         assert remedy in done.err
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..cli.parsers.convert import ConversionSettings, ConvertSettings
 from ..cli.settings import command_settings
-from ..conversion.converter import is_begun
+from ..conversion.journal import is_begun
 from ..conversion.model_card import provenance
+from ..conversion.restored import is_restoring
+from ..conversion.restoring import original_of
 from ..errors import GearbxError, one_line
 from ..files.locking import alone_in
 from ..loading import DEMO_MODEL, find, gears_of
 from .convert_gears import write_gears
 from .convert_manifest import write_manifest_table
+from .convert_restore import find_gears, restore
 from .convert_verify import verify
 
 INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole yet
@@ -46,7 +49,8 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
             dtype, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
-            min_cos_lazy, memory_budget, target_bpw, prompts.
+            min_cos_lazy, memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
+            written instead.
 
     Raises:
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
@@ -65,18 +69,15 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
     conversion = settings.conversion
     out, work = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
-    source = find_original(conversion)
-    model = None if conversion.model is None else str(conversion.model)
-    origin = provenance(conversion.upload_repo or out.name, model, source)
+    if conversion.restore is None:
+        fill, has_begun = filling_gears(settings, out), is_begun
+    else:
+        fill, has_begun = filling_original(conversion.restore), is_restoring
     try:
-        with working_in(work):
+        with working_in(work, has_begun):
             if out.exists():  # the other process has just finished
                 raise taken(conversion.mlx_path)
-            if conversion.manifest is None:
-                write_gears(settings, source, work, origin)
-            else:
-                trusted = conversion.trust_remote_code
-                write_manifest_table(conversion.manifest, settings.layout, trusted, source, work, origin)
+            fill(work)
             os.replace(work, out)
     except OSError as error:
         raise GearbxError(
@@ -85,12 +86,34 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
     return out
 
 
+def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
+    """What fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
+    conversion = settings.conversion
+    source = find_original(conversion)
+    model = None if conversion.model is None else str(conversion.model)
+    origin = provenance(conversion.upload_repo or out.name, model, source)
+    if conversion.manifest is None:
+        return lambda work: write_gears(settings, source, work, origin)
+    file, trusted = conversion.manifest, conversion.trust_remote_code
+    return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
+
+
+def filling_original(path_or_hf_repo: str) -> Callable[[Path], None]:
+    """What fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have it."""
+    saved = find_gears(path_or_hf_repo)
+    original_of(saved)
+    return lambda work: restore(saved, work)
+
+
 @contextlib.contextmanager
-def working_in(work: Path) -> Iterator[None]:
+def working_in(work: Path, is_begun: Callable[[Path], bool]) -> Iterator[None]:
     """Make the directory of a conversion and lock it; remove it after a failure from which nobody can go on.
 
     That is after a mistake, or where nothing is done yet; what was there before stays. After an interrupt or an error
     of the system, the same command goes on.
+
+    Args:
+        is_begun: whether something is done in a directory.
     """
     work.mkdir(exist_ok=True)
     with alone_in(work, "a conversion"):

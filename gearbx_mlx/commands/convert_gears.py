@@ -19,16 +19,19 @@ from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
 from ..cli.sizes import human_bytes
 from ..cli.terminal import messages, note, progress_bar
 from ..conversion.companions import REPORT, copy_companions, write_config
-from ..conversion.converter import BASE_FILE, JOURNAL, Converter, Plan, read_journal
-from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card
+from ..conversion.converter import BASE_FILE, Converter
+from ..conversion.journal import JOURNAL, Plan, read_journal
+from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
+from ..conversion.original import OriginalFiles, weights_in
 from ..errors import GearbxError, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
-from ..formats import DEFAULT_FORMAT
+from ..formats import DEFAULT_FORMAT, get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
 from ..gears.names import DEFAULT_GROUP_SIZE, EMBEDDINGS
+from ..gears.original import ORIGINAL_FILE
 from ..gears.tensor_entries import hash_of
 from ..loading import load
 from ..telemetry.summary import as_json
@@ -51,24 +54,37 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
     converter = Converter(model, plan, work)
     try:
+        files = open_original(source) if get_format(plan.format).ladders else None
+        converter.wanted = {*files.hashes.values()} if files else set()
         with progress_bar(in_bytes=True) as progress:
             task = progress.add_task("converting", total=converter.size)
             for size in converter:
                 progress.advance(task, size)
-        manifest = converter.finish()
+        manifest = converter.finish(files.keep(converter.views, work) if files else None)
     except RuntimeError as error:  # of MLX, reading what is not there any more
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
     finally:
         converter.close()
     write_config(source, work, converter.quantization())
-    write_card(converter, manifest, work, origin)
+    write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
+
+
+def open_original(source: Path) -> OriginalFiles:
+    """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
+        files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
+    _, lost = files.others
+    if lost:
+        note(f"{source}: --restore will not bring back {', '.join(lost)}, which mlx-lm does not read")
+    return files
 
 
 def hashes_of(source: Path) -> dict[str, str]:
     """The hash of each file of the original's weights, by name. Raises GearbxError where one cannot be read."""
     hashes = {}
-    for file in sorted(source.glob("model*.safetensors")):
+    for file in weights_in(source):
         try:
             hashes[file.name] = hash_of(file)
         except OSError as error:
@@ -131,13 +147,23 @@ def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: b
     return model, tokenizer
 
 
-def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance) -> None:
-    """Write the model card, and print the sizes of the files."""
+def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None) -> None:
+    """Write the model card, and print the sizes of the files.
+
+    Args:
+        original: bytes of the original's weights, if they can come back.
+    """
     entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
     spans = {name: entry.data_offsets for name, entry in entries.items()}
     gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
-    files = {name: (work / name).stat().st_size for name in (BASE_FILE, GEARS_FILE)}
-    (work / CARD).write_text(geared_card(manifest, gears, files, origin), encoding="utf-8")
-    base, others = map(human_bytes, files.values())
+    names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
+    files = {name: (work / name).stat().st_size for name in names}
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
+    base, others, *kept = map(human_bytes, files.values())
     runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
     note(f"base {base}, {runs}; other gears {others}")
+    for path, reason in converter.larger.items():
+        note(f"{path}: stays dense, since it {reason}")
+    if original is not None:
+        total = sum(files.values())
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")

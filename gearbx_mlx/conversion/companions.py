@@ -2,6 +2,7 @@
 
 import json
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,38 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from ..files.reading import unreadable
 from ..files.writing import PART
 from ..gears.manifest import GEARS_FILE, MANIFEST
+from ..gears.original import ORIGINAL_FILE
 from ..loading import read_config
-from .converter import BASE_FILE, JOURNAL
+from .converter import BASE_FILE
+from .journal import JOURNAL
 from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why
-OWN = {"config.json", BASE_FILE, GEARS_FILE, MANIFEST, JOURNAL, REPORT, CARD}  # what a conversion writes itself
+OWN = {
+    "config.json",
+    BASE_FILE,
+    GEARS_FILE,
+    ORIGINAL_FILE,
+    MANIFEST,
+    JOURNAL,
+    REPORT,
+    CARD,
+}  # what a conversion writes itself
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file of the original is copied: the tokenizer and code, and not what a conversion writes itself."""
+    weights = name.endswith((".safetensors", ".safetensors.index.json"))
+    return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
 def copy_companions(source: Path, work: Path) -> None:
     """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied anew."""
-    for pattern in DEFAULT_ALLOW_PATTERNS:
-        for file in source.glob(pattern):
-            if file.name not in OWN and not file.name.endswith((".safetensors", ".safetensors.index.json")):
-                beside = work / (file.name + PART)
-                beside.write_bytes(content_of(file))
-                os.replace(beside, work / file.name)
+    for file in source.iterdir():
+        if is_copied(file.name) and file.is_file():
+            beside = work / (file.name + PART)
+            beside.write_bytes(content_of(file))
+            os.replace(beside, work / file.name)
 
 
 def content_of(file: Path) -> bytes:

@@ -3,106 +3,41 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
-from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from ..errors import GearbxError
 from ..files.problems import shown
-from ..files.reading import Count, json_lines, read_text
 from ..formats import get_format
 from ..formats.base import check_ladder
 from ..gears.activations import dtype_name, stored_dtype
-from ..gears.discovery import Layer, Predicate, discover, none_managed, with_bits
-from ..gears.fingerprint import SAMPLED, fingerprint_of, sample
+from ..gears.discovery import Layer, discover, none_managed
+from ..gears.fingerprint import fingerprint_of, sample
 from ..gears.ladder import DENSE, Ladder
 from ..gears.looked_up import tables_to_pack
-from ..gears.manifest import GEARS_FILE, MANIFEST, Hash, Manifest, SavedLayer
+from ..gears.manifest import GEARS_FILE, MANIFEST, Manifest, SavedLayer
 from ..gears.names import EMBEDDINGS
 from ..gears.offload import EMPTY, put
+from ..gears.original import Original, View
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
-from ..gears.values import DtypeName, GroupSize, Width
-from .packing import Packed, pack_layer, pack_table
+from .journal import JOURNAL, REMOVE, Plan, Unit, read_journal
+from .packing import Packed, pack_layer, pack_table, possible_names
 from .tensor_file import TensorFile
+from .views import bits_of, views_of
 
 BASE_FILE = "model.safetensors"
-JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done
-REMOVE = "remove the directory, and the same command begins anew"
-ROOM = 512  # bytes of a header for the entry of one array, name included
-ARRAYS_PER_GEAR = 8  # at most
-
-
-class Plan(Struct, frozen=True):
-    """What to make, as `Gearbox` takes it. source: the hashes of the model's files, by name."""
-
-    format: str
-    gears: tuple[Width, ...]
-    manage: str
-    group_size: GroupSize
-    dtype: DtypeName | None
-    source: Mapping[str, str]
-    wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
-    bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
-    embeddings: str = EMBEDDINGS[1]  # what conversions did before there was a choice
-
-    @property
-    def managed(self) -> str | Predicate:
-        """The argument `manage` of `Gearbox`."""
-        return self.manage if self.bits is None else with_bits(self.bits)
-
-
-class Unit(Struct, frozen=True):
-    """A line of the journal after the first, which has the plan: a parameter that is done.
-
-    unit, shape, dtype: its name, shape and type. sample: bits of the float32 values that the fingerprint takes.
-    base, gears: the arrays that were written, by name. hashes: of their bytes. names: of a managed layer, as in
-    `SavedLayer.gears`. stock_bits: those of the layer in the base, where mlx-lm runs it quantized. rows: as in
-    `SavedLayer`. larger: why the layer stays dense, if it would become larger.
-    """
-
-    unit: str
-    shape: tuple[Count, ...]
-    dtype: str
-    sample: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=SAMPLED)]
-    base: Mapping[str, Entry]
-    gears: Mapping[str, Entry]
-    hashes: Mapping[str, Hash]
-    names: Mapping[Width, Mapping[str, str]] = {}
-    stock_bits: Width | None = None
-    rows: Width = DENSE
-    larger: str | None = None
+ROOM = 144  # bytes of a header for the entry of one array, without its name
 
 
 def is_finite(array: mx.array) -> bool:
     return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
-
-
-def read_journal(work: Path) -> tuple[Plan | None, dict[str, Unit], int]:
-    """The plan of a conversion that was begun in a directory, the parameters that are done, and bytes of whole lines.
-
-    Raises:
-        GearbxError: a line that is damaged.
-    """
-    file = work / JOURNAL
-    text = read_text(file, "the journal of a conversion", REMOVE) if os.path.lexists(file) else ""
-    complete = text[: text.rfind("\n") + 1]
-    head, _, rest = complete.partition("\n")
-    plan = next((plan for _, plan in json_lines(file, head, Plan, REMOVE)), None)
-    units = (unit for _, unit in json_lines(file, rest, Unit, REMOVE, first=2))
-    return plan, {unit.unit: unit for unit in units}, len(complete.encode())
-
-
-def is_begun(work: Path) -> bool:
-    """Whether a conversion in a directory has done something that another run need not do again."""
-    plan, done, _ = read_journal(work)
-    return bool(done) or (plan is not None and plan.bits is not None)
 
 
 class Converter:
@@ -114,6 +49,8 @@ class Converter:
         model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
 
+    `wanted` are hashes of tensors that are to be found among the parameters.
+
     Raises:
         GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, or the
             beginning of another conversion in the directory.
@@ -121,6 +58,7 @@ class Converter:
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path):
         self.done: dict[str, Unit] = {}
+        self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
         check_ladder(self.format, plan.gears)
@@ -135,7 +73,8 @@ class Converter:
         # Everything that changes with the gear, by the name of its weight.
         self.changing = {f"{layer.path}.weight": layer for layer in (*self.layers, *self.tables)}
         self.rest = [name for name, _ in parameters if name not in self.changing]
-        room = ROOM * (len(parameters) + ARRAYS_PER_GEAR * len(self.ladder) * len(self.changing))
+        names = [*self.rest, *(name for layer in self.changing.values() for name in self._names(layer))]
+        room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
         self._resume({name: array.shape for name, array in parameters})
         base: dict[str, Entry] = {}
         gears: dict[str, Entry] = {}
@@ -170,13 +109,22 @@ class Converter:
             yield array.nbytes
             put(self.model, {name: EMPTY})
 
-    def finish(self) -> Manifest:
-        """Close the files and write gears.json."""
+    def finish(self, original: Original | None = None) -> Manifest:
+        """Close the files and write gears.json.
+
+        Args:
+            original: what it says of the files that were converted.
+
+        Raises:
+            GearbxError: every layer would become larger.
+        """
         for file in self.files.values():
             file.finish()
-        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
-        larger = {path: reason for path, reason in reasons.items() if reason}
+        larger = self.larger
         layers = [layer for layer in self.layers if layer.path not in larger]
+        if not layers:
+            every = "; ".join(sorted(set(larger.values())))
+            raise GearbxError(f"no layer becomes smaller: each {every}; give --format planes or affine")
         manifest = Manifest(
             format=self.plan.format,
             gears=self.plan.gears,
@@ -196,6 +144,7 @@ class Converter:
             tables={table.path: self._saved(table) for table in self.tables if table.path not in larger},
             unmanaged=self.unmanaged | larger,
             hashes={name: hash for unit in self.done.values() for name, hash in unit.hashes.items()},
+            original=original,
         )
         (self.work / MANIFEST).write_text(manifest.as_json(), encoding="utf-8")
         return manifest
@@ -213,6 +162,17 @@ class Converter:
         able = [path for path, module in self.model.named_modules() if hasattr(module, "to_quantized")]
         return default | {path: known.get(path, False) for path in able}
 
+    @property
+    def larger(self) -> dict[str, str]:
+        """Path to reason of layers that stay dense since they would become larger."""
+        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
+        return {path: reason for path, reason in reasons.items() if reason}
+
+    @property
+    def views(self) -> dict[str, View]:
+        """Hash to what it shows of a parameter, of all parameters that are done."""
+        return {hash: view for unit in self.done.values() for hash, view in unit.views.items()}
+
     def close(self) -> None:
         for file in self.files.values():
             file.close()
@@ -226,6 +186,10 @@ class Converter:
         if self._is_table(layer):
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
+
+    def _names(self, layer: Layer) -> list[str]:
+        """The names that the arrays of a layer can have in one of the files, and more."""
+        return possible_names(layer, self.plan.gears, self.format, self.plan.group_size)
 
     def _is_table(self, layer: Layer) -> bool:
         return layer.is_table
@@ -245,6 +209,7 @@ class Converter:
             stock_bits=packed.stock_bits,
             rows=packed.rows,
             larger=packed.larger,
+            views=views_of(unit, bits_of(original), self.wanted) if self.wanted else {},
         )
         for file in self.files.values():
             file.flush()

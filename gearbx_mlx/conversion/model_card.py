@@ -13,6 +13,7 @@ from ..formats import OF_MLX
 from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Manifest
+from ..gears.original import ORIGINAL_FILE
 
 CARD = "README.md"
 TAGS = ("mlx", "gearbx-mlx")
@@ -88,13 +89,22 @@ def gear_sizes(manifest: Manifest, sizes: Mapping[str, int]) -> list[GearSize]:
     return found
 
 
-def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[str, int], origin: Provenance) -> str:
+def geared_card(
+    manifest: Manifest,
+    gears: Sequence[GearSize],
+    files: Mapping[str, int],
+    origin: Provenance,
+    original: int | None = None,
+) -> str:
     """The model card of a checkpoint with gears.
 
     Args:
         files: name to bytes of the files with weights; the base first.
+        original: bytes of the original's weights, if they can come back.
     """
-    base, others = files
+    base, others, *_ = files
+    sizes = [(f"`{name}`", megabytes(size)) for name, size in files.items()]
+    sizes += [] if original is None else [("together", megabytes(sum(files.values())))]
     bits = ", ".join(str(gear.bits) for gear in gears)
     group = f", groups of {manifest.group_size}" if manifest.format in OF_MLX else ""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
@@ -102,21 +112,50 @@ def geared_card(manifest: Manifest, gears: Sequence[GearSize], files: Mapping[st
         f"# {origin.name}",
         f"{origin.shown} in gears of {bits} bits. gearbx-mlx changes from one to "
         f"another while the model writes. Converted with gearbx-mlx {__version__}.",
+        *([] if original is None else [three_in_one(gears, sum(files.values()), original)]),
         "## Gears",
         f"Format `{manifest.format}`{group}. {len(manifest.layers)} layers with {weights:,} weights change gear"
         + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
         gear_table(gears),
         "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
         "arrays where the format can. A gear of 16 bits has the original weights.",
-        table(("file", "size"), [(f"`{name}`", megabytes(size)) for name, size in files.items()]),
+        table(("file", "size"), sizes),
         *rows_text(manifest),
         *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
+        *([] if original is None else lossless_text(origin.name)),
         "## Use with mlx-lm",
         mlx_lm_text(manifest, gears),
     ]
     if manifest.stock:
         text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
     return card_text(text, origin)
+
+
+def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
+    """What a checkpoint is that contains its original. size, original: in bytes."""
+    bits = gears[0].bits
+    return (
+        f"It is three models in one: a {bits}-bit model that mlx-lm runs; the lossless pair, in which that model "
+        "drafts and the original decides; and the bfloat16 original, bit for bit. "
+        f"Together they take {megabytes(size)}: {share(size, original)}."
+    )
+
+
+def share(size: int, original: int) -> str:
+    """How a size compares with that of the original's weights, both in bytes."""
+    return f"{size / original:.2f} of the original's {megabytes(original)}"
+
+
+def lossless_text(name: str) -> list[str]:
+    """How to write the original's text with fewer bytes read, and how to have its files again."""
+    return [
+        "The original's own text, from drafts of the lowest gear:",
+        shell(f"gearbx_mlx.generate --model {name} --mode lossless --prompt 'Once upon a time'"),
+        "## The original",
+        shell(f"gearbx_mlx.convert --restore {name} --mlx-path original"),
+        "This writes every file that mlx-lm reads of the original, byte for byte; `gears.json` has the SHA-256 of each "
+        f"tensor. `{ORIGINAL_FILE}` holds what no parameter of the model contains, and is needed for this alone.",
+    ]
 
 
 def rows_text(manifest: Manifest) -> list[str]:

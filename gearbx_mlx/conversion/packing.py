@@ -93,6 +93,16 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
     return pack_layer(one_gear, gears, get_format(AFFINE), group_size, True)
 
 
+def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
+    """The names of all arrays that a layer or a table may get; one file has no longer ones and no more of them."""
+    own = get_format(AFFINE) if layer.is_table and not format.ladders else format
+    wanted = stored_widths(layer, own, widths)
+    stored = wanted if wanted in own.ladders else tuple(bits for bits in wanted if bits != DENSE)
+    shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
+    arrays = {(a.bits, a.name) for b in stored for a in own.stored_arrays(shape, b, stored, group_size, dtype).values()}
+    return [f"{layer.path}@{bits}.{name}" for bits, name in sorted({*arrays, (DENSE, "weight")})]
+
+
 def check_finite(path: str, packed: Packed) -> None:
     """Raises GearbxError for an array that has other values; evaluates all of them."""
     mx.eval(packed.base, packed.gears)

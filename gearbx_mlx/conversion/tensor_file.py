@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import GearbxError
 from ..gears.array_hashes import hash_bytes
 from ..gears.tensor_entries import LENGTH, NAMES, Entry, end_of
+from .views import bits_of
 
 
 class TensorFile:
@@ -36,17 +37,18 @@ class TensorFile:
 
     def append(self, arrays: Iterable[tuple[str, mx.array]]) -> tuple[dict[str, Entry], dict[str, str]]:
         """Write evaluated arrays, and return their entries and their hashes."""
-        added: dict[str, Entry] = {}
-        hashes: dict[str, str] = {}
-        for name, array in arrays:
-            data = np.array(array.reshape(-1).view(mx.uint8), copy=False).data
-            self.file.write(data)
-            span = (self.end, self.end + array.nbytes)
-            added[name] = Entry(NAMES[array.dtype], array.shape, span)
-            hashes[name] = hash_bytes(data)
-            self.end = span[1]
-        self.entries |= added
-        return added, hashes
+        hashes = {
+            name: self.append_data(name, NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays
+        }
+        return {name: self.entries[name] for name in hashes}, hashes
+
+    def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
+        """Write an array from its bits in memory, row after row, and return its hash."""
+        self.file.write(data.data)
+        span = (self.end, self.end + data.nbytes)
+        self.entries[name] = Entry(dtype, shape, span)
+        self.end = span[1]
+        return hash_bytes(data)
 
     def flush(self) -> None:
         """Return when everything is on the disk."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
@@ -163,6 +164,7 @@ class Exact:
         planes = range(len(widths))
         codes, biases = ([arrays[f"{name}.{i}"] for i in planes] for name in ("codes", "group_biases"))
         beside = arrays["low"], arrays["high"], arrays["offsets"]
+        check_offsets(arrays["offsets"], arrays["high"].size)
         matrix = ExactMatrix(codes, arrays["group_scales"], biases, *beside, list(widths), group_size)
         return exact_module(dense, matrix)
 
@@ -205,6 +207,19 @@ def renamed(name: str) -> str:
 
 def offsets_array(shape: Sequence[int]) -> StoredArray:
     return StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
+
+
+def check_offsets(offsets: mx.array, stored: int) -> None:
+    """Raises GearbxError unless the bytes of each row begin where those of the row before end: kernels index with them.
+
+    The array may come from a file, whose content nobody has checked. It is read.
+
+    Args:
+        stored: how many bytes there are; one where none is used.
+    """
+    found = np.array(offsets).astype(np.int64)
+    if found[0] or (np.diff(found) < 0).any() or max(found[-1], 1) != stored:
+        raise GearbxError(f"its offsets do not lead through the {stored} bytes beside its low ones")
 
 
 def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import GearbxError
+
+K = TypeVar("K")
 
 AT_ONCE = 2**22  # bytes that are read and hashed at a time
 
@@ -21,6 +23,11 @@ class Place:
     file: Path
     begin: int
     end: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.end - self.begin
 
 
 def hash_bytes(data: Any) -> str:
@@ -38,6 +45,22 @@ def hash_place(place: Place) -> str:
             digest.update(part)
             left -= len(part)
     return digest.hexdigest()
+
+
+def hash_places(places: Mapping[K, Place]) -> Iterator[tuple[K, str]]:
+    """Each key and the hash of its place; on all cores, since hashing is slower than reading.
+
+    Raises:
+        GearbxError: a file cannot be read.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            yield from zip(places, pool.map(hash_place, places.values()))
+        except OSError as error:
+            files = ", ".join(sorted({str(place.file) for place in places.values()}))
+            raise GearbxError(f"{files}: cannot be read ({error.strerror}); restore it") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class ArrayHashes:
@@ -69,18 +92,10 @@ class ArrayHashes:
             self.pending.difference_update(wanted)
 
     def compare(self, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
-        """Each array, and whether its hash is the expected one; on all cores, since hashing is slower than reading.
+        """Each array, and whether its hash is the expected one.
 
         Raises:
             GearbxError: a file cannot be read.
         """
-        names = list(names)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            try:
-                for name, found in zip(names, pool.map(hash_place, [self.places[name] for name in names])):
-                    yield name, found == self.expected[name]
-            except OSError as error:
-                files = ", ".join(sorted({str(self.places[name].file) for name in names}))
-                raise GearbxError(f"{files}: cannot be read ({error.strerror}); restore it") from error
-            finally:
-                pool.shutdown(cancel_futures=True)
+        for name, found in hash_places({name: self.places[name] for name in names}):
+            yield name, found == self.expected[name]

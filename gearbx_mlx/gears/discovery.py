@@ -215,5 +215,7 @@ def discover(
 def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
     """The error of a model without managed layers. unmanaged: path to reason, as from `discover`."""
     reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
-    remedy = "; choose another format, or make the model bfloat16 (mlx_lm.convert --dtype bfloat16)"
+    remedy = (
+        "; choose format planes or affine, or make the model bfloat16 (mlx_lm.convert --dtype bfloat16, which rounds)"
+    )
     return GearbxError(f"no layer can change gear: {reasons}{remedy if FOR_BFLOAT16 in reasons else ''}")

@@ -16,20 +16,19 @@ from ..formats import OF_MLX, get_format
 from ..formats.base import Format, check_ladder
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
-from .values import DtypeName, Fingerprint, GroupSize, Shape, Width
+from .original import Original
+from .values import DtypeName, FileName, Fingerprint, GroupSize, Hash, Shape, Width
 
-VERSION = 3  # 1 had no hashes, 2 no packed rows of embeddings
+VERSION = 4  # 1 had no hashes, 2 no packed rows of embeddings, 3 no original to restore
 AFFINE = "affine"  # the format of tables
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it anew with python -m gearbx_mlx.convert"
 
-FileName = Annotated[str, Meta(pattern=r"^[\w-][\w.-]*\.safetensors\Z")]  # inside the directory, and not hidden
 if TYPE_CHECKING:
     Kind = str
 else:
     Kind = Literal["linear", "switch", "multi", "embedding", "table"]
-Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class SavedLayer(Struct, frozen=True):
@@ -87,7 +86,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are no layers, by
     path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
     the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two, version 2
-    `tables`.
+    `tables`, version 3 `original`, which format `exact` has: the files that the model was converted from.
     """
 
     format: str
@@ -103,6 +102,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     unmanaged: Mapping[str, str] = {}
     hashes: Mapping[str, Hash] = {}
     gears_hash: Hash | None = None
+    original: Original | None = None
     version: int = VERSION
 
     @property

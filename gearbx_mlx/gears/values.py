@@ -9,6 +9,8 @@ from .names import DTYPES, GROUP_SIZES
 
 Length = Annotated[int, Meta(ge=1, le=2**53)]
 Shape = Annotated[tuple[Length, ...], Meta(min_length=2, max_length=3)]  # (O, I) of a matrix, (E, O, I) of experts
+FileName = Annotated[str, Meta(pattern=r"^[\w-][\w.-]*\.safetensors\Z")]  # inside the directory, and not hidden
+Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 if TYPE_CHECKING:

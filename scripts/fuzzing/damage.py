@@ -35,6 +35,14 @@ READERS: dict[str, tuple[str, ...]] = {
         f"geared/{name}": (MODEL_COMMANDS[0].format("geared"), "generate -m 2 --residency disk --model geared")
         for name in (*MODEL_FILES, "gears.json", "gears.safetensors")
     },
+    **{
+        f"exact/{name}": (
+            "convert --restore exact --mlx-path out",
+            "convert --verify exact",
+            MODEL_COMMANDS[0].format("exact"),
+        )
+        for name in ("gears.json", "gears.safetensors", "original.safetensors")
+    },
     "thresholds.json": (f"{GENERATE} --thresholds thresholds.json",),
     "drafting.json": (f"{GENERATE} --mode lossless --curve drafting.json",),
     "manifest.json": (

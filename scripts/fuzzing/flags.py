@@ -66,6 +66,7 @@ OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
 PROMPTS = ("prompts.txt", "prompts.jsonl", "gsm8k.jsonl")
 GOOD: dict[str, Sequence[str]] = {
     **dict.fromkeys(("model", "small_model", "draft_model", "low_model"), ("llama", "geared", *MODELS)),
+    **dict.fromkeys(("restore", "verify"), ("exact", "geared")),
     **dict.fromkeys(("prompts", "trivial", "hard"), PROMPTS),
     **dict.fromkeys(("out", "trace", "summary", "json", "mlx_path", "write_sensitivities"), OUTPUTS),
     **dict.fromkeys(("gears", "bits", "cap_bits"), LADDERS),

@@ -16,6 +16,8 @@ COMMANDS = {
     "generate": "generate -m 40 --trace out.jsonl",
     "convert": "convert --mlx-path out --gears 4,8,16",
     "convert a mixture": "convert --model {inputs}/mixture --mlx-path out --gears 4,16",
+    "convert exact": "convert --mlx-path out --gears 4,16 --format exact",
+    "restore": "convert --restore {inputs}/exact --mlx-path out",
     "convert by quality": "convert --mlx-path out --format codebook --auto-bits",
     "convert a table": "convert --manifest {inputs}/manifest.json --gears 4 --mlx-path out",
     "calibrate": "calibrate -m 16 --out out.json",
@@ -46,7 +48,7 @@ class Expected:
 def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
     """The command and its arguments."""
     command, *arguments = COMMANDS[name].format(inputs=inputs).split()
-    if "--model" not in arguments:
+    if "--model" not in arguments and "--restore" not in arguments:
         arguments += ["--model", str(inputs / "llama")]
     return command, arguments
 

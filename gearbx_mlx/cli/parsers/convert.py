@@ -53,7 +53,15 @@ class ConversionSettings(Settings):
     )
     verify: str | None = flag(
         None,
-        "Instead of converting, compare every array of a geared checkpoint with its hash.",
+        "Instead of converting, compare every array of a geared checkpoint with its hash. Of format exact, also make "
+        "the original's files again and compare them.",
+        metavar="DIR",
+        named=True,
+    )
+    restore: str | None = flag(
+        None,
+        "Instead of converting, write the original of a geared checkpoint of format exact to --mlx-path: every file "
+        "that mlx-lm reads, byte for byte.",
         metavar="DIR",
         named=True,
     )
@@ -73,10 +81,15 @@ class ConvertSettings:
     budget: BudgetSettings
 
     def __post_init__(self) -> None:
-        if self.conversion.verify is not None:
-            self._check_verify()
+        if self.conversion.verify is not None or self.conversion.restore is not None:
+            self._check_alone()
         elif self.conversion.manifest is not None:
             self._check_manifest()
+        elif self.layout.format == "exact" and self.conversion.dtype is not None:
+            raise GearbxError(
+                f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; leave it out, "
+                "or convert the model first with mlx_lm.convert --dtype, which rounds"
+            )
         elif not self.ladder.quantized_bits:
             raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
         elif isinstance(self.quality, Budget) and self.ladder[0].bits != 2:
@@ -84,17 +97,21 @@ class ConvertSettings:
                 f"--gears {self.ladder}: a budget finds the bits of a gear that begins at 2; leave out --gears"
             )
 
-    def _check_verify(self) -> None:
-        conversion = self.conversion
+    def _check_alone(self) -> None:
+        conversion, layout = self.conversion, self.layout
         given = [
             conversion.embeddings,
             conversion.model,
             conversion.manifest,
             conversion.upload_repo,
             conversion.dtype,
-            self.layout.gears,
+            *vars(layout).values(),
         ]
+        if conversion.verify is not None and conversion.restore is not None:
+            raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
         if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
+            if conversion.restore is not None:
+                raise GearbxError("--restore writes what was converted; leave out all other flags but --mlx-path")
             raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
 
     def _check_manifest(self) -> None:

@@ -1,0 +1,252 @@
+"""Checkpoints of format exact: their size, layers that would become larger, and files that are damaged or lie."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import PROMPT, normal, save_model, tiny_model, weights_of
+from huggingface_hub import ModelCard
+from mutations import sign_arrays, sign_files
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.original import ORIGINAL_FILE
+from gearbx_mlx.gears.tensor_entries import read_entries
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return exact(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def geared(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
+
+
+def exact(folder: Path, model: nn.Module | None = None, **keywords) -> Path:
+    """A checkpoint in a folder, of a tiny model whose layers are wide enough for its size to say something."""
+    save_model(model or tiny_model(dtype=mx.bfloat16), folder / "original")
+    keywords = {"gears": "4,16", "q_group_size": 32} | keywords
+    return gearbx_mlx.convert(folder / "original", folder / "geared", format="exact", **keywords)
+
+
+def sparse(*shape: int) -> mx.array:
+    """Weights most of which are tiny beside the largest of their group, so that a byte more is stored for them."""
+    spikes = (mx.arange(shape[-1]) % 32 == 0).astype(mx.float32)
+    return (normal(*shape) * 0.001 + spikes).astype(mx.bfloat16)
+
+
+def change_array(directory: Path, name: str, change) -> None:
+    """Change the bytes of an array in gears.safetensors in place."""
+    file = directory / GEARS_FILE
+    entries, start = read_entries(file)
+    content = bytearray(file.read_bytes())
+    begin, end = (start + offset for offset in entries[name].data_offsets)
+    content[begin:end] = change(bytes(content[begin:end]))
+    file.write_bytes(content)
+
+
+def flip(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def refused(done, *words: str) -> None:
+    """Status 2 and one line with these words."""
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    for word in words:
+        assert word in done.err
+
+
+class TestSize:
+    def test_a_wide_gaussian_model_takes_at_most_085_of_its_weights(self, tmp_path):
+        change = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
+        change |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 128}
+        model = tiny_model(dtype=mx.bfloat16, **change)
+        for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+            layer.weight = (normal(*layer.weight.shape) * 0.02).astype(mx.bfloat16)
+        geared = exact(tmp_path, model, q_group_size=64)
+        size = sum(file.stat().st_size for file in geared.glob("*.safetensors"))
+        assert size <= 0.85 * (tmp_path / "original" / "model.safetensors").stat().st_size
+
+    def test_the_card_says_what_it_is_and_how_to_have_the_original_back(self, checkpoint):
+        text = ModelCard.load(checkpoint / "README.md").text
+        total = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        assert f"| together | {total / 1e6:,.2f} MB |" in text
+        original = (checkpoint.with_name("original") / "model.safetensors").stat().st_size
+        assert f"{total / original:.2f} of the original's" in text
+        assert "gearbx_mlx.convert --restore geared --mlx-path original" in text
+        assert "gearbx_mlx.generate --model geared --mode lossless" in text
+
+
+class TestLayersThatWouldBecomeLarger:
+    def test_one_stays_as_it_is_and_is_named(self, tmp_path, command):
+        model = tiny_model(dtype=mx.bfloat16)
+        layer = model.model.layers[0].mlp.gate_proj
+        layer.weight = sparse(*layer.weight.shape)
+        save_model(model, tmp_path / "original")
+        flags = "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared", "--q-group-size", 32
+        done = command("convert", *flags, "--format", "exact", "--gears", "4,16")
+        assert done.status == 0
+        assert "model.layers.0.mlp.gate_proj: stays dense, since it would take" in done.err
+        manifest = json.loads((tmp_path / "geared" / MANIFEST).read_text())
+        path = "model.layers.0.mlp.gate_proj"
+        assert list(manifest["unmanaged"]) == [path]
+        assert "bits a weight in format exact, and takes 16" in manifest["unmanaged"][path]
+        assert path not in manifest["layers"]
+        loaded, _ = gearbx_mlx.load(tmp_path / "geared")
+        for gear in (4, 16):
+            Gearbox(loaded, kernels="mlx").shift(gear)
+            assert mx.array_equal(loaded.model.layers[0].mlp.gate_proj.weight, layer.weight)
+
+    def test_all_of_them(self, tmp_path, command):
+        model = tiny_model(dtype=mx.bfloat16)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight = sparse(*module.weight.shape)
+        save_model(model, tmp_path / "original")
+        flags = "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared", "--q-group-size", 32
+        done = command("convert", *flags, "--format", "exact", "--gears", "4,16")
+        refused(done, "no layer becomes smaller", "in format exact, and takes 16", "give --format planes or affine")
+        assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [(mx.float32, "mlx_lm.convert --dtype bfloat16"), (mx.float16, "choose format planes or affine")],
+)
+def test_weights_of_other_types_are_refused_with_what_to_do(dtype, remedy, tmp_path, command):
+    save_model(tiny_model(dtype=dtype), tmp_path / "original")
+    flags = "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared", "--format", "exact"
+    done = command("convert", *flags, "--gears", "4,16", "--q-group-size", 32)
+    refused(done, f"weights of {str(dtype).split('.')[-1]}, and format exact is for bfloat16", remedy)
+    assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+def test_another_type_cannot_be_asked_for(tmp_path, command):
+    done = command(
+        "convert", "--format", "exact", "--gears", "4,16", "--dtype", "bfloat16", "--mlx-path", tmp_path / "x"
+    )
+    refused(done, "--dtype bfloat16: format exact has the weights bit for bit; leave it out")
+
+
+class TestDamage:
+    @pytest.mark.parametrize("array", ["low", "high", "offsets"])
+    def test_a_flipped_bit_is_found_when_the_layer_is_read_and_by_verify(self, geared, command, array):
+        change_array(geared, f"{UP}@16.{array}", flip)
+        sign_files(geared)
+        model, _ = gearbx_mlx.load(geared)
+        gearbox = Gearbox(model, kernels="mlx")
+        with pytest.raises(GearbxError, match=f"{GEARS_FILE}: {UP}") as error:
+            gearbox.shift(16)
+        assert str(error.value).count("\n") == 0
+        refused(command("convert", "--verify", geared), f"{GEARS_FILE}: {UP}@16.{array} is damaged (1 of")
+        out = geared.with_name("out")
+        refused(command("convert", "--restore", geared, "--mlx-path", out), f"{GEARS_FILE}: {UP}")
+        assert not out.exists()
+
+    @pytest.mark.parametrize("file", [GEARS_FILE, ORIGINAL_FILE])
+    def test_a_truncated_remainder(self, geared, command, file):
+        os.truncate(geared / file, (geared / file).stat().st_size - 1)
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        refused(done, f"{geared / file}: damaged or truncated", "download it again")
+
+    @pytest.mark.parametrize("file", [GEARS_FILE, ORIGINAL_FILE])
+    def test_a_remainder_of_another_model_of_the_same_shape(self, geared, tmp_path, command, file):
+        (tmp_path / "other").mkdir()
+        other = exact(tmp_path / "other", tiny_model(dtype=mx.bfloat16, seed=1, rope_theta=5000.0))
+        shutil.copy(other / file, geared / file)
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        words = "is not the one that" if file == GEARS_FILE else "config.json is not what the original had"
+        refused(done, f"{geared / file}: ", words, "download it again")
+
+    def test_a_companion_that_was_changed(self, geared, command):
+        (geared / "tokenizer_config.json").write_text("{}")
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        refused(done, f"{geared / 'tokenizer_config.json'}: it is not what the original had")
+
+    @pytest.mark.parametrize("lie", [[1], [0, 2**31], [0, 7, 3]], ids=["begin", "end", "descend"])
+    def test_offsets_that_lie_with_the_right_hashes(self, geared, lie):
+        def change(data: bytes) -> bytes:
+            offsets = np.frombuffer(data, np.uint32).copy()
+            offsets[: len(lie)] = lie
+            return offsets.tobytes()
+
+        change_array(geared, f"{UP}@16.offsets", change)
+        sign_arrays(geared)
+        model, _ = gearbx_mlx.load(geared)
+        gearbox = Gearbox(model, kernels="mlx")
+        with pytest.raises(GearbxError, match=f"{GEARS_FILE}: {UP}: its offsets do not lead through the"):
+            gearbox.shift(16)
+        assert gearbox.gear.bits == 4
+
+    def test_low_bytes_that_lie_with_the_right_hashes(self, geared, command):
+        """Only the hash of the original's tensor tells."""
+        change_array(geared, f"{UP}@16.low", flip)
+        sign_arrays(geared)
+        refused(command("convert", "--verify", geared), f"{UP}.weight is not what the original had")
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        refused(done, f"{UP}.weight is not what the original had")
+
+    @pytest.mark.parametrize(
+        "piece",
+        [{"parameter": "no.such"}, {"parameter": f"{UP}.weight", "matrix": 5}, {"parameter": "model.norm.weight"}],
+    )
+    def test_pieces_that_lie(self, geared, command, piece):
+        content = json.loads((geared / MANIFEST).read_text())
+        content["original"]["shards"]["model.safetensors"]["tensors"][f"{UP}.weight"]["pieces"] = [piece]
+        (geared / MANIFEST).write_text(json.dumps(content))
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        refused(done, MANIFEST, "download it again")
+
+    def test_verify_says_that_the_original_comes_back(self, checkpoint, command):
+        done = command("convert", "--verify", checkpoint)
+        tensors = len(weights_of(tiny_model()))
+        assert (done.status, done.err) == (0, "")
+        assert done.out.endswith(f"decoded, {tensors} tensors and 3 other files are those of the original\n")
+
+
+class TestRestoringWhatCannotBe:
+    def test_another_format(self, tmp_path, command):
+        save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
+        geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears="4,16", q_group_size=32)
+        done = command("convert", "--restore", geared, "--mlx-path", tmp_path / "out")
+        refused(done, f"{geared}: format planes, gears 4,16, does not have its original", "--format exact")
+
+    def test_no_gears_at_all(self, checkpoint, tmp_path, command):
+        original = checkpoint.with_name("original")
+        done = command("convert", "--restore", original, "--mlx-path", tmp_path / "out")
+        refused(done, f"{original}: holds no gears; give what gearbx_mlx.convert wrote")
+
+    def test_a_directory_that_is_there(self, checkpoint, tmp_path, command):
+        done = command("convert", "--restore", checkpoint, "--mlx-path", tmp_path)
+        refused(done, f"--mlx-path {tmp_path}: is there already; remove it or give another path")
+
+    def test_without_what_is_kept_of_the_original_only_the_model_runs(self, geared, command):
+        (geared / ORIGINAL_FILE).unlink()
+        assert gearbx_mlx.load(geared)[0](PROMPT).shape == (1, 5, 128)
+        done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
+        refused(done, f"{geared / ORIGINAL_FILE}: missing, and {MANIFEST} needs it")
+
+    @pytest.mark.parametrize(
+        "flag", [("--gears", "4"), ("--format", "exact"), ("--model", "x"), ("--dtype", "float32"), ("--verify", "x")]
+    )
+    def test_other_flags(self, command, flag):
+        refused(command("convert", "--restore", "x", *flag), "--restore")
+
+
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
+    save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
+    geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears="4,16", q_group_size=32)
+    content = json.loads((geared / MANIFEST).read_text())
+    assert content.pop("original") is None
+    (geared / MANIFEST).write_text(json.dumps(content | {"version": 3}))
+    assert str(Gearbox(gearbx_mlx.load(geared)[0]).ladder) == "4,16"

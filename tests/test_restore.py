@@ -1,0 +1,346 @@
+"""convert --restore: the original's files come back byte for byte, whatever the model's class makes of its tensors."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import normal, save_model, tiny_model, weights_of
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox
+from gearbx_mlx.conversion.restoring import Restorer
+from gearbx_mlx.gears.original import ORIGINAL_FILE
+from gearbx_mlx.gears.tensor_entries import read_entries
+from gearbx_mlx.loading import DEMO_MODEL
+
+Weights = dict[str, mx.array]
+
+
+def unstacked(weights: Weights, stacked: str, single: str) -> Weights:
+    """Experts one by one, as mixtures are published. stacked: ends the path of all; single: with {} for the number."""
+    found = {}
+    for name, array in weights.items():
+        before, is_stack, after = name.partition(stacked)
+        if is_stack:
+            found |= {f"{before}{single.format(e)}{after}": matrix for e, matrix in enumerate(array)}
+        else:
+            found[name] = array
+    return found
+
+
+def joined(weights: Weights, gate: str, join) -> Weights:
+    """The up projection beside the gate's. gate: of its path, with a group for what comes before."""
+    found = dict(weights)
+    for name in weights:
+        match = re.fullmatch(gate, name)
+        if match:
+            new, value = join(match[1], found.pop(name), found.pop(name.replace("gate_proj", "up_proj")))
+            found[new] = value
+    return found
+
+
+def mixtral(weights: Weights) -> Weights:
+    renamed = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    found = unstacked(weights, "switch_mlp.", "experts.{}.")
+    return {
+        re.sub(r"(experts\.\d+\.)(\w+)", lambda m: m[1] + renamed[m[2]], name): array for name, array in found.items()
+    }
+
+
+def qwen3_vl_moe(weights: Weights) -> Weights:
+    """Rows of gate and up are columns side by side; the vision tower is nothing that mlx-lm reads."""
+
+    def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
+        both = mx.concatenate([gate.swapaxes(-1, -2), up.swapaxes(-1, -2)], axis=-1)
+        return f"{path}.experts.gate_up_proj", both
+
+    found = joined(weights, r"(.*\.mlp)\.switch_mlp\.gate_proj\.weight", join)
+    for name in list(found):
+        if name.endswith("switch_mlp.down_proj.weight"):
+            new = name.replace("switch_mlp.down_proj.weight", "experts.down_proj")
+            found[new] = found.pop(name).swapaxes(-1, -2)
+    return found | {"visual.patch_embed.weight": normal(8, 3, 2, 2).astype(mx.bfloat16)}
+
+
+def qwen3_5_moe(weights: Weights) -> Weights:
+    def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
+        return f"{path}.experts.gate_up_proj", mx.concatenate([gate, up], axis=-2)
+
+    found = joined(weights, r"(.*\.mlp)\.switch_mlp\.gate_proj\.weight", join)
+    return {name.replace("switch_mlp.down_proj.weight", "experts.down_proj"): a for name, a in found.items()}
+
+
+def gpt_oss(weights: Weights) -> Weights:
+    """Rows of gate and up take turns."""
+
+    def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
+        both = mx.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
+        return f"{path}.gate_up_proj.weight", both
+
+    def biases(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
+        return f"{path}.gate_up_proj_bias", mx.stack([gate, up], axis=2).reshape(len(gate), -1)
+
+    found = joined(weights, r"(.*\.experts)\.gate_proj\.weight", join)
+    found = joined(found, r"(.*\.experts)\.gate_proj\.bias", biases)
+    return {name.replace("down_proj.bias", "down_proj_bias"): array for name, array in found.items()}
+
+
+def dbrx(weights: Weights) -> Weights:
+    """All experts in one matrix, those of w2 transposed."""
+    found = {name: array for name, array in weights.items() if ".experts." not in name}
+    paths = {re.sub(r"experts\.\d+", "experts.{}", name) for name in weights.keys() - found.keys()}
+    for path in sorted(paths):
+        matrices = [weights[path.format(e)] for e in range(4)]
+        matrices = [matrix.T for matrix in matrices] if ".w2." in path else matrices
+        found[path.replace(".{}", ".mlp").removesuffix(".weight")] = mx.concatenate(matrices)
+    return found
+
+
+def gpt2(weights: Weights) -> Weights:
+    """Transposed matrices, and masks that no parameter has."""
+    wide = re.compile(r".*(c_attn|c_proj|c_fc)\.weight")
+    found = {name.removeprefix("model."): array.T if wide.fullmatch(name) else array for name, array in weights.items()}
+    return found | {"h.0.attn.bias": mx.tri(16).reshape(1, 1, 16, 16)}
+
+
+def mamba(weights: Weights) -> Weights:
+    return {name: array.moveaxis(2, 1) if "conv1d.weight" in name else array for name, array in weights.items()}
+
+
+def deepseek_v3(weights: Weights) -> Weights:
+    """Keys and values of all heads in one matrix, which no parameter is a part of; experts one by one."""
+    found = unstacked(weights, "switch_mlp.", "experts.{}.")
+    for name in [name for name in found if "embed_q" in name]:
+        keys, values = found.pop(name).swapaxes(-1, -2), found.pop(name.replace("embed_q", "unembed_out"))
+        both = mx.concatenate([keys, values], axis=1).reshape(-1, keys.shape[-1])
+        found[name.replace("embed_q", "kv_b_proj")] = both
+    return found
+
+
+def llama(weights: Weights) -> Weights:
+    """A head that is the embedding once more, and what is computed anew at every start."""
+    return weights | {
+        "lm_head.weight": weights["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": normal(16),
+    }
+
+
+PUBLISHED = {
+    "mixtral": (mixtral, {}, ""),
+    "qwen3_moe": (lambda weights: unstacked(weights, "switch_mlp.", "experts.{}."), {}, ""),
+    "qwen3_vl_moe": (qwen3_vl_moe, {}, r"visual\.patch_embed\.weight"),
+    "qwen3_5_moe": (qwen3_5_moe, {}, ""),
+    "gpt_oss": (gpt_oss, {}, ""),
+    "dbrx": (dbrx, {}, ""),
+    "gpt2": (gpt2, {}, r"h\.0\.attn\.bias"),
+    "mamba": (mamba, {}, ""),
+    "deepseek_v3": (deepseek_v3, {}, r".*kv_b_proj\.weight"),
+    "llama": (llama, {"tie_word_embeddings": True}, r".*inv_freq"),
+    "gemma3_text": (lambda weights: weights, {}, ""),
+    "phi3": (lambda weights: weights, {}, ""),
+    "falcon_h1": (mamba, {}, r".*(_proj|lm_head|embed_tokens)\.weight"),  # its class multiplies them by numbers
+}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
+def kept(directory: Path) -> set[str]:
+    """The tensors that a checkpoint stores as they were."""
+    names = read_entries(directory / ORIGINAL_FILE)[0]
+    return {name.split("/", 2)[2] for name in names if name.startswith("tensor/")}
+
+
+def publish(directory: Path, weights: Weights, shards: int = 1) -> None:
+    """Weights in the place of those in a directory, in one file or several with an index; and a license."""
+    (directory / "model.safetensors").unlink()
+    names, index = sorted(weights), {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
+        own = names[i::shards]
+        mx.save_safetensors(str(directory / file), {name: weights[name] for name in own}, {"format": "pt"})
+        index |= dict.fromkeys(own, file)
+    if shards > 1:
+        content = {"metadata": {}, "weight_map": index}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+    (directory / "LICENSE").write_text("Do what you like.\n")
+
+
+def exact(directory: Path, gears: str = "4,16", **keywords) -> Path:
+    """A checkpoint of a directory, beside it."""
+    return gearbx_mlx.convert(
+        directory, directory.with_name("geared"), gears=gears, format="exact", q_group_size=32, **keywords
+    )
+
+
+def restored(geared: Path) -> Path:
+    return gearbx_mlx.convert(restore=geared, mlx_path=geared.with_name("restored"))
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_every_file_comes_back(architecture, tmp_path):
+    change, fields, as_they_were = PUBLISHED[architecture]
+    original = tmp_path / "original"
+    model = tiny_model(architecture, dtype=mx.bfloat16, **fields)
+    save_model(model, original)
+    publish(original, change(weights_of(model)), shards=2)
+    geared = exact(original)
+    assert {name for name in kept(geared) if not re.fullmatch(as_they_were, name)} == set()
+    assert bool(kept(geared)) == bool(as_they_were)
+    assert contents(restored(geared)) == contents(original)
+
+
+@pytest.mark.parametrize("gears", ["3,16", "4,8,16"])
+def test_every_ladder_has_the_original(gears, tmp_path):
+    save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
+    assert contents(restored(exact(tmp_path / "original", gears))) == contents(tmp_path / "original")
+
+
+def test_the_demo_model_comes_back_through_the_command(tmp_path, command):
+    made = command("convert", "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "geared")
+    assert made.status == 0, made.err
+    done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
+    assert (done.status, done.out) == (0, f"{tmp_path / 'restored'}\n")
+    assert contents(tmp_path / "restored") == contents(DEMO_MODEL)
+
+
+def odd_weights(model) -> Weights:
+    """NaN with several patterns, infinities, zeros of both signs and subnormal numbers."""
+    weights = weights_of(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    bits = np.array(weights[name].view(mx.uint16))
+    bits[0, :8] = [0x7FC0, 0xFFC1, 0x7F81, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001]
+    bits[3] = 0
+    weights[name] = mx.array(bits).view(mx.bfloat16)
+    weights["model.norm.weight"] = mx.full(64, 1.5, mx.bfloat16).at[0].add(float("nan"))
+    return weights
+
+
+@pytest.mark.parametrize("gears", ["4,16", "4,8,16"])
+def test_weights_that_are_not_numbers_come_back_and_are_zero_in_the_low_gear(tmp_path, gears):
+    original = tmp_path / "original"
+    model = tiny_model(dtype=mx.bfloat16)
+    save_model(model, original)
+    weights = odd_weights(model)
+    weights["model.norm.weight"] = mx.ones(64, mx.bfloat16)
+    publish(original, weights)
+    geared = exact(original, gears)
+    assert contents(restored(geared)) == contents(original)
+    model, _ = gearbx_mlx.load(geared)
+    gearbox = Gearbox(model, kernels="mlx")
+    layer = model.model.layers[0].mlp.up_proj
+    low = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+    assert not mx.any(low[0, :32]).item()
+    assert mx.any(low[0, 32:]).item()
+    assert mx.isfinite(model(mx.array([[1, 2, 3]]))).all().item()
+    gearbox.shift(16)
+    assert mx.isnan(model(mx.array([[1, 2, 3]]))).any().item()
+
+
+def test_tensors_of_every_type_and_size_come_back(tmp_path):
+    """What mlx-lm drops may be anything, and a norm may have NaN."""
+    original = tmp_path / "original"
+    model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
+    save_model(model, original)
+    types = [mx.bool_, mx.int64, mx.float32, mx.float16, mx.uint8, mx.complex64]
+    others = {f"layers.{i}.rotary_emb.inv_freq": mx.ones((3, i + 1), dtype) for i, dtype in enumerate(types)}
+    others = {f"model.{name}".replace("rotary_emb", "self_attn.rotary_emb"): array for name, array in others.items()}
+    publish(original, odd_weights(model) | others | {"model.self_attn.rotary_emb.inv_freq": mx.array(2.0)})
+    geared = exact(original)
+    assert contents(restored(geared)) == contents(original)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint of a small mixture with a vision tower; its original beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = tiny_model("qwen3_vl_moe", dtype=mx.bfloat16)
+    save_model(model, folder / "original")
+    publish(folder / "original", qwen3_vl_moe(weights_of(model)), shards=3)
+    return exact(folder / "original")
+
+
+@pytest.fixture
+def geared(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
+
+
+KEPT = -1  # the step in which the first file is whole: that of what is kept
+KILLED = """
+import itertools, os, signal, sys
+from gearbx_mlx.commands import command
+from gearbx_mlx.conversion.restoring import Restorer
+from gearbx_mlx.conversion.tensor_file import TensorFile
+
+last, fsync, tensors, count = int(sys.argv.pop(1)), os.fsync, Restorer.tensors, itertools.count()
+
+
+def step():
+    if next(count) == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counted(self, *arguments):
+    for found in tensors(self, *arguments):
+        step()
+        yield found
+
+
+finish = TensorFile.finish
+TensorFile.finish = lambda self: (finish(self), last < 0 and os.kill(os.getpid(), signal.SIGKILL))
+Restorer.tensors = counted
+os.fsync = lambda file: (step(), fsync(file))
+command("convert")()
+"""
+
+
+def killed(step: int, *arguments: object) -> bool:
+    """Whether a conversion was killed in a step of its own: before it writes a tensor, or before it waits for the disk.
+
+    It ended by itself else.
+    """
+    done = subprocess.run([sys.executable, "-c", KILLED, str(step), *map(str, arguments)], capture_output=True)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
+    return done.returncode != 0
+
+
+class TestGoingOn:
+    def test_a_restoration_that_is_killed_writes_only_what_is_missing(self, checkpoint, tmp_path, command, monkeypatch):
+        arguments = "--restore", checkpoint, "--mlx-path", tmp_path / "restored"
+        for step in (0, 12):
+            assert killed(step, *arguments)
+            assert not (tmp_path / "restored").exists()
+        made, tensors = [], Restorer.tensors
+        monkeypatch.setattr(Restorer, "tensors", lambda self, *group: (made.append(group), tensors(self, *group))[1])
+        assert command("convert", *arguments).status == 0
+        total = sum(len(read_entries(file)[0]) for file in (tmp_path / "restored").glob("model*.safetensors"))
+        assert 0 < sum(len(keys) for _, keys in made) < total - 5  # what was not yet in the file is written again
+        assert contents(tmp_path / "restored") == contents(checkpoint.with_name("original"))
+        assert [file.name for file in tmp_path.iterdir()] == ["restored"]
+
+    def test_a_conversion_that_is_killed(self, checkpoint, tmp_path, command):
+        source = checkpoint.with_name("original")
+        arguments = ["--model", source, "--mlx-path", tmp_path / "geared", "--gears", "4,16", "--format", "exact"]
+        arguments += ["--q-group-size", 32]
+        for step in (5, KEPT):
+            assert killed(step, *arguments)
+            assert not (tmp_path / "geared").exists()
+        assert command("convert", *arguments).status == 0
+        assert contents(tmp_path / "geared") == contents(checkpoint)
+
+    def test_other_files_in_its_place(self, checkpoint, tmp_path, command):
+        work = tmp_path / "restored.incomplete"
+        work.mkdir()
+        (work / "mine.txt").write_text("mine")
+        done = command("convert", "--restore", checkpoint, "--mlx-path", tmp_path / "restored")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert 'restored.incomplete: has "mine.txt", which is not of this original; remove the directory' in done.err
+        assert (work / "mine.txt").read_text() == "mine"
