@@ -26,7 +26,7 @@ from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .offload import Residency, make_residency
 from .output_head import tied_head
 from .ownership import own
-from .saved import SavedDisk
+from .saved_disk import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
 from .whole import make_all, refuse_other_codes
