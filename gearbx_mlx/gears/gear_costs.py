@@ -13,10 +13,12 @@ from .adapters import layers_of
 from .cost import token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
 from .discovery import Layer
+from .experts import used_share
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
 from .settings import Choice
 from .sources import Original, Source
+from .streaming import StreamedFiles
 
 
 class GearCosts:
@@ -83,6 +85,16 @@ class GearCosts:
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
         return read
+
+    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
+        if not isinstance(self.source, StreamedFiles):
+            return 0
+        modules, read = layers_of(self.model), 0.0
+        for layer in self.layers:
+            share = used_share(layer.path, modules, positions)
+            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
+        return round(read)
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""

@@ -18,11 +18,12 @@ from .offload import Residency, Resident, make_residency
 from .saved import SavedGears
 from .saved_disk import SavedDisk
 from .sources import FromFiles
-from .streamed import EXACT, Streamed, stream
+from .streamed import EXACT, stream
 from .strip_reader import Speed, StripReader
 from .strips import Remainder
 
 STREAM = "stream"
+SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
 REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 
 
@@ -32,7 +33,7 @@ class Stream(Resident):
     Args:
         saved: the gears of a checkpoint of format `exact`.
 
-    `reader` reads, and measures the disk. `memory` is the speed at which drafts read weights: who drafts adds to it.
+    `reader` reads, and measures the disk. `memory` is the speed at which drafts read weights.
 
     Raises:
         GearbxError: a checkpoint of another format.
@@ -48,12 +49,24 @@ class Stream(Resident):
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
         self.memory = Speed()
 
+    @property
+    def slowdown(self) -> float:
+        """How many times slower the disk is than drafts read memory, both as measured."""
+        disk, memory = self.reader.speed.bytes_per_second, self.memory.bytes_per_second
+        return memory / disk if disk and memory else SLOWER
+
 
 @dataclass(frozen=True)
 class StreamedFiles(FromFiles):
     """Reads the base from a geared checkpoint, and leaves the rest to a reader."""
 
     reader: StripReader
+
+    def disk_bytes(self, layer: Layer, bits: int) -> int:
+        """The bytes that one use of a layer reads from the disk; all experts count."""
+        if bits != DENSE or DENSE not in self.saved.manifest.stored(layer.path):
+            return 0
+        return remainder_of(self.saved, layer.path).nbytes
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         made = super().modules(layer, bits)
@@ -91,8 +104,3 @@ def residency_of(
     if saved is not None and name == "disk":
         return SavedDisk(saved, dtypes)
     return make_residency(name, model, checkpoint, dtypes)
-
-
-def streamed_bytes(module: nn.Module) -> int:
-    """The bytes of a layer that are read from the disk when all of it is used."""
-    return module.remainder.nbytes if isinstance(module, Streamed) else 0
