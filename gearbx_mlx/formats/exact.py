@@ -12,11 +12,11 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.exact import ExactMatrix, exact_experts, exact_product, product_by_tiles
+from ..kernels.exact import ExactMatrix, decoded, exact_experts, exact_product, product_by_tiles
 from .base import StoredArray, whole_groups
-from .exact_decoding import LOW_BITS, decode, decode_rows
+from .exact_decoding import LOW_BITS, decode
 from .exact_encoding import encode
-from .native import Native, with_expert_bias
+from .native import Native, NativeMultiLinear, with_expert_bias
 from .planes import NestedPlanes, Planes
 
 DENSE = 16
@@ -62,8 +62,7 @@ class _ExactModule(nn.Module):
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""
-        picked, begins = self.matrix.taken(chosen.flatten())
-        return decode_rows(picked, begins).reshape(*chosen.shape, -1)
+        return decode(self.matrix.taken(chosen.flatten())).reshape(*chosen.shape, -1)
 
     def _extra_repr(self) -> str:
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
@@ -114,6 +113,13 @@ class ExactMultiLinear(_ExactModule):
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         weight = self.dense_weight().astype(x.dtype)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+
+
+class NativeExactMultiLinear(ExactMultiLinear):
+    """A MultiLinear over exact weights, which a native kernel decodes."""
+
+    def dense_weight(self) -> mx.array:
+        return decoded(self.matrix, decode)
 
 
 class Exact:
@@ -205,7 +211,7 @@ def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
     """The module of the gear of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
     native = isinstance(dense, Native)
     if isinstance(dense, MultiLinear):
-        return ExactMultiLinear(matrix, dense)
+        return (NativeExactMultiLinear if isinstance(dense, NativeMultiLinear) else ExactMultiLinear)(matrix, dense)
     if dense.weight.ndim == 3:
         return (NativeExactSwitchLinear if native else ExactSwitchLinear)(matrix, dense)
     return (NativeExactLinear if native else ExactLinear)(matrix, dense)

@@ -50,12 +50,7 @@ def predict(codes: mx.array, scales: mx.array, biases: list[mx.array], widths: l
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
-    """The weight (..., O, I), bfloat16."""
-    return decode_rows(matrix, matrix.offsets[:-1])
-
-
-def decode_rows(matrix: ExactMatrix, begins: mx.array) -> mx.array:
-    """As `decode`, for rows whose bytes in `high` begin anywhere. begins: one for each row."""
+    """The weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
     grouped = (*matrix.scales.shape, matrix.group_size)
     found = predict(
         joined_codes(matrix).reshape(grouped),
@@ -65,7 +60,7 @@ def decode_rows(matrix: ExactMatrix, begins: mx.array) -> mx.array:
     )
     low = low_bits(matrix).reshape(grouped)
     bytes_of = (found.near.astype(mx.uint32) + 2 * found.whole.astype(mx.uint32)).reshape(matrix.shape)
-    place = begins.reshape(*matrix.shape[:-1], 1) + mx.cumsum(bytes_of, axis=-1) - bytes_of
+    place = matrix.offsets[:-1].reshape(*matrix.shape[:-1], 1) + mx.cumsum(bytes_of, axis=-1) - bytes_of
 
     def stored(further: int) -> mx.array:
         at = mx.minimum(place + further, matrix.high.size - 1)

@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
@@ -51,6 +52,10 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
         return with_expert_bias(self, stack_experts(x, *stack, indices, sorted_indices, self.x_bits), indices)
 
 
+class NativeMultiLinear(MultiLinear):
+    """A MultiLinear in a model with native kernels: it has none itself, and packed weights in its place may."""
+
+
 class NativeEmbedding(Native, nn.Embedding):
     """An Embedding with native kernels, which may also be the output head (`as_linear`).
 
@@ -71,6 +76,7 @@ class NativeEmbedding(Native, nn.Embedding):
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NativeDense,
     SwitchLinear: NativeSwitchLinear,
+    MultiLinear: NativeMultiLinear,
     nn.Embedding: NativeEmbedding,
     **FUSED,
 }

@@ -13,7 +13,7 @@ from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
-from ..formats.native import NativeDense, NativeEmbedding, NativeSwitchLinear
+from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .activations import STORED, dtype_name
@@ -28,7 +28,7 @@ from .towers import in_tower
 Predicate = Callable[[str, nn.Module], bool | dict]
 
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear)
+DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,

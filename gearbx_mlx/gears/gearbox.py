@@ -97,7 +97,7 @@ class Gearbox(GearCosts):
         if self.format.ladders:
             refuse_other_codes(self.format.name, self.layers, self._tables, low_model)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
-        self.kernels = choose_kernels(kernels, bool(quantized), activations)
+        self.kernels = choose_kernels(kernels, bool(quantized), activations, bool(self.format.ladders))
         self._places = places_of(model)
         use_kernels(model, self.kernels.native)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))

@@ -41,13 +41,14 @@ def check_tables(
     return {ladder.find(name).bits: table for name, table in tables.items()}
 
 
-def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
+def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: bool = False) -> Choice:
     """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
     Args:
         kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
             MLX's kernels, so that the model is mlx-lm bit for bit.
         quantized: whether the ladder has quantized gears.
+        ours_alone: whether MLX has no kernel for the top gear.
 
     Raises:
         GearbxError: a name that does not exist.
@@ -58,7 +59,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str) -> Choice:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
-    choice = choose(kernels, activations)
+    choice = choose(kernels, activations, ours_alone)
     if kernels == "native" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:

@@ -14,7 +14,7 @@ wheels for Linux have the reference BLAS and scalar quantized products, which ta
 vectors (docs/performance.md).
 
 `choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call. On
-Metal, dense weights and experts stay with MLX; with "auto" everything does, since nobody has timed Metal kernels yet.
+Metal, dense weights and experts stay with MLX; with "auto" everything does, except in format `exact` (`exact.py`).
 """
 
 import sys
@@ -45,16 +45,17 @@ class Choice:
     x_bits: int = 0
 
 
-def choose(kernels: str, activations: str = "int16") -> Choice:
+def choose(kernels: str, activations: str = "int16", ours_alone: bool = False) -> Choice:
     """Choose native kernels or MLX's for a model on this machine; compiles the CPU kernels if they are needed.
 
     Args:
         kernels: one of KERNELS. activations: one of ACTIVATIONS.
+        ours_alone: whether MLX has no kernel for the top gear.
     """
     if kernels == "mlx":
         return Choice(False, "as asked")
     if metal.available():
-        if kernels == "auto":
+        if kernels == "auto" and not ours_alone:
             return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
         return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors of packed codes, MLX beyond")
     if not on_cpu():

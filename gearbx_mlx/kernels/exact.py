@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dispatch import add_bias, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx
+from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx
 
 TILE = 2**22  # weights that are decoded at a time for a product with many vectors
 
@@ -44,15 +44,20 @@ class ExactMatrix(NamedTuple):
             offsets=self.offsets[first : end + 1],
         )
 
-    def taken(self, chosen: mx.array) -> "tuple[ExactMatrix, mx.array]":
-        """The rows `chosen` (n,) of a matrix (O, I), and where the bytes of each begin."""
-        picked = self._replace(
+    def taken(self, chosen: mx.array) -> "ExactMatrix":
+        """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
+        begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
+        return self._replace(
             weights=[codes[chosen] for codes in self.weights],
             scales=self.scales[chosen],
             biases=[bias[chosen] for bias in self.biases],
             low=self.low[chosen],
+            offsets=mx.concatenate([begins, self.offsets[-1:]]),
         )
-        return picked, self.offsets[chosen]
+
+
+Decode = Callable[[ExactMatrix], mx.array]
+"""Makes the weight (..., O, I), bfloat16, with MLX's own operations."""
 
 
 def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
@@ -63,15 +68,13 @@ def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
         yield matrix.rows(first, min(first + height, rows))
 
 
-def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Callable[[ExactMatrix], mx.array]) -> mx.array:
+def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.array:
     """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
     parts = [x @ decode(tile).astype(x.dtype).T for tile in tiles(matrix)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
-def exact_product(
-    x: mx.array, matrix: ExactMatrix, decode: Callable[[ExactMatrix], mx.array], bias: mx.array | None = None
-) -> mx.array:
+def exact_product(x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None) -> mx.array:
     """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels."""
     module = cpu_kernels_for(x)
     if module is None:
@@ -82,13 +85,22 @@ def exact_product(
 def exact_experts(
     x: mx.array,
     matrix: ExactMatrix,
-    decode: Callable[[ExactMatrix], mx.array],
+    decode: Decode,
     indices: mx.array,
     sorted_indices: bool,
     native: bool,
 ) -> mx.array:
     """As `exact_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
     module = cpu_kernels_for_experts(x, indices) if native else None
-    if module is None:
+    if module is not None:
+        return module.exact_experts(x, *matrix, indices).astype(x.dtype)
+    if indices.size >= matrix.shape[0]:
         return dense_experts_of_mlx(x, decode(matrix), indices, sorted_indices)
-    return module.exact_experts(x, *matrix, indices).astype(x.dtype)
+    weight, places = decode(matrix.taken(indices.flatten())), mx.arange(indices.size, dtype=mx.uint32)
+    return dense_experts_of_mlx(x, weight, places.reshape(indices.shape), sorted_indices)
+
+
+def decoded(matrix: ExactMatrix, decode: Decode) -> mx.array:
+    """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    module = cpu_kernels(1)
+    return decode(matrix) if module is None else module.exact_decode(*matrix)
