@@ -94,13 +94,13 @@ class Operation : public mx::Primitive {
 
  protected:
   // Allocates the output, registers inputs and output with the encoder, and dispatches run(y) to the stream.
-  template <class Run>
+  template <class T = float, class Run>
   void enqueue(const std::vector<mx::array>& inputs, mx::array& out, Run run) {
     out.set_data(mx::allocator::malloc(out.nbytes()));
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (const auto& input : inputs) encoder.set_input_array(input);
     encoder.set_output_array(out);
-    encoder.dispatch([run, y = out.data<float>()]() { run(y); });
+    encoder.dispatch([run, y = out.data<T>()]() { run(y); });
   }
 
   // As `enqueue`, with run(x, y); x is the first input.
@@ -190,6 +190,9 @@ void bind_experts(nb::module_& m);
 
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
+
+// Adds products over exact weights (exact_primitive.cpp).
+void bind_exact(nb::module_& m);
 
 // Adds attention (attention_primitive.cpp).
 void bind_attention(nb::module_& m);

@@ -7,12 +7,22 @@
 #include <vector>
 
 #include "chunks.h"
+#include "exact.h"
 
 namespace gearbx {
 namespace {
 
 void multiply(const gearbx_stack& m, const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); }
 void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
+
+void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
+
+// How many vectors the kernel of a matrix takes at once.
+template <class Matrix>
+constexpr int64_t most_vectors(const Matrix&) {
+  return GEARBX_MAX_VECTORS;
+}
+constexpr int64_t most_vectors(const gearbx_exact&) { return 512; }
 
 // The address after the first `count` of `values`.
 const void* after(const void* values, int type, int64_t count) {
@@ -33,6 +43,19 @@ gearbx_stack expert(const gearbx_stack& first, int64_t number) {
 gearbx_dense expert(const gearbx_dense& first, int64_t number) {
   gearbx_dense m = first;
   m.weights = after(m.weights, m.type, number * m.rows * m.columns);
+  return m;
+}
+
+gearbx_exact expert(const gearbx_exact& first, int64_t number) {
+  gearbx_exact m = first;
+  const int64_t rows = number * m.rows, groups = rows * (m.columns / m.group);
+  for (int p = 0; p < m.planes; p++) {
+    m.weights[p] += rows * (m.columns / 8 * m.bits);
+    m.biases[p] += groups;
+  }
+  m.scales += groups;
+  m.low += rows * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
+  m.offsets += rows;
   return m;
 }
 
@@ -62,8 +85,8 @@ void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float
   for (int64_t p = 0; p < pairs.count; p++)
     if (chosen(p) >= 0) order[static_cast<size_t>(next[static_cast<size_t>(chosen(p))]++)] = p;
 
-  std::vector<float> some_x(static_cast<size_t>(GEARBX_MAX_VECTORS * columns));
-  std::vector<float> some_y(static_cast<size_t>(GEARBX_MAX_VECTORS * rows));
+  const int64_t most = most_vectors(first), held = most < pairs.count ? most : pairs.count;
+  std::vector<float> some_x(static_cast<size_t>(held * columns)), some_y(static_cast<size_t>(held * rows));
   for (int e = 0; e < pairs.experts; e++) {
     const int64_t* mine = order.data() + start[static_cast<size_t>(e)];
     const Matrix m = expert(first, e);
@@ -92,6 +115,9 @@ void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, 
   gearbx::experts_product(*first, *pairs, x, y);
 }
 void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, const float* x, float* y) {
+  gearbx::experts_product(*first, *pairs, x, y);
+}
+void gearbx_exact_experts(const gearbx_exact* first, const gearbx_pairs* pairs, const float* x, float* y) {
   gearbx::experts_product(*first, *pairs, x, y);
 }
 }

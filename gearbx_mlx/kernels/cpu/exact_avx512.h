@@ -1,0 +1,155 @@
+// Decodes rows with AVX-512, 64 weights at a time: a lookup is one instruction, and `vpexpandb` deals out the bytes of
+// the zero cell.
+
+#pragma once
+
+#include "exact_row.h"
+
+namespace gearbx {
+
+typedef __m512i Bytes64;
+
+template <class Place>
+inline Bytes64 bytes64(Place place) {
+  alignas(64) uint8_t bytes[64];
+  for (int i = 0; i < 64; i++) bytes[i] = static_cast<uint8_t>(place(i));
+  return _mm512_load_si512(bytes);
+}
+
+// What the codes of two groups mean, as bytes. The first group's low byte of the first neighbour is at 0 to 15, its
+// high byte at 16; the second group's are at 32 and 48. `zero`: a bit for each code, for each eight weights of a block.
+struct Meanings {
+  Bytes64 bytes, zero[2];
+};
+
+// Sixteen groups at a time: their scales and biases as floats, and the bound of the zero cell.
+struct Groups16 {
+  alignas(64) float scales[16], biases[16], bounds[16];
+
+  GEARBX_INLINE void read(const uint16_t* s, const uint16_t* b, int64_t left) {
+    const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
+    const auto widen = [some](const uint16_t* p) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
+    };
+    const __m512 scale = widen(s);
+    _mm512_store_ps(scales, scale);
+    _mm512_store_ps(biases, widen(b));
+    _mm512_store_ps(bounds, _mm512_mul_ps(_mm512_abs_ps(scale), _mm512_set1_ps(0.5f)));
+  }
+};
+
+template <int BITS, int GROUP>
+struct Decoder {
+  const Bytes64 parts = bytes64([](int i) { return i / 32 * 64 + i % 16 * 4 + 2 + i / 16 % 2; });
+  const Bytes64 bits = bytes64([](int i) { return i % 8 * BITS; });
+  const Bytes64 three = bytes64([](int i) { return i / 8 * 3 + (i % 8 < 3 ? i % 8 : 0); });
+  // In each quarter, the pairs of columns 16 and 48 apart that become the lower and upper halves of four floats.
+  const Bytes64 spread = bytes64([](int i) { return i % 2 * 16 + i / 8 % 2 * 32 + i / 16 * 4 + i / 2 % 4; });
+  const Bytes64 code = _mm512_set1_epi8((1 << BITS) - 1);
+  const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12),
+                                      at(13), at(14), at(15));
+  ExactRow& row;
+
+  explicit Decoder(ExactRow& r) : row(r) {}
+
+  static constexpr float at(int i) { return static_cast<float>(i % (1 << BITS)); }
+
+  GEARBX_INLINE Meanings meanings(const Groups16& groups, int64_t first) const {
+    Meanings m;
+    Bytes64 words[2];
+    for (int i = 0; i < 2; i++) {
+      const __m512 v = _mm512_add_ps(_mm512_mul_ps(_mm512_set1_ps(groups.scales[first + i]), codes),
+                                     _mm512_set1_ps(groups.biases[first + i]));
+      m.zero[i] = _mm512_broadcastmw_epi32(
+          _mm512_cmp_ps_mask(_mm512_abs_ps(v), _mm512_set1_ps(groups.bounds[first + i]), _CMP_NGT_UQ));
+      words[i] = _mm512_sub_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(WINDOW << 16));
+    }
+    m.bytes = _mm512_permutex2var_epi8(words[0], parts, words[1]);
+    if (GROUP == 32) m.zero[0] = _mm512_mask_mov_epi64(m.zero[0], 0xf0, m.zero[1]);
+    return m;
+  }
+
+  // The next bytes of the zero cell, as many as there are bits in `zero`, dealt out to their places among `bytes`.
+  GEARBX_INLINE Bytes64 put_high(Bytes64 bytes, __mmask64 zero) {
+    HighBytes& high = row.high;
+    Bytes64 next;
+    if (__builtin_expect(high.at + 64 <= high.count, 1)) {
+      next = _mm512_loadu_si512(high.bytes + high.at);
+    } else {
+      const int64_t left = high.at < high.count ? high.count - high.at : 0;
+      next = _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, high.bytes + high.count - left);
+    }
+    asm("" : "+v"(next));  // from a register: `vpexpandb` from memory is slower
+    high.at += __builtin_popcountll(zero);
+    return _mm512_mask_expand_epi8(bytes, zero, next);
+  }
+
+  // Uses COUNT weights, 64 or 32, from a column on; they belong to group number WHICH of the meanings, or to both.
+  template <int COUNT, int WHICH, class Use>
+  GEARBX_INLINE void block(const Meanings& m, int64_t column, Use use) {
+    constexpr __mmask64 all = COUNT == 64 ? ~uint64_t{0} : 0xffffffff;
+    constexpr auto packed = static_cast<__mmask32>((uint64_t{1} << COUNT / 8 * BITS) - 1);
+    const __m256i raw = _mm256_maskz_loadu_epi8(packed, row.weights[0] + column / 8 * BITS);
+    const Bytes64 dealt = BITS == 4 ? _mm512_cvtepu32_epi64(raw)
+                                    : _mm512_permutexvar_epi8(three, _mm512_castsi256_si512(raw));
+    const Bytes64 each = _mm512_multishift_epi64_epi8(bits, dealt);
+    const Bytes64 group = GROUP == 32 ? _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(32), 1)
+                                      : _mm512_set1_epi8(32 * WHICH);
+    const Bytes64 of_low = _mm512_ternarylogic_epi64(each, code, group, 0xea);  // each & code | group
+    const Bytes64 of_high = _mm512_ternarylogic_epi64(each, code, _mm512_or_si512(group, _mm512_set1_epi8(16)), 0xea);
+    const Bytes64 first_low = _mm512_permutexvar_epi8(of_low, m.bytes);
+    const Bytes64 first_high = _mm512_permutexvar_epi8(of_high, m.bytes);
+    const Bytes64 low = _mm512_maskz_loadu_epi8(all, row.low + column);
+    const __mmask64 wraps = _mm512_cmplt_epu8_mask(low, first_low);
+    const Bytes64 high = _mm512_mask_sub_epi8(first_high, wraps, first_high, _mm512_set1_epi8(-1));
+    const __mmask64 zero = _mm512_bitshuffle_epi64_mask(m.zero[WHICH], of_low) & all;
+
+    const Bytes64 lows = _mm512_permutexvar_epi8(spread, low);
+    const Bytes64 highs = _mm512_permutexvar_epi8(spread, put_high(high, zero));
+    const Bytes64 near = _mm512_unpacklo_epi8(lows, highs), far = _mm512_unpackhi_epi8(lows, highs);
+    const Bytes64 upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    use(column, _mm512_castsi512_ps(_mm512_slli_epi32(near, 16)));
+    use(column + 16, _mm512_castsi512_ps(_mm512_and_si512(near, upper)));
+    if (COUNT == 64) {
+      use(column + 32, _mm512_castsi512_ps(_mm512_slli_epi32(far, 16)));
+      use(column + 48, _mm512_castsi512_ps(_mm512_and_si512(far, upper)));
+    }
+  }
+
+  template <int WHICH, class Use>
+  GEARBX_INLINE void group(const Meanings& m, int64_t column, Use use) {
+    for (int64_t i = column; i < column + GROUP && i < row.columns; i += 64) {
+      __builtin_prefetch(row.low + i + AHEAD_OF_ROW);
+      if (i % 128 == 0) __builtin_prefetch(row.weights[0] + (i + AHEAD_OF_ROW) / 8 * BITS);
+      block<64, WHICH>(m, i, use);
+    }
+  }
+
+  static constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
+
+  // Calls use(column, weights) for each 16 weights of the row, in order.
+  template <class Use>
+  GEARBX_INLINE void each16(Use use) {
+    const int64_t columns = row.columns, groups = columns / GROUP;
+    Groups16 some;
+    for (int64_t segment = 0; segment < groups; segment += 16) {
+      some.read(row.scales + segment, row.biases[0] + segment, groups - segment);
+      const int64_t end = groups - segment < 16 ? groups - segment : 16;
+      for (int64_t g = 0; g < end; g += 2) {
+        const Meanings m = meanings(some, g);
+        const int64_t column = (segment + g) * GROUP;
+        if constexpr (GROUP == 32) {
+          if (column + 64 <= columns)
+            group<0>(m, column, use);
+          else
+            block<32, 0>(m, column, use);
+        } else {
+          group<0>(m, column, use);
+          group<1>(m, column + GROUP, use);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace gearbx

@@ -1,0 +1,48 @@
+// What every decoder of exact rows needs: where a row's arrays lie, and its bytes of `high`, read within bounds.
+
+#pragma once
+
+#include "exact.h"
+#include "sixteen.h"
+
+namespace gearbx {
+
+constexpr int WINDOW = 144;     // a weight lies 144 neighbours below its low gear's value to 111 above it
+constexpr int FAR_WINDOW = 16;  // of planes 4+4: 16 below to 15 above
+
+// The part of `high` that belongs to a row. Offsets may lie: `at` goes on counting, and nothing beyond the array is read.
+struct HighBytes {
+  const uint8_t* bytes;
+  int64_t at, end, count;
+
+  HighBytes(const gearbx_exact& m, int64_t row)
+      : bytes(m.high), at(m.offsets[row]), end(m.offsets[row + 1]), count(m.count) {
+    if (at <= end && end <= count) return;
+    at = 1, end = count = 0;
+  }
+  bool sufficed() const { return at <= end; }
+  uint8_t next() {
+    const int64_t i = at++;
+    return i < count ? bytes[i] : 0;
+  }
+};
+
+// One row of a matrix.
+struct ExactRow {
+  const uint8_t *weights[2], *low;
+  const uint16_t *scales, *biases[2];
+  int64_t columns;
+  HighBytes high;
+
+  ExactRow(const gearbx_exact& m, int64_t row) : columns(m.columns), high(m, row) {
+    const int64_t groups = m.columns / m.group;
+    for (int p = 0; p < m.planes; p++) {
+      weights[p] = m.weights[p] + row * (m.columns / 8 * m.bits);
+      biases[p] = m.biases[p] + row * groups;
+    }
+    scales = m.scales + row * groups;
+    low = m.low + row * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
+  }
+};
+
+}  // namespace gearbx
