@@ -18,11 +18,12 @@ from ..formats.exact import (
     ExactMultiLinear,
     ExactSwitchLinear,
     NativeExactLinear,
+    NativeExactMultiLinear,
     NativeExactSwitchLinear,
 )
 from ..formats.exact_decoding import LOW_BITS, decode
 from ..formats.native import Native, with_expert_bias
-from ..kernels.exact import ExactMatrix, exact_experts, exact_product, product_by_tiles
+from ..kernels.exact import ExactMatrix, decoded, exact_experts, exact_product, product_by_tiles
 from .output_head import only_shapes
 from .strip_reader import StripReader
 from .strips import Remainder, Strip, strips_of, with_blocks, with_strip
@@ -59,7 +60,8 @@ class Streamed(nn.Module):
         """The weight (..., O, I), bfloat16."""
         if only_shapes.get():
             return decode(self.matrix)
-        return mx.concatenate(list(self.by_strips(decode))).reshape(self.weight_shape)
+        compute = functools.partial(decoded, decode=decode) if isinstance(self, NativeExactMultiLinear) else decode
+        return mx.concatenate(list(self.by_strips(compute))).reshape(self.weight_shape)
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16, which alone are read. chosen: (...)."""
@@ -159,12 +161,16 @@ class NativeStreamedSwitchLinear(StreamedSwitchLinear, NativeExactSwitchLinear):
 
 
 class StreamedMultiLinear(Streamed, ExactMultiLinear):
-    """A MultiLinear: a matrix for each head."""
+    """A MultiLinear: a matrix for each head, decoded at every use."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         if not only_shapes.get():
             mx.eval(x)
         return super().__call__(x, transpose)
+
+
+class NativeStreamedMultiLinear(StreamedMultiLinear, NativeExactMultiLinear):
+    """A MultiLinear that a native kernel decodes."""
 
 
 KINDS: dict[Any, type[Streamed]] = {
@@ -173,6 +179,7 @@ KINDS: dict[Any, type[Streamed]] = {
     ExactSwitchLinear: StreamedSwitchLinear,
     NativeExactSwitchLinear: NativeStreamedSwitchLinear,
     ExactMultiLinear: StreamedMultiLinear,
+    NativeExactMultiLinear: NativeStreamedMultiLinear,
 }
 
 

@@ -19,8 +19,7 @@ from .array_hashes import ArrayHashes
 from .manifest import RESTORE
 from .strips import Part, Strip
 
-AHEAD = 2**26  # bytes of memory for strips that are read ahead
-SHARE = 16  # of a small model, no more than one strip in so many is in memory
+SHARE = 8  # one strip in so many is in memory: the disk reads them while the low gear drafts
 FEWEST = 4  # strips in memory, of any model
 KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
@@ -155,7 +154,7 @@ class StripReader:
     @property
     def _most(self) -> int:
         """Strips in memory at once."""
-        return max(FEWEST, min(AHEAD // self._size, len(self._next) // SHARE))
+        return max(FEWEST, len(self._next) // SHARE)
 
     def _begin(self, strip: Strip) -> None:
         self._size = max(self._size, strip.size)
