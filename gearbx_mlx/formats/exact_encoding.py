@@ -12,10 +12,13 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GearbxError
-from ..kernels.exact import ExactMatrix
+from ..kernels.dispatch import cpu_kernels
+from ..kernels.exact import ExactMatrix, decoded
 from .exact_decoding import LOW_BITS, Prediction, decode, joined_codes, near_bits, predict, upper_bits
 from .packing import pack_mlx_codes
 from .planes import split
+
+Arrays = list[mx.array]
 
 BLOCK = 2**22  # weights that are encoded at a time: the temporary memory is several times their size
 
@@ -37,53 +40,69 @@ def encode(weight: mx.array, widths: Sequence[int], group_size: int) -> ExactMat
 
 def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int) -> ExactMatrix:
     """`encode` for rows (O, I) that are not too many to be encoded at once; evaluated."""
-    codes, scales, biases = quantize(weight, widths, group_size)
-    bits = weight.view(mx.uint16).reshape(codes.shape)
-    low = bits & (255 if len(widths) == 1 else 2**LOW_BITS - 1)
-    found = predict(codes, scales[..., None], [bias[..., None] for bias in biases], list(widths))
-    stored = beside(bits, found, len(widths))
-    returns = come_back(bits, low, stored, found, len(widths)) & mx.stack(list(map(finite, [scales, *biases]))).all(0)
-    if not returns.all().item():
-        codes, scales, *biases = (blank(array, returns) for array in (codes, scales, *biases))
-        found = predict(codes, scales[..., None], [bias[..., None] for bias in biases], list(widths))
-    taken = found.near.astype(mx.uint32) + 2 * found.whole.astype(mx.uint32)
-    ends = taken.reshape(len(weight), -1).sum(-1).cumsum()
-    low = low.reshape(weight.shape)
-    matrix = ExactMatrix(
-        packed(codes.reshape(weight.shape), widths),
-        scales,
-        biases,
-        low.astype(mx.uint8) if len(widths) == 1 else pack_mlx_codes(low, LOW_BITS),
-        mx.array(in_order(bits, stored, found)),
-        mx.concatenate([mx.zeros(1, mx.uint32), ends.astype(mx.uint32)]),
-        list(widths),
-        group_size,
-    )
-    mx.eval(*matrix[:-2])
-    if not mx.array_equal(decode(matrix).view(mx.uint16), weight.view(mx.uint16)).item():
+    planes, scales, biases = quantize(weight, widths, group_size)
+    values = mx.contiguous(weight).view(mx.uint16)
+    mx.eval(values, planes, scales, biases)
+    how = values, planes, scales, biases, list(widths), group_size
+    kernels = cpu_kernels(1)
+    kept, low, high, offsets = kernels.exact_encode(*how) if kernels else beside(*how)
+    if not kept.all().item():
+        planes, biases = ([without(array, kept) for array in arrays] for arrays in (planes, biases))
+        scales = without(scales, kept)
+    matrix = ExactMatrix(planes, scales, biases, low, high, offsets, list(widths), group_size)
+    if not mx.array_equal(decoded(matrix, decode).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
     return matrix
 
 
-def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> tuple[mx.array, mx.array, list[mx.array]]:
-    """Codes (O, G, group_size) of all planes together; scales and biases (O, G) as the bits of bfloat16 numbers."""
+def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> tuple[Arrays, mx.array, Arrays]:
+    """Packed codes of each plane; scales and, for each plane, biases (O, G) as the bits of bfloat16 numbers."""
     if len(widths) == 1:
         words, scales, bias = mx.quantize(weight, group_size, widths[0])
-        planes, biases = [words], [bias]
-    else:
-        made = split(weight, widths, group_size)
-        planes, scales, biases = made.weights, made.scales, made.biases
-    halves = [bias.view(mx.uint16) for bias in biases]
-    unread = scales.view(mx.uint16)
+        return [words], scales.view(mx.uint16), [bias.view(mx.uint16)]
+    made = split(weight, widths, group_size)
+    return made.weights, made.scales.view(mx.uint16), [bias.view(mx.uint16) for bias in made.biases]
+
+
+def without(array: mx.array, kept: mx.array) -> mx.array:
+    """An array (O, ...) with zeros in the groups that are not kept. kept: (O, G)."""
+    groups = array.reshape(*kept.shape, -1)
+    return mx.where(kept[..., None], groups, mx.zeros_like(groups)).reshape(array.shape)
+
+
+def beside(
+    values: mx.array, planes: Arrays, scales: mx.array, biases: Arrays, widths: list[int], group_size: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """What is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
+
+    Args:
+        values: (O, I), the bits of the weights.
+
+    Returns:
+        kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
+        group that is not kept has codes, scale and biases of 0.
+    """
     # The other fields are not needed to join codes.
-    codes = joined_codes(ExactMatrix(planes, unread, halves, EMPTY, EMPTY, EMPTY, list(widths), group_size))
-    return codes.reshape(*scales.shape, group_size), unread, halves
+    packed = ExactMatrix(planes, scales, biases, values, values, values, widths, group_size)
+    codes = joined_codes(packed).reshape(*scales.shape, group_size)
+    bits = values.reshape(codes.shape)
+    low = bits & (255 if len(widths) == 1 else 2**LOW_BITS - 1)
+    found = predict(codes, scales[..., None], [bias[..., None] for bias in biases], widths)
+    stored = stored_byte(bits, found, len(widths))
+    bounded = mx.isfinite(found.step[..., 0] * (2 ** sum(widths) - 1))  # else a fused product would differ
+    usable = mx.stack([bounded, *map(finite, [scales, *biases])]).all(0)
+    kept = usable & come_back(bits, low, stored, found, len(widths))
+    whole = ~kept[..., None] if len(widths) > 1 else mx.array(False)
+    near = (found.near & kept[..., None]) if len(widths) > 1 else found.near | ~kept[..., None]
+    counts = (near + 2 * mx.broadcast_to(whole, near.shape)).reshape(len(values), -1).sum(-1)
+    offsets = mx.concatenate([mx.zeros(1, mx.uint32), counts.cumsum().astype(mx.uint32)])
+    high = in_order(bits, stored, np.array(near), np.array(mx.broadcast_to(whole, near.shape)))
+    low = low.reshape(values.shape)
+    low = low.astype(mx.uint8) if len(widths) == 1 else pack_mlx_codes(low, LOW_BITS)
+    return kept, low, mx.array(high), offsets
 
 
-EMPTY = mx.zeros((0,), mx.uint8)
-
-
-def beside(bits: mx.array, found: Prediction, planes: int) -> mx.array:
+def stored_byte(bits: mx.array, found: Prediction, planes: int) -> mx.array:
     """The byte that is stored beside the low bits of a weight near zero, for every weight; uint16."""
     if planes == 1:
         return bits >> 8
@@ -97,7 +116,7 @@ def come_back(bits: mx.array, low: mx.array, stored: mx.array, found: Prediction
     mask = 255 if planes == 1 else 2**LOW_BITS - 1
     far = found.neighbour + ((low - found.neighbour) & mask)
     near = stored << 8 | low if planes == 1 else near_bits(stored, low, found.step)
-    return (mx.where(found.near, near, far) == bits).all(-1)
+    return (~found.whole & (mx.where(found.near, near, far) == bits)).all(-1)
 
 
 def finite(halves: mx.array) -> mx.array:
@@ -105,28 +124,11 @@ def finite(halves: mx.array) -> mx.array:
     return (halves & 0x7F80) != 0x7F80
 
 
-def blank(array: mx.array, kept: mx.array) -> mx.array:
-    """The array (O, G, ...) with zeros in the groups that are not kept."""
-    return mx.where(kept.reshape(*kept.shape, *(1,) * (array.ndim - 2)), array, mx.zeros_like(array))
-
-
-def packed(codes: mx.array, widths: tuple[int, ...]) -> list[mx.array]:
-    """The planes of codes (O, I)."""
-    if len(widths) == 1:
-        return [pack_mlx_codes(codes, widths[0])]
-    return [pack_mlx_codes(codes >> widths[1], widths[0]), pack_mlx_codes(codes & (2 ** widths[1] - 1), widths[1])]
-
-
-def in_order(bits: mx.array, stored: mx.array, found: Prediction) -> np.ndarray:
+def in_order(bits: mx.array, stored: mx.array, near: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """All bytes that are stored beside low bits, row after row; at least one, since a file has no empty arrays."""
-    near = np.array(found.near)
-    if not found.whole.any().item():
-        chosen = np.array(stored.astype(mx.uint8))[near]
-    else:
-        whole = np.array(found.whole)
-        halves = np.array(mx.stack([bits & 255, bits >> 8], axis=-1).astype(mx.uint8))
-        halves[..., 0] = np.where(whole, halves[..., 0], np.array(stored.astype(mx.uint8)))
-        chosen = halves[np.stack([near | whole, whole], axis=-1)]
+    halves = np.array(mx.stack([bits & 255, bits >> 8], axis=-1).astype(mx.uint8))
+    halves[..., 0] = np.where(whole, halves[..., 0], np.array(stored.astype(mx.uint8)))
+    chosen = halves[np.stack([near | whole, whole], axis=-1)]
     return chosen if len(chosen) else np.zeros(1, np.uint8)
 
 

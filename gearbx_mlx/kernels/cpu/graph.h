@@ -191,6 +191,8 @@ void bind_experts(nb::module_& m);
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
+// Adds the encoder of format exact (exact_encode_primitive.cpp).
+void bind_exact_encode(nb::module_& m);
 // Adds products over exact weights (exact_primitive.cpp).
 void bind_exact(nb::module_& m);
 

@@ -151,6 +151,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("entropy_bits", &entropy_bits, "logprobs"_a);
   bind_experts(m);
   bind_codebooks(m);
+  bind_exact_encode(m);
   bind_exact(m);
   bind_attention(m);
   bind_fused(m);

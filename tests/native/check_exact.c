@@ -1,0 +1,153 @@
+/* Products over exact weights without Python or MLX, to be built with sanitizers: every form over arrays of exactly the
+   size that a matrix needs, against weights that a plain loop decodes and the dense kernel multiplies. */
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "exact.h"
+
+static uint64_t state = 1;
+
+static uint32_t random_bits(void) {
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return (uint32_t)(state >> 32);
+}
+
+static void* random_bytes(int64_t count) {
+  uint8_t* bytes = malloc(count ? (size_t)count : 1);
+  for (int64_t i = 0; i < count; i++) bytes[i] = (uint8_t)random_bits();
+  return bytes;
+}
+
+/* bf16 from 2^-7 to 2^-4, either sign. */
+static uint16_t* random_scales(int64_t count) {
+  uint16_t* scales = malloc((size_t)count * 2);
+  for (int64_t i = 0; i < count; i++)
+    scales[i] = (uint16_t)((random_bits() & 1) << 15 | (120 + random_bits() % 4) << 7 | (random_bits() & 127));
+  return scales;
+}
+
+static uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+static float value_of(uint16_t half) {
+  const uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+static unsigned code_at(const uint8_t* packed, int64_t i, int bits) {
+  unsigned code = 0;
+  for (int b = 0; b < bits; b++) code |= (unsigned)(packed[(i * bits + b) / 8] >> (i * bits + b) % 8 & 1) << b;
+  return code;
+}
+
+/* The weight at a place; takes its bytes from *next on, or only counts them where there are none. */
+static uint16_t weight_at(const gearbx_exact* m, int64_t i, uint32_t* next) {
+  const int64_t g = i / m->group;
+  const float scale = value_of(m->scales[g]);
+  const unsigned q = code_at(m->weights[0], i, m->bits);
+  const uint8_t* high = m->high ? m->high + *next : (const uint8_t*)"\0\0";
+  if (m->planes == 1) {
+    const float product = scale * (float)q, v = product + value_of(m->biases[0][g]);
+    const unsigned low = m->low[i], c = (bits_of(v) >> 16) - 144;
+    if (fabsf(v) > fabsf(scale) * 0.5f) return (uint16_t)(c + ((low - c) & 255));
+    *next += 1;
+    return (uint16_t)(high[0] << 8 | low);
+  }
+  const unsigned low = code_at(m->low, i, 5), all = q * 16 + code_at(m->weights[1], i, 4);
+  if (scale == 0) {
+    *next += 2;
+    return (uint16_t)(high[1] << 8 | high[0]);
+  }
+  const float step = scale * 0.0625f, product = step * (float)all, second = value_of(m->biases[1][g]) * 0.0625f;
+  const float v = product + (value_of(m->biases[0][g]) + second);
+  const unsigned c = (bits_of(v) >> 16) - 16;
+  if (fabsf(v) >= 8.8f * fabsf(step)) return (uint16_t)(c + ((low - c) & 31));
+  *next += 1;
+  const unsigned top = bits_of(16 * fabsf(step)) >> 16, d = (high[0] & 127u) << 5 | ((top - low) & 31);
+  return (uint16_t)((high[0] >> 7) << 15 | (d >= 0xf80 ? 0 : top - d));
+}
+
+static int failures = 0, products = 0;
+
+static void expect(int right, const char* what, const gearbx_exact* m, int64_t vectors) {
+  products++;
+  if (right) return;
+  failures++;
+  printf("%s: %d planes of %d bits, group %d, %d x %d, %d vectors\n", what, m->planes, m->bits, m->group, (int)m->rows,
+         (int)m->columns, (int)vectors);
+}
+
+static void check(int planes, int bits, int group, int64_t rows, int64_t groups, int64_t vectors) {
+  const int64_t columns = groups * group, count = rows * columns;
+  gearbx_exact m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .bits = bits};
+  for (int p = 0; p < planes; p++) {
+    m.weights[p] = random_bytes(count / 8 * bits);
+    m.biases[p] = random_scales(rows * groups);
+  }
+  uint16_t* scales = random_scales(rows * groups);
+  for (int64_t g = 0; g < rows * groups; g++)
+    if (random_bits() % 8 == 0) scales[g] = 0;
+  m.scales = scales;
+  m.low = random_bytes(planes == 1 ? count : count / 8 * 5);
+  uint32_t *offsets = malloc((size_t)(rows + 1) * 4), next = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (i % columns == 0) offsets[i / columns] = next;
+    weight_at(&m, i, &next);
+  }
+  offsets[rows] = next;
+  m.offsets = offsets;
+  m.count = next;
+  m.high = random_bytes(next);
+  uint16_t *weights = malloc((size_t)count * 2), *found = malloc((size_t)count * 2);
+  next = 0;
+  for (int64_t i = 0; i < count; i++) weights[i] = weight_at(&m, i, &next);
+  gearbx_exact_decode(&m, found);
+  expect(memcmp(weights, found, (size_t)count * 2) == 0, "weights", &m, 0);
+
+  float *x = malloc((size_t)(vectors * columns) * 4), *y = malloc((size_t)(vectors * rows) * 4);
+  float* exact = malloc((size_t)(vectors * rows) * 4);
+  for (int64_t i = 0; i < vectors * columns; i++) x[i] = (float)((int)(random_bits() % 2001) - 1000) / 500.0f;
+  const gearbx_dense dense = {rows, columns, weights, GEARBX_BFLOAT16};
+  gearbx_dense_product(&dense, x, vectors, y);
+  gearbx_exact_product(&m, x, vectors, exact);
+  int right = 1;
+  for (int64_t i = 0; i < vectors * rows; i++)
+    right &= bits_of(y[i]) == bits_of(exact[i]) || (isnan(y[i]) && isnan(exact[i]));
+  expect(right, "products", &m, vectors);
+
+  for (int64_t row = 0; row <= rows; row++) { /* offsets that lie: nothing is read where nothing is */
+    const uint32_t kept = offsets[row];
+    offsets[row] = random_bits() % 2 ? kept - 1 - random_bits() % 40 : random_bits();
+    gearbx_exact_product(&m, x, vectors, exact);
+    gearbx_exact_decode(&m, found);
+    offsets[row] = kept;
+  }
+  expect(memcmp(weights, found, (size_t)count * 2) != 0 || next == 0, "spoiled weights", &m, 0);
+  for (int p = 0; p < planes; p++) {
+    free((void*)m.weights[p]);
+    free((void*)m.biases[p]);
+  }
+  free(scales), free((void*)m.low), free((void*)m.high), free(offsets);
+  free(weights), free(found), free(x), free(y), free(exact);
+}
+
+int main(void) {
+  static const int forms[][2] = {{1, 3}, {1, 4}, {2, 4}};
+  static const int64_t vectors[] = {1, 2, 9, 21};
+  for (int f = 0; f < 3; f++) {
+    for (int group = 32; group <= 128; group *= 2)
+      for (int64_t groups = 1; groups <= 19; groups += groups < 4 ? 1 : 15)
+        for (int v = 0; v < 4; v++) check(forms[f][0], forms[f][1], group, 1 + 3 * v, groups, vectors[v]);
+    check(forms[f][0], forms[f][1], 64, 300, 2, 1); /* several pieces */
+  }
+  printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
+  return failures != 0;
+}

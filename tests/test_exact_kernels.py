@@ -1,0 +1,198 @@
+"""Native kernels over exact weights: every bit of the weight, and every bit of the dense kernel's products."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import programs
+import pytest
+from conftest import ON_A_CPU
+from exact_reference import as_bf16, bits_of, encode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearbx_mlx.kernels import cpu
+
+CHECK = Path(__file__).parent / "native" / "check_exact.c"
+FORMS = [(3,), (4,), (4, 4)]
+pytestmark = ON_A_CPU
+
+
+@pytest.fixture(scope="module")
+def native():
+    assert cpu.why_not() is None, cpu.why_not()
+    return cpu.native()
+
+
+def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
+    weights = np.random.default_rng(seed).standard_normal(shape) * 0.02
+    return bits_of(mx.array(weights.astype(np.float32)).astype(mx.bfloat16))
+
+
+def vectors(count: int, width: int, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32))
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    """Equal bits; NaN equals NaN, since which of two a product keeps depends on the order of its operands."""
+    x, y = np.array(a).view(np.uint32), np.array(b).view(np.uint32)
+    return bool(((x == y) | (np.isnan(np.array(a)) & np.isnan(np.array(b)))).all())
+
+
+special = st.sampled_from([0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF])
+
+
+@settings(max_examples=80)
+@given(
+    st.sampled_from(FORMS),
+    st.sampled_from([32, 64, 128]),
+    st.integers(1, 9),
+    st.integers(1, 7),
+    st.integers(1, 20),
+    st.lists(st.tuples(st.integers(0, 2**20), special | st.integers(0, 65535)), max_size=12),
+    st.integers(0, 2**32 - 1),
+)
+def test_weights_and_products_to_the_last_bit(native, widths, group, rows, groups, count, changes, seed):
+    bits = gaussian(rows, groups * group, seed=seed)
+    for place, value in changes:
+        bits.flat[place % bits.size] = value
+    arrays = encode(bits, widths, group)
+    assert (bits_of(native.exact_decode(**arrays)) == bits).all()
+    x = vectors(count, groups * group, seed)
+    y = native.exact_matvec(x, **arrays)
+    assert same(y, native.dense_matvec(x, as_bf16(bits)))
+    assert same(y[-1:], native.exact_matvec(x[-1:], **arrays))
+
+
+@pytest.mark.parametrize("widths", FORMS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_all_patterns(native, widths, group, shuffled):
+    bits = np.arange(65536, dtype=np.uint16)
+    if shuffled:
+        bits = np.random.default_rng(0).permutation(bits)
+    bits = bits.reshape(64, 1024)
+    assert (bits_of(native.exact_decode(**encode(bits, widths, group))) == bits).all()
+
+
+@pytest.mark.parametrize("widths", FORMS)
+@pytest.mark.parametrize("count", [*range(1, 18), 40, 300])
+def test_any_number_of_vectors_gives_the_dense_results(native, widths, count):
+    bits = gaussian(70, 320, seed=count)
+    arrays, x = encode(bits, widths, 64), vectors(count, 320)
+    assert same(native.exact_matvec(x, **arrays), native.dense_matvec(x, as_bf16(bits)))
+
+
+@pytest.mark.parametrize("widths", FORMS)
+def test_wide_and_high_matrices(native, widths):
+    for rows, columns in ((1, 8192), (1500, 64)):
+        bits = gaussian(rows, columns)
+        arrays = encode(bits, widths, 64)
+        for count in (1, 3, 20):
+            x = vectors(count, columns)
+            assert same(native.exact_matvec(x, **arrays), native.dense_matvec(x, as_bf16(bits)))
+
+
+@pytest.mark.parametrize("widths", FORMS)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_experts(native, widths, tokens):
+    bits = gaussian(4, 6, 128)
+    arrays = encode(bits, widths, 32)
+    assert (bits_of(native.exact_decode(**arrays)) == bits).all()
+    x, chosen = vectors(tokens, 128)[:, None, None], mx.random.randint(0, 3, (tokens, 2))
+    y = native.exact_experts(x, **arrays, indices=chosen)
+    assert y.shape == (tokens, 2, 1, 6)
+    assert same(y, native.dense_experts(x, as_bf16(bits), chosen))
+    absent = native.exact_experts(x, **arrays, indices=mx.full((tokens, 1), 4))
+    assert np.isnan(np.array(absent)).all()
+
+
+@pytest.mark.parametrize("widths", FORMS)
+class TestHostileOffsets:
+    """Only the rows that offsets lie about become NaN."""
+
+    def spoiled(self, widths, change):
+        bits = gaussian(12, 192)
+        arrays = encode(bits, widths, 64)
+        offsets = np.array(arrays["offsets"]).astype(np.int64)
+        wrong = change(offsets)
+        return arrays | {"offsets": mx.array((offsets % 2**32).astype(np.uint32))}, bits, wrong
+
+    @pytest.mark.parametrize("count", [1, 5, 20])
+    @pytest.mark.parametrize("case", ["descending", "beyond", "too few", "huge"])
+    def test_products_and_weights(self, native, widths, case, count):
+        def change(offsets):
+            if case == "descending":
+                offsets[6] = offsets[5] - 1
+                return [5]
+            if case == "beyond":
+                offsets[12] += 1
+                return [11]
+            if case == "too few":
+                offsets[7] -= 1
+                return [6]
+            offsets[3] = 2**32 - 1
+            return [2, 3]
+
+        arrays, bits, wrong = self.spoiled(widths, change)
+        x = vectors(count, 192)
+        y = np.array(native.exact_matvec(x, **arrays))
+        assert np.isnan(y[:, wrong]).all()
+        found = bits_of(native.exact_decode(**arrays))
+        assert np.isnan(np.array(native.exact_decode(**arrays).astype(mx.float32))[wrong]).all()
+        others = [row for row in range(12) if row not in wrong and row - 1 not in wrong]
+        assert (found[others] == bits[others]).all()
+        assert same(mx.array(y[:, others]), native.dense_matvec(x, as_bf16(bits))[:, mx.array(others)])
+
+    def test_no_bytes_at_all(self, native, widths):
+        arrays, _, _ = self.spoiled(widths, lambda offsets: offsets)
+        arrays["high"] = arrays["high"][:0]
+        assert np.isnan(np.array(native.exact_matvec(vectors(2, 192), **arrays))).all()
+
+
+def test_arguments_that_do_not_go_together(native):
+    arrays, x = encode(gaussian(4, 128), (4,), 64), vectors(1, 128)
+    for wrong, message in (
+        ({"widths": [5]}, "codes of 3 or 4 bits"),
+        ({"widths": []}, "codes of 3 or 4 bits"),
+        ({"widths": [3]}, "shapes that do not fit"),
+        ({"group": 48}, "32, 64 or 128"),
+        ({"group": 32}, "shapes that do not fit"),
+        ({"scales": arrays["scales"].view(mx.bfloat16)}, "uint16, the bits of bfloat16"),
+        ({"scales": arrays["scales"][0]}, "scales must be a matrix"),
+        ({"biases": [arrays["biases"][0][:2]]}, "biases must have the type and shape"),
+        ({"biases": []}, "weights and biases for each plane"),
+        ({"low": arrays["low"][:, :64]}, "low bits do not fit"),
+        ({"high": arrays["high"].astype(mx.uint16)}, "a vector of uint8"),
+        ({"offsets": arrays["offsets"][:-1]}, "offset for each row, and one more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.exact_matvec(x, **(arrays | wrong))
+    with pytest.raises(ValueError, match="differ in width"):
+        native.exact_matvec(vectors(1, 64), **arrays)
+
+
+def test_shapes_types_and_strides_of_activations(native):
+    bits = gaussian(6, 128)
+    arrays, weight = encode(bits, (4,), 64), as_bf16(bits)
+    x = vectors(12, 256)[::2, ::2].reshape(2, 3, 128)
+    y = native.exact_matvec(x, **arrays)
+    assert y.shape == (2, 3, 6)
+    assert same(y, native.dense_matvec(x, weight))
+    half = x.astype(mx.bfloat16)
+    assert same(native.exact_matvec(half, **arrays), native.dense_matvec(half, weight))
+
+
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_the_core_under_sanitizers(tmp_path, flags):
+    programs.run_sanitized(CHECK, tmp_path, flags)
+
+
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
+    programs.run_on_arm(CHECK, tmp_path, flags)
+
+
+@pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
+def test_the_core_without_wide_registers(tmp_path):
+    programs.run_sanitized(CHECK, tmp_path, ["-fsanitize=address,undefined", "-march=haswell"])
