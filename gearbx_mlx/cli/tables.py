@@ -39,6 +39,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
             bits_row(summary, watching),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
+            *disk_rows(summary),
             ("memory", memory_line(summary, watching)),
             *layer_rows(summary),
             *dtype_rows(summary),
@@ -126,6 +127,14 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     read, most = summary["weight_bytes_per_token"], summary["weight_bytes_per_token_top"]
     against = f", the {reference} {human_bytes(most)} ({most / read:.2f} times as much)" if reference and read else ""
     return f"{human_bytes(read)} per token{against}"
+
+
+def disk_rows(summary: dict[str, Any]) -> list[Row]:
+    """What was read from the disk, where the top gear is streamed."""
+    if "streaming" not in summary:
+        return []
+    read, speed = (human_bytes(summary["streaming"][f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
+    return [("from the disk", f"{read} per token, at {speed} per second")]
 
 
 def memory_line(summary: dict[str, Any], watching: bool) -> str:

@@ -55,6 +55,13 @@ class Stream(Resident):
         disk, memory = self.reader.speed.bytes_per_second, self.memory.bytes_per_second
         return memory / disk if disk and memory else SLOWER
 
+    def summary(self, tokens: int) -> dict[str, float]:
+        """What a run of so many tokens read from the disk, for each of them, and how fast."""
+        return {
+            "disk_bytes_per_token": self.reader.bytes_read / max(1, tokens),
+            "disk_bytes_per_second": self.reader.speed.bytes_per_second or 0.0,
+        }
+
 
 @dataclass(frozen=True)
 class StreamedFiles(FromFiles):
