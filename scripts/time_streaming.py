@@ -133,7 +133,7 @@ def write_text(form, limit, original, geared, args):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     if form == "bf16":
         model, tokenizer = load(original)
-        gearbox = Gearbox(model, "16", kernels=args.kernels)
+        gearbox = Gearbox(model, "16", kernels=args.kernels, dtype="float32")  # weights stay in their type
     else:
         model, tokenizer = load(geared)
         gearbox = Gearbox(model, residency=form, kernels=args.kernels)

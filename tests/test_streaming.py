@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -19,11 +20,12 @@ from mutations import sign_arrays
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.convert import convert
+from gearbx_mlx.gears.attachment import attached
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
 from gearbx_mlx.routing.draft_costs import CostRule
 
-LAYERS = 12
+LAYERS = 6
 MODELS = {
     "llama": {"num_hidden_layers": LAYERS},
     "tied": {"tie_word_embeddings": True},
@@ -58,7 +60,7 @@ def copied(checkpoint, tmp_path):
 
 
 def gearbox_of(path, residency="stream", **keywords):
-    return Gearbox(gearbx_mlx.load(path)[0], residency=residency, kernels="mlx", **keywords)
+    return Gearbox(gearbx_mlx.load(path)[0], residency=residency, kernels="auto", **keywords)
 
 
 def logits(gearbox, tokens=PROMPT):
@@ -152,7 +154,7 @@ class TestMemory:
             remainder = box.disk_bytes_per_token(box.ladder.top)
             del box
         strip = 64 * 128 * 1.2  # bytes of the largest layer's
-        assert remainder > 0.55 * active[0]
+        assert remainder > 0.4 * active[0]
         assert active[1] < active[0] - remainder * (1 - 1 / 8) + 3 * strip
         assert peaks[1] < peaks[0] - remainder * (1 - 1 / 8) + 8 * strip
 
@@ -179,11 +181,13 @@ class TestMemory:
         box = gearbox_of(checkpoint("qwen3_moe"))
         logits(box)
         reader = box.residency.reader
-        before = reader.bytes_read
         logits(box, PROMPT[:, :1])
-        read, all_of_it = reader.bytes_read - before, box.disk_bytes_per_token(box.ladder.top, 1000)
-        assert read < 0.9 * all_of_it
-        assert read == pytest.approx(box.disk_bytes_per_token(box.ladder.top), rel=0.1)
+        before = reader.bytes_read
+        for _ in range(10):
+            logits(box, PROMPT[:, :1])
+        read = (reader.bytes_read - before) / 10
+        assert read < 0.9 * box.disk_bytes_per_token(box.ladder.top, 1000)
+        assert read == pytest.approx(box.disk_bytes_per_token(box.ladder.top), rel=0.05)
 
 
 class TestFilesThatFail:
@@ -224,7 +228,7 @@ class TestFilesThatFail:
         manifest = json.loads((copied / MANIFEST).read_text())
         names = manifest["layers"]["model.layers.2.mlp.up_proj"]["gears"]["16"]
         place = gearbx_mlx.gears.saved.open_gears(copied).hashes.places[names["offsets"]]
-        for first in (7, 2**31):
+        for first in (0, 2**31):
             with open(place.file, "r+b") as file:
                 file.seek(place.begin + 8)
                 file.write(first.to_bytes(4, "little"))
@@ -264,7 +268,7 @@ class TestSeveral:
         found, running = [[], []], []
         for path in paths:
             model, tokenizer = gearbx_mlx.load(path)
-            box = Gearbox(model, residency="stream", kernels="mlx")
+            box = Gearbox(model, residency="stream", kernels="auto")
             running.append(stream_generate(model, tokenizer, [1, 5, 9, 2], 12, gearbox=box, mode="lossless"))
         for pair in zip(*running):
             for tokens, response in zip(found, pair):
@@ -286,7 +290,7 @@ class TestSeveral:
     def test_a_copy_reads_for_itself(self, checkpoint):
         box = gearbox_of(checkpoint())
         expected = logits(box)
-        copied = copy.deepcopy(box.model).gearbox
+        copied = attached(copy.deepcopy(box.model))
         read = box.residency.reader.bytes_read
         del box
         gc.collect()
@@ -345,7 +349,7 @@ class TestWhenDraftsEnd:
 def test_what_is_said(checkpoint):
     path = checkpoint()
     box = gearbox_of(path)
-    assert "lm_head: 4, 16; mlx, from the disk in gear 'high'" in box.describe()
+    assert re.search(r"lm_head: 4, 16; \w+, from the disk in gear 'high'", box.describe())
     text(path, box)
     said = box.residency.summary(12)
     assert said["disk_bytes_per_token"] == box.residency.reader.bytes_read / 12

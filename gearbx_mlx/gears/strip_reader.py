@@ -81,18 +81,16 @@ class StripReader:
                 self._next.setdefault(before, after)
         for strip in strips:
             memory = self._wanted(strip)
-            try:
+            with self._stopping_at_errors():  # those of the caller too, who stops in the middle of a layer
                 yield strip, memory
-            except BaseException:  # the caller has stopped in the middle of a layer
-                self.stop()
-                raise
             self._give_back(memory)
 
     def verify(self, *names: str) -> None:
         """Compare arrays of which only some pieces are wanted with their hashes. Raises GearbxError as `over`."""
         if self.hashes.pending.isdisjoint(names):
             return
-        self.hashes.verify(names, RESTORE)
+        with self._stopping_at_errors():
+            self.hashes.verify(names, RESTORE)
         for place in (self.hashes.places[name] for name in names):
             self._forget(self._opened(place.file), place.begin, place.end - place.begin)
 
@@ -100,9 +98,10 @@ class StripReader:
         """Pieces of an array one after the other, uint8, at least one byte. Raises GearbxError as `over`."""
         array = zeros(sum(part.size for part in parts) or 1)
         view, place = bytes_of(array), 0
-        for part in parts:
-            self.read(part, view[place : place + part.size])
-            place += part.size
+        with self._stopping_at_errors():
+            for part in parts:
+                self.read(part, view[place : place + part.size])
+                place += part.size
         return array
 
     def read(self, part: Part, memory: memoryview) -> None:
@@ -121,6 +120,14 @@ class StripReader:
                 self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = self._last = None
 
+    @contextlib.contextmanager
+    def _stopping_at_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
     def _wanted(self, strip: Strip) -> mx.array:
         """The memory of a strip, once it is read."""
         with self._lock:
@@ -135,11 +142,8 @@ class StripReader:
                 self._begin(strip)
             memory, future = self._reading.pop(strip)
             self._read_ahead()
-        try:
+        with self._stopping_at_errors():
             future.result()
-        except BaseException:
-            self.stop()
-            raise
         return memory
 
     def _read_ahead(self) -> None:
