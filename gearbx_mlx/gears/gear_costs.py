@@ -110,10 +110,10 @@ class GearCosts:
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
             format = None if {*bits} == {DENSE} else self.format
-            kernels, why = kernels_of(layer.module, self.kernels, format)
+            runs_on, why = kernels_of(layer.module, self.kernels, format)
             if isinstance(self.source, StreamedFiles) and self.source.disk_bytes(layer, bits[-1]):
-                kernels = f"{kernels}, from the disk in gear '{self.ladder.top.name}'"
-            found.append(LayerPath(layer.path, bits, kernels, why))
+                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
+            found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
             holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own

@@ -1,11 +1,11 @@
 """Layers of format `exact` whose low and high bytes stay in a file, and are read at every use.
 
-MLX is lazy: a layer that took its bytes while the graph is built would have those of the whole model in memory before
-anything is computed. So these layers evaluate their input first, and their output strip by strip.
+MLX is lazy: layers that took their bytes while the graph is built would have those of the whole model in memory before
+anything is computed. So these layers have every strip computed before they take a further one but two.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -61,7 +61,7 @@ class Streamed(nn.Module):
         if only_shapes.get():
             return decode(self.matrix)
         compute = functools.partial(decoded, decode=decode) if isinstance(self, NativeExactMultiLinear) else decode
-        return mx.concatenate(list(self.by_strips(compute))).reshape(self.weight_shape)
+        return mx.concatenate(self.by_strips(compute)).reshape(self.weight_shape)
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16, which alone are read. chosen: (...)."""
@@ -94,13 +94,12 @@ class Streamed(nn.Module):
         """All rows, in the parts in which they are read."""
         return strips_of(self.remainder, self.flat, self.offsets_on_cpu)
 
-    def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> Iterator[mx.array]:
-        """What `compute` makes of each strip, evaluated."""
+    def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> list[mx.array]:
+        """What `compute` makes of each strip."""
         matrix = self.flat
-        for strip, memory in self.reader.over(self.strips):
-            made = compute(with_strip(matrix, strip, memory, self.low_type))
-            mx.eval(made)
-            yield made
+        return self.reader.over(
+            self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory, self.low_type))
+        )
 
     def blocks(self, chosen: np.ndarray, height: int) -> ExactMatrix:
         """Some blocks of `height` rows as one matrix (rows, I), complete, which alone are read.
@@ -123,9 +122,8 @@ class StreamedLinear(Streamed, ExactLinear):
     def __call__(self, x: mx.array) -> mx.array:
         if only_shapes.get():
             return super().__call__(x)
-        mx.eval(x)
         product: Callable[..., mx.array] = exact_product if isinstance(self, Native) else product_by_tiles
-        y = mx.concatenate(list(self.by_strips(lambda matrix: product(x, matrix, decode))), axis=-1)
+        y = mx.concatenate(self.by_strips(lambda matrix: product(x, matrix, decode)), axis=-1)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
 
@@ -139,7 +137,6 @@ class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if only_shapes.get():
             return super().__call__(x, indices, sorted_indices)
-        mx.eval(x, indices)
         height = self.output_dims
         chosen, places = np.unique(np.array(indices), return_inverse=True)
         flat = self.blocks(chosen, height)
@@ -152,7 +149,7 @@ class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
         now = mx.array(places.reshape(indices.shape).astype(np.uint32))
         y = exact_experts(x, matrix, decode, now, sorted_indices, isinstance(self, Native))
         y = with_expert_bias(self, y, indices)
-        mx.eval(y)
+        mx.eval(y)  # before the next layer reads its own experts
         return y
 
 
@@ -162,11 +159,6 @@ class NativeStreamedSwitchLinear(StreamedSwitchLinear, NativeExactSwitchLinear):
 
 class StreamedMultiLinear(Streamed, ExactMultiLinear):
     """A MultiLinear: a matrix for each head, decoded at every use."""
-
-    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        if not only_shapes.get():
-            mx.eval(x)
-        return super().__call__(x, transpose)
 
 
 class NativeStreamedMultiLinear(StreamedMultiLinear, NativeExactMultiLinear):

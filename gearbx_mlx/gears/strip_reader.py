@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from .manifest import RESTORE
 from .strips import Part, Strip
 
 SHARE = 8  # one strip in so many is in memory: the disk reads them while the low gear drafts
+IN_USE = 2  # strips that are being computed with
 FEWEST = 4  # strips in memory, of any model
 KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
@@ -59,6 +61,7 @@ class StripReader:
         self._files: dict[Path, int] = {}
         self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte up to which they go
         self._free: list[mx.array] = []  # memory
+        self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # what is made of memory, and the memory
         self._size = 0  # bytes of the largest strip
         self._next: dict[Strip, Strip] = {}
         self._last: Strip | None = None  # that was wanted
@@ -70,8 +73,11 @@ class StripReader:
     def __deepcopy__(self, memo: dict) -> "StripReader":
         return StripReader(self.hashes, self.keeps_cache)
 
-    def over(self, strips: Sequence[Strip]) -> Iterator[tuple[Strip, mx.array]]:
-        """Each strip and the memory that it is in, which is the caller's until he asks for the next one.
+    def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
+        """What is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for it.
+
+        Args:
+            compute: makes an array of a strip and the memory that it is in.
 
         Raises:
             GearbxError: a file that cannot be read any more, or is not what was written.
@@ -79,11 +85,14 @@ class StripReader:
         with self._lock:
             for before, after in itertools.pairwise(strips):
                 self._next.setdefault(before, after)
-        for strip in strips:
-            memory = self._wanted(strip)
-            with self._stopping_at_errors():  # those of the caller too, who stops in the middle of a layer
-                yield strip, memory
-            self._give_back(memory)
+        made = []
+        with self._stopping_at_errors():  # those of `compute` too
+            for strip in strips:
+                memory = self._wanted(strip)
+                made.append(compute(strip, memory))
+                mx.async_eval(made[-1])
+                self._used(made[-1], memory)
+        return made
 
     def verify(self, *names: str) -> None:
         """Compare arrays of which only some pieces are wanted with their hashes. Raises GearbxError as `over`."""
@@ -119,6 +128,7 @@ class StripReader:
             if self._thread is not None:
                 self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = self._last = None
+            self._in_use.clear()
 
     @contextlib.contextmanager
     def _stopping_at_errors(self) -> Iterator[None]:
@@ -142,14 +152,13 @@ class StripReader:
                 self._begin(strip)
             memory, future = self._reading.pop(strip)
             self._read_ahead()
-        with self._stopping_at_errors():
-            future.result()
+        future.result()
         return memory
 
     def _read_ahead(self) -> None:
-        """Begin the strips that are expected, as far as memory goes; one more is being computed with."""
+        """Begin the strips that are expected, as far as memory goes."""
         latest = next(reversed(self._reading), self._last)
-        while latest is not None and len(self._reading) < self._most - 1:
+        while latest is not None and len(self._reading) < self._most - IN_USE:
             latest = self._next.get(latest)
             if latest is None or latest is self._last or latest in self._reading:
                 return
@@ -180,10 +189,15 @@ class StripReader:
         future.cancel()
         future.add_done_callback(lambda _: self._free.append(memory))
 
-    def _give_back(self, memory: mx.array) -> None:
+    def _used(self, made: mx.array, memory: mx.array) -> None:
+        """Take memory back once what is made of it is computed; wait for that if too much is in use."""
         with self._lock:
-            if len(self._free) + len(self._reading) < self._most:
-                self._free.append(memory)
+            self._in_use.append((made, memory))
+            while len(self._in_use) > IN_USE:
+                oldest, free = self._in_use.popleft()
+                mx.eval(oldest)
+                if len(self._free) + len(self._reading) < self._most:
+                    self._free.append(free)
             if self._thread is not None:
                 self._read_ahead()
 
