@@ -102,11 +102,10 @@ class TestTheSameAsResident:
                 kept.shift(gear)
                 assert mx.array_equal(streamed.model(tokens), kept.model(tokens)).item()
 
-    @pytest.mark.parametrize("kernels", ["mlx", "native"])
     @pytest.mark.parametrize("architecture", MODELS)
-    def test_logits_of_every_kind_of_layer(self, checkpoint, architecture, kernels):
+    def test_logits_of_every_kind_of_layer(self, checkpoint, architecture):
         path = checkpoint(architecture)
-        boxes = [Gearbox(gearbx_mlx.load(path)[0], residency=name, kernels=kernels) for name in ("stream", "resident")]
+        boxes = [gearbox_of(path, name) for name in ("stream", "resident")]
         first, second = (logits(box) for box in boxes)
         assert mx.array_equal(first, second).item()
         caches = [make_prompt_cache(box.model) for box in boxes]
