@@ -15,6 +15,7 @@ from mlx_lm.generate import GenerationResponse
 
 from gearbx_mlx import GearResponse, evaluate
 from gearbx_mlx.bit_selection.precision import PrecisionManifest
+from gearbx_mlx.convert import convert
 from gearbx_mlx.decoding.modes import MODES
 from gearbx_mlx.gears.manifest import Manifest
 from gearbx_mlx.loading import DEMO_MODEL
@@ -33,10 +34,12 @@ def described_fields(heading: str, table: int = 0) -> set[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The summary and the trace of a run in every mode."""
+    exact = convert(mlx_path=tmp_path_factory.mktemp("exact") / "exact", gears="4,16", format="exact")
     modes = dict.fromkeys(MODES, ()) | {
         "static": ("--draft-model", DEMO_MODEL),
         "route": ("--target-tps", "5"),
         "pair": ("--small-model", DEMO_MODEL),
+        "lossless": ("--model", exact, "--residency", "stream"),
     }
     found = []
     for mode, flags in modes.items():

@@ -11,6 +11,7 @@ from ..decoding.paired_model import bytes_read
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
+from ..gears.streaming import Stream
 from ..telemetry.summary import Tally, summarize
 
 
@@ -66,6 +67,9 @@ def summary_of(
     further: dict[str, Any] = {} if draft is None else {"draft_model": draft.summary(tally)}
     if controller is not None:
         further |= {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
+    stream = getattr(gearbox, "residency", None)
+    if isinstance(stream, Stream):
+        further["streaming"] = stream.summary(tally.tokens)
     reasons: dict[str, int] = {}
     for reason in gearbox.unmanaged.values():
         reasons[reason] = reasons.get(reason, 0) + 1

@@ -39,6 +39,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
             bits_row(summary, watching),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
+            *disk_rows(summary),
             ("memory", memory_line(summary, watching)),
             *layer_rows(summary),
             *dtype_rows(summary),
@@ -131,6 +132,14 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
     others = [f", the {name} {human_bytes(most)} ({most / read:.2f} times as much)" for name, most in compared.items()]
     return f"{human_bytes(read)} per token" + "".join(others if read else [])
+
+
+def disk_rows(summary: dict[str, Any]) -> list[Row]:
+    """What was read from the disk, where the top gear is streamed."""
+    if "streaming" not in summary:
+        return []
+    read, speed = (human_bytes(summary["streaming"][f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
+    return [("from the disk", f"{read} per token, at {speed} per second")]
 
 
 def memory_line(summary: dict[str, Any], watching: bool) -> str:

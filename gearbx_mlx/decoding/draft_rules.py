@@ -10,6 +10,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
 from ..routing.acceptance import DraftRule, FixedLength, default_rule
 from ..routing.draft_file import DraftFile, parse_draft_file
+from .draft_costs import at_measured_speeds
 
 SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"
 MAKE_DRAFTING = "write a new one with python -m gearbx_mlx.calibrate --mode lossless"
@@ -48,7 +49,8 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
 
     Args:
         how: a file or its path, a fixed number of tokens, a rule; without, what ships for this model and ladder, or
-            the rule that is used where nothing was calibrated.
+            the rule that is used where nothing was calibrated. Where the top gear is read from the disk, curves
+            count and bounds do not: those follow from the speed of the disk.
 
     Raises:
         GearbxError: a file for another model, vocabulary or ladder.
@@ -64,7 +66,7 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
         how = made
     if isinstance(how, DraftFile):
         check_file(how, gearbox)
-        return how.rule(), how.draft
+        return at_measured_speeds(how.rule(), gearbox, how.draft), how.draft
     if isinstance(how, int):
         return FixedLength(how), None
-    return how or default_rule(), None
+    return how or at_measured_speeds(default_rule(), gearbox, None), None

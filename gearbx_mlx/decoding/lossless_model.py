@@ -13,6 +13,7 @@ for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
+from .draft_costs import note_drafts
 from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
@@ -181,6 +183,7 @@ class LosslessModel(ModelWrapper):
         if most < 1:
             return drafted, entropies
         history = self._history.tokens() if self.logits_processors else []
+        start = time.perf_counter()
         with Snapshot(cache).borrowed(), same_random_numbers():
             while len(drafted) < most:
                 logits = self.run(self.draft, mx.array([[token]]), cache)[:, -1]
@@ -195,6 +198,7 @@ class LosslessModel(ModelWrapper):
                 entropies.append(float(entropy))
                 if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
                     break
+        note_drafts(self.gearbox, self.draft, len(drafted), time.perf_counter() - start)
         return drafted, entropies
 
 

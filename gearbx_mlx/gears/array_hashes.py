@@ -88,8 +88,19 @@ class ArrayHashes:
             wanted = sorted(self.pending.intersection(names))
             for name, is_whole in self.compare(wanted):
                 if not is_whole:
-                    raise GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
+                    raise self.damaged(name, remedy)
             self.pending.difference_update(wanted)
+
+    def confirm(self, name: str, found: str, remedy: str) -> None:
+        """Take the hash of an array that somebody else has read whole. Raises GearbxError if it is another one."""
+        if found != self.expected[name]:
+            raise self.damaged(name, remedy)
+        with self._lock:
+            self.pending.discard(name)
+
+    def damaged(self, name: str, remedy: str) -> GearbxError:
+        """The error for an array whose hash is not the expected one."""
+        return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
 
     def compare(self, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
         """Each array, and whether its hash is the expected one.

@@ -13,10 +13,12 @@ from .adapters import layers_of
 from .cost import token_bytes, whole_model_speedup
 from .description import LayerPath, kernels_of
 from .discovery import Layer
+from .experts import used_share
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
 from .settings import Choice
 from .sources import Original, Source
+from .streaming import StreamedFiles
 
 
 class GearCosts:
@@ -98,6 +100,16 @@ class GearCosts:
         """Bytes of a number of a layer, as the checkpoint stores it."""
         return self.storage[layer.path].size
 
+    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
+        if not isinstance(self.source, StreamedFiles):
+            return 0
+        modules, read = layers_of(self.model), 0.0
+        for layer in self.layers:
+            share = used_share(layer.path, modules, positions)
+            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
+        return round(read)
+
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
         if not self.layers:
@@ -112,7 +124,10 @@ class GearCosts:
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
             format = None if {*bits} == {DENSE} else self.format
-            found.append(LayerPath(layer.path, bits, *kernels_of(layer.module, self.kernels, format)))
+            runs_on, why = kernels_of(layer.module, self.kernels, format)
+            if isinstance(self.source, StreamedFiles) and self.source.disk_bytes(layer, bits[-1]):
+                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
+            found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
             holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own

@@ -23,12 +23,11 @@ from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, as_they_are_now, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
 from .model_type import Typed
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
-from .offload import Residency, make_residency
 from .output_head import tied_head
 from .ownership import own
-from .saved import SavedDisk
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
+from .streaming import Stream, StreamedFiles, residency_of
 from .whole import make_all, refuse_other_codes
 
 
@@ -52,7 +51,8 @@ class Gearbox(GearCosts):
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
             "everything" takes those of towers for images and sound too.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
-        residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk".
+        residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk". "stream": all that the
+            low gears do not need is read from a geared checkpoint of format exact at every use.
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": for a CPU, compiled on this
@@ -105,11 +105,11 @@ class Gearbox(GearCosts):
         )
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
+        self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
         self.source = self._source(layout, scales, widths)
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
             self._take_low_gear(low_model, residency)
-        self.residency = self._residency(residency, checkpoint, scales)
         if quantized and self.saved is None:
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
@@ -123,6 +123,8 @@ class Gearbox(GearCosts):
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
         """Where modules come from: the model's weights, or the files of a geared checkpoint."""
+        if layout.saved is not None and isinstance(self.residency, Stream):
+            return StreamedFiles(layout.saved, scales, self.compute_dtype, self.residency.reader)
         if layout.saved is not None:
             return FromFiles(layout.saved, scales, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
@@ -134,11 +136,6 @@ class Gearbox(GearCosts):
         self.source = external_low_gear(low_model, self.layers, self.source, residency)
         others = differing(self.model, low_model, self._shapes, self.compute_dtype)
         self._further = dict(zip((False, True), others))
-
-    def _residency(self, name: str, checkpoint: str | Path | None, scales: Mapping[str, mx.Dtype]) -> Residency:
-        if self.saved is not None and name == "disk":
-            return SavedDisk(self.saved, scales)
-        return make_residency(name, self.model, checkpoint, scales)
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
         """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""

@@ -9,4 +9,4 @@ GROUP_SIZES = (32, 64, 128)
 EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp", "everything")
-RESIDENCIES = ("resident", "host", "disk")
+RESIDENCIES = ("resident", "host", "disk", "stream")

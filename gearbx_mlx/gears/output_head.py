@@ -6,6 +6,7 @@ shapes until somebody asks for values.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..errors import GearbxError
 from ..formats.tied import TiedEmbedding, linear_with
 from .adapters import adapters_of, layers_of, own_arrays, put_modules
+
+only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
+"""Whether a model runs for the shapes of its outputs: layers that need values do without them."""
 
 TOKEN = mx.zeros((1, 1), mx.int32)
 
@@ -98,7 +102,11 @@ def logits_length(model: nn.Module) -> int:
 
     # While a function is compiled, MLX refuses to compute: no weight of a large model is read by mistake.
     with unchanged(model):
-        mx.compile(trace)(TOKEN)
+        before = only_shapes.set(True)
+        try:
+            mx.compile(trace)(TOKEN)
+        finally:
+            only_shapes.reset(before)
     return lengths[0]
 
 

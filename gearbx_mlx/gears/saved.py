@@ -22,7 +22,6 @@ from .array_hashes import ArrayHashes, Place
 from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
-from .offload import EMPTY, Key, arrays_in_use, idle_parameters, put
 from .ownership import own
 from .saved_check import KINDS, check_arrays, check_model
 from .tensor_entries import Entry, hash_with, read_entries
@@ -273,36 +272,3 @@ class SavedGears:
             assert isinstance(arrays, dict)
             unread |= arrays
         return unread
-
-
-class SavedDisk:
-    """Residency `disk` of a geared checkpoint: idle gears are dropped, and read again from its files when entered.
-
-    Args:
-        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
-    """
-
-    name = "disk"
-
-    def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
-        self._saved, self._dtypes = saved, dtypes
-        self._dropped: dict[Key, list[str]] = {}
-
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        in_use = arrays_in_use(model)
-        for key, module in idle.items():
-            names = list(idle_parameters(module, in_use))
-            if names:
-                self._dropped.setdefault(key, []).extend(names)
-                put(module, dict.fromkeys(names, EMPTY))
-
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        back = {
-            key: {name: self._saved.parameter(*key, name, self._dtypes[key[0]]) for name in self._dropped[key]}
-            for key in needed
-            if key in self._dropped
-        }
-        self._saved.read(back)
-        for key, arrays in back.items():
-            put(needed[key], arrays)
-            del self._dropped[key]

@@ -1,0 +1,120 @@
+"""Strips: what of a layer is read from the disk at a time, and where it is in the file."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import GearbxError
+from ..kernels.exact import TILE, ExactMatrix
+from .array_hashes import Place
+from .manifest import RESTORE
+
+ALIGNED = 64  # bytes: where the second array of a strip may begin in memory
+
+
+class Part(NamedTuple):
+    """A piece of an array in a file: of which array, and from which byte of the file to the one before which."""
+
+    array: str
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class Strip:
+    """Consecutive rows of a layer, and the pieces `low` and `high` that belong to them. Equal to itself alone."""
+
+    def __init__(self, first: int, end: int, low: Part, high: Part):
+        self.first, self.end, self.low, self.high = first, end, low, high
+        self.second = -(-low.size // ALIGNED) * ALIGNED
+        """Where `high` begins in the memory of a strip, in which `low` begins at 0."""
+        self.size = self.second + max(1, high.size)
+        """Bytes of memory."""
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """The arrays beside the base of one layer, which stay in the file.
+
+    low, high: names of the arrays. low_place, high_place: where they are.
+    """
+
+    low: str
+    high: str
+    low_place: Place
+    high_place: Place
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.end - place.begin for place in (self.low_place, self.high_place))
+
+    def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
+        """The rows from `first` to the one before `end`. offsets: of the layer."""
+        width = (self.low_place.end - self.low_place.begin) // (len(offsets) - 1)
+        low = (self.low_place.begin + width * row for row in (first, end))
+        high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
+        return Strip(first, end, Part(self.low, *low), Part(self.high, *high))
+
+    def check(self, offsets: np.ndarray) -> None:
+        """Raises GearbxError for offsets that are not those of the array `high`, so that all of it is read."""
+        size, last = self.high_place.end - self.high_place.begin, int(offsets[-1])
+        ascending = not offsets[0] and (offsets[1:] >= offsets[:-1]).all()
+        if not ascending or (last, size) not in ((size, size), (0, 1)):  # a file has no empty arrays
+            file = self.high_place.file
+            raise GearbxError(f"{file}: the offsets of {self.high} do not ascend from 0 to its {size} bytes; {RESTORE}")
+
+
+def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
+    """The strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one."""
+    rows, width = matrix.shape
+    height = max(1, TILE // width)
+    cuts = [*range(0, rows, height), rows]
+    return [remainder.rows(first, end, offsets) for first, end in itertools.pairwise(cuts)]
+
+
+def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array, low: mx.Dtype) -> ExactMatrix:
+    """The rows of a strip, complete.
+
+    Args:
+        matrix: (O, I), without low and high.
+        memory: uint8, in which the strip was read.
+        low: the type of `low`.
+    """
+    rows = matrix.rows(strip.first, strip.end)
+    return rows._replace(
+        low=memory[: strip.low.size].view(low).reshape(strip.end - strip.first, -1),
+        high=memory[strip.second : strip.size],
+        offsets=rows.offsets - rows.offsets[0],
+    )
+
+
+def with_blocks(
+    matrix: ExactMatrix, chosen: np.ndarray, height: int, strips: Sequence[Strip], low: mx.array, high: mx.array
+) -> ExactMatrix:
+    """Some blocks of rows, one after the other, complete.
+
+    Args:
+        matrix: (O, I), without low and high.
+        chosen: numbers of blocks.
+        height: rows of a block.
+        strips: what was read of each block.
+        low, high: the pieces of the strips, one after the other; `low` in its own type.
+    """
+    rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
+    lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])
+    lengths = lengths - matrix.offsets[rows]
+    return matrix._replace(
+        weights=[codes[rows] for codes in matrix.weights],
+        scales=matrix.scales[rows],
+        biases=[bias[rows] for bias in matrix.biases],
+        low=low.reshape(len(rows), -1),
+        high=high,
+        offsets=mx.concatenate([mx.zeros(1, mx.uint32), mx.cumsum(lengths)]).astype(mx.uint32),
+    )

@@ -1,0 +1,355 @@
+"""Residency stream: the top gear of a checkpoint of format exact, read from the disk at every use."""
+
+import copy
+import gc
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import PROMPT, save_model, tiny_model
+from mlx_lm.models.cache import make_prompt_cache
+from mutations import sign_arrays
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx.convert import convert
+from gearbx_mlx.gears.attachment import attached
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
+from gearbx_mlx.routing.draft_costs import CostRule
+
+LAYERS = 6
+MODELS = {
+    "llama": {"num_hidden_layers": LAYERS},
+    "tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {},  # experts
+    "deepseek_v3": {},  # matrices of heads
+    "gpt_neox": {},  # biases
+}
+LADDERS = ["4,16", "3,16", "4,8,16"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model, converted on first use: (architecture, ladder) -> its directory."""
+    made = {}
+
+    def of(architecture="llama", gears="4,16"):
+        if (architecture, gears) not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            name = "llama" if architecture == "tied" else architecture
+            save_model(tiny_model(name, dtype=mx.bfloat16, **MODELS[architecture]), folder / "original")
+            settings = {"gears": gears, "format": "exact", "q_group_size": 32}
+            made[architecture, gears] = convert(folder / "original", folder / "geared", **settings)
+        return made[architecture, gears]
+
+    return of
+
+
+@pytest.fixture
+def copied(checkpoint, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(checkpoint(), tmp_path / "copied")
+
+
+def gearbox_of(path, residency="stream", **keywords):
+    return Gearbox(gearbx_mlx.load(path)[0], residency=residency, kernels="auto", **keywords)
+
+
+def logits(gearbox, tokens=PROMPT):
+    gearbox.shift(gearbox.ladder.top)
+    found = gearbox.model(tokens)
+    mx.eval(found)
+    return found
+
+
+def text(path, gearbox, tokens=12, mode="lossless", **keywords):
+    tokenizer = gearbx_mlx.load(path)[1]
+    responses = stream_generate(gearbox.model, tokenizer, [1, 5, 9, 2], tokens, gearbox=gearbox, mode=mode, **keywords)
+    return [response.token for response in responses]
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("gearbx stream")]
+
+
+def assert_no_reader_is_left():
+    gc.collect()
+    end = time.monotonic() + 10
+    while readers() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not readers()
+
+
+class TestTheSameAsResident:
+    @pytest.mark.parametrize("kernels", ["mlx", "native"])
+    @pytest.mark.parametrize("gears", LADDERS)
+    def test_logits_in_every_gear(self, checkpoint, gears, kernels):
+        path = checkpoint("tied", gears)
+        streamed, kept = (
+            Gearbox(gearbx_mlx.load(path)[0], residency=name, kernels=kernels) for name in ("stream", "resident")
+        )
+        for gear in (*streamed.ladder, streamed.ladder[0], streamed.ladder.top):
+            for tokens in (PROMPT, PROMPT[:, :1]):
+                streamed.shift(gear)
+                kept.shift(gear)
+                assert mx.array_equal(streamed.model(tokens), kept.model(tokens)).item()
+
+    @pytest.mark.parametrize("architecture", MODELS)
+    def test_logits_of_every_kind_of_layer(self, checkpoint, architecture):
+        path = checkpoint(architecture)
+        boxes = [gearbox_of(path, name) for name in ("stream", "resident")]
+        first, second = (logits(box) for box in boxes)
+        assert mx.array_equal(first, second).item()
+        caches = [make_prompt_cache(box.model) for box in boxes]
+        for tokens in (PROMPT, PROMPT[:, :1], PROMPT[:, 1:4]):
+            streamed, kept = (box.model(tokens, cache=cache) for box, cache in zip(boxes, caches))
+            assert mx.array_equal(streamed, kept).item()
+
+    def test_layers_of_several_strips(self, checkpoint, monkeypatch):
+        monkeypatch.setattr("gearbx_mlx.gears.strips.TILE", 2**10)
+        monkeypatch.setattr("gearbx_mlx.kernels.exact.TILE", 2**10)
+        path = checkpoint("tied")
+        streamed, kept = gearbox_of(path), gearbox_of(path, "resident")
+        for _ in range(3):
+            assert mx.array_equal(logits(streamed), logits(kept)).item()
+
+    @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
+    def test_texts(self, checkpoint, mode):
+        path = checkpoint()
+        assert text(path, gearbox_of(path), mode=mode) == text(path, gearbox_of(path, "resident"), mode=mode)
+
+    def test_weights_of_layers(self, checkpoint):
+        path = checkpoint()
+        streamed, kept = gearbox_of(path), gearbox_of(path, "resident")
+        for box in (streamed, kept):
+            box.shift("high")
+        ours, theirs = (box.model.layers[0].mlp.up_proj for box in (streamed, kept))
+        assert mx.array_equal(ours.dense_weight(), theirs.dense_weight()).item()
+        assert ours.bytes_read == theirs.bytes_read
+        assert streamed.weight_bytes_per_token(streamed.ladder.top) == kept.weight_bytes_per_token(kept.ladder.top)
+
+
+class TestMemory:
+    def test_the_remainder_is_not_in_memory(self, checkpoint):
+        path = checkpoint()
+        peaks, active = [], []
+        for residency in ("resident", "stream"):
+            gc.collect()
+            before = mx.get_active_memory()
+            box = gearbox_of(path, residency)
+            logits(box)
+            mx.reset_peak_memory()
+            logits(box, PROMPT[:, :1])
+            active.append(mx.get_active_memory() - before)
+            peaks.append(mx.get_peak_memory() - before)
+            remainder = box.disk_bytes_per_token(box.ladder.top)
+            del box
+        strip = 64 * 128 * 1.2  # bytes of the largest layer's
+        assert remainder > 0.4 * active[0]
+        assert active[1] < active[0] - remainder * (1 - 1 / 8) + 3 * strip
+        assert peaks[1] < peaks[0] - remainder * (1 - 1 / 8) + 8 * strip
+
+    def test_every_pass_reads_the_remainder_once(self, checkpoint):
+        box = gearbox_of(checkpoint())
+        reader, remainder = box.residency.reader, box.disk_bytes_per_token(box.ladder.top)
+        logits(box)
+        before = reader.bytes_read
+        for _ in range(10):
+            logits(box)
+        assert reader.bytes_read - before == pytest.approx(10 * remainder, rel=0.05)
+
+    def test_an_embedding_is_read_by_the_row(self, checkpoint):
+        box = gearbox_of(checkpoint("tied", "4,8,16"))
+        box.shift(8)  # whose head is in memory, and whose rows are exact
+        box.model(PROMPT)
+        reader = box.residency.reader
+        before = reader.bytes_read
+        mx.eval(box.model(mx.array([[3, 7, 3]])))
+        width = box.model.args.hidden_size
+        assert 2 * width * 5 // 8 <= reader.bytes_read - before < 2 * width * 2
+
+    def test_only_chosen_experts_are_read(self, checkpoint):
+        box = gearbox_of(checkpoint("qwen3_moe"))
+        logits(box)
+        reader = box.residency.reader
+        logits(box, PROMPT[:, :1])
+        before = reader.bytes_read
+        for _ in range(10):
+            logits(box, PROMPT[:, :1])
+        read = (reader.bytes_read - before) / 10
+        assert read < 0.9 * box.disk_bytes_per_token(box.ladder.top, 1000)
+        assert read == pytest.approx(box.disk_bytes_per_token(box.ladder.top), rel=0.05)
+
+
+class TestFilesThatFail:
+    def spoil(self, path, name, at=-1):
+        """Change one byte of an array."""
+        array = gearbx_mlx.gears.saved.open_gears(path).hashes.places[name]
+        place = array.end - 1 if at < 0 else array.begin + at
+        with open(array.file, "r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ 16]))
+
+    @pytest.mark.parametrize("array", ["low", "high"])
+    def test_a_changed_byte(self, copied, array):
+        box = gearbox_of(copied)
+        box.shift("high")
+        names = json.loads((copied / MANIFEST).read_text())["layers"]["model.layers.3.mlp.down_proj"]["gears"]["16"]
+        self.spoil(copied, names[array], 4500 if array == "low" else -1)
+        with pytest.raises(GearbxError, match=rf"{names[array]} is damaged, or of another model; download it again"):
+            box.model(PROMPT)
+        assert_no_reader_is_left()
+
+    def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
+        box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
+        responses = stream_generate(box.model, tokenizer, [1, 5], 40, gearbox=box, mode="static")
+        kept = (copied / GEARS_FILE).read_bytes()
+        expected = text(copied, gearbox_of(copied), 6, "static")
+        next(responses)
+        os.truncate(copied / GEARS_FILE, 1000)
+        with pytest.raises(GearbxError, match=rf"{GEARS_FILE}: ends before .* does; download it again"):
+            list(responses)
+        assert_no_reader_is_left()
+        (copied / GEARS_FILE).write_bytes(kept)
+        assert text(copied, box, 6, "static") == expected
+
+    def test_offsets_of_another_layer(self, copied):
+        manifest = json.loads((copied / MANIFEST).read_text())
+        names = manifest["layers"]["model.layers.2.mlp.up_proj"]["gears"]["16"]
+        place = gearbx_mlx.gears.saved.open_gears(copied).hashes.places[names["offsets"]]
+        for first in (0, 2**31):
+            with open(place.file, "r+b") as file:
+                file.seek(place.begin + 8)
+                file.write(first.to_bytes(4, "little"))
+            sign_arrays(copied)
+            with pytest.raises(GearbxError, match=r"the offsets of .*up_proj.* do not ascend"):
+                logits(gearbox_of(copied))
+
+    def test_an_interrupt_ends_the_thread(self, checkpoint):
+        path = checkpoint()
+        box = gearbox_of(path)
+
+        def interrupted(logprobs):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            text(path, box, sampler=interrupted)
+        del box
+        assert_no_reader_is_left()
+
+
+class TestRefusals:
+    def test_a_model_that_is_no_geared_checkpoint(self):
+        with pytest.raises(GearbxError, match=r"reads a geared checkpoint.*convert --format exact"):
+            Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", format="exact", residency="stream")
+
+    def test_another_format(self, tmp_path):
+        save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
+        convert(tmp_path / "original", tmp_path / "planes", gears="4,16", q_group_size=32)
+        with pytest.raises(GearbxError, match=r"for gears of format exact, not planes; convert the original"):
+            gearbox_of(tmp_path / "planes")
+
+
+class TestSeveral:
+    def test_two_models_in_turns(self, checkpoint):
+        paths = checkpoint(), checkpoint("tied")
+        expected = [text(path, gearbox_of(path, "resident")) for path in paths]
+        found, running = [[], []], []
+        for path in paths:
+            model, tokenizer = gearbx_mlx.load(path)
+            box = Gearbox(model, residency="stream", kernels="auto")
+            running.append(stream_generate(model, tokenizer, [1, 5, 9, 2], 12, gearbox=box, mode="lossless"))
+        for pair in zip(*running):
+            for tokens, response in zip(found, pair):
+                tokens.append(response.token)
+        assert found == expected
+
+    def test_threads(self, checkpoint):
+        path = checkpoint()
+        box = gearbox_of(path)
+        expected, found = text(path, gearbox_of(path, "resident")), []
+        logits(box)
+        threads = [threading.Thread(target=lambda: found.append(text(path, box))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [expected] * 3
+
+    def test_a_copy_reads_for_itself(self, checkpoint):
+        box = gearbox_of(checkpoint())
+        expected = logits(box)
+        copied = attached(copy.deepcopy(box.model))
+        read = box.residency.reader.bytes_read
+        del box
+        gc.collect()
+        assert mx.array_equal(logits(copied), expected).item()
+        assert copied.residency.reader.bytes_read <= read
+
+    def test_the_thread_ends_with_the_model(self, checkpoint):
+        box = gearbox_of(checkpoint())
+        logits(box)
+        assert readers()
+        del box
+        assert_no_reader_is_left()
+
+
+def recorded(scale):
+    """Texts of 200 tokens: entropies, and whether gears agree, which 2^(-H/4) of them do."""
+    draws = np.random.default_rng(0)
+    entropies = draws.exponential(scale, (100, 200))
+    agrees = draws.random(entropies.shape) < 2.0 ** -(entropies / 4)
+    return list(zip(entropies.tolist(), agrees.tolist())), fit_curve(entropies.flatten(), agrees.flatten())
+
+
+class TestWhenDraftsEnd:
+    @pytest.mark.parametrize("verification", [2.5, 5, 12, 30, 80])
+    @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
+    def test_the_rule_finds_the_best_bound(self, scale, verification):
+        sequences, curve = recorded(scale)
+        _, least = best_bound(sequences, curve, 1.0, verification)
+        drafting = replay_drafts(sequences, CostRule(curve, lambda: (1.0, verification)))
+        assert drafting.weight_bytes_per_token(1.0, verification) < 1.005 * least
+
+    def test_drafts_get_longer_when_the_disk_gets_slower(self):
+        sequences, curve = recorded(1.0)
+        costs = SimpleNamespace(verification=3.0)
+        rule = CostRule(curve, lambda: (1.0, costs.verification))
+        lengths = []
+        for costs.verification in (3.0, 30.0, 3.0):
+            drafting = replay_drafts(sequences, rule)
+            lengths.append(drafting.drafted / drafting.verifications)
+        assert lengths[1] > 1.8 * lengths[0]
+        assert lengths[2] == pytest.approx(lengths[0], rel=0.05)
+
+    def test_measured_speeds_decide(self, checkpoint):
+        path, drafted = checkpoint(), []
+        for disk in (1e9, 1e6):
+            box = gearbox_of(path)
+            box.residency.memory.add, box.residency.reader.speed.add = (lambda *_: None,) * 2
+            for speed, value in ((box.residency.memory, 1e9), (box.residency.reader.speed, disk)):
+                speed._bytes, speed._seconds = value, 1.0
+            tokenizer = gearbx_mlx.load(path)[1]
+            responses = stream_generate(box.model, tokenizer, [1, 5], 24, gearbox=box, mode=Lossless())
+            drafted.append(sum(response.drafted for response in responses))
+        assert drafted[1] > drafted[0]
+
+
+def test_what_is_said(checkpoint):
+    path = checkpoint()
+    box = gearbox_of(path)
+    assert re.search(r"lm_head: 4, 16; \w+, from the disk in gear 'high'", box.describe())
+    text(path, box)
+    said = box.residency.summary(12)
+    assert said["disk_bytes_per_token"] == box.residency.reader.bytes_read / 12
+    assert said["disk_bytes_per_second"] > 0
