@@ -8,7 +8,16 @@ from ..bit_selection.floors import Floors
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, FORMATS
 from ..gears.ladder import Ladder
-from ..gears.names import DEFAULT_ACTIVATIONS, DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, MANAGE, RESIDENCIES
+from ..gears.names import (
+    DEFAULT_ACTIVATIONS,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_LADDER,
+    GROUP_SIZES,
+    MANAGE,
+    RESIDENCIES,
+    WHOLE,
+    WHOLE_LADDER,
+)
 from ..kernels.names import ACTIVATIONS, KERNELS
 from .floors import CODEBOOKS
 from .settings import Settings, flag, flag_of
@@ -61,7 +70,7 @@ class LadderSettings(Settings):
     gears: str | None = flag(
         None,
         "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}",
+        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
     )
 
     def __post_init__(self) -> None:
@@ -153,6 +162,8 @@ class GearSettings:
 
 def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
+    if format == WHOLE:
+        return WHOLE_LADDER
     if format not in CODEBOOKS:
         return default
     return "2,16" if by_quality else "4,16"

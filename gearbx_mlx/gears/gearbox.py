@@ -44,7 +44,8 @@ class Gearbox(GearCosts):
 
     Args:
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
-        ladder: a Ladder, or text such as "4,8,16", which is the default; of a geared checkpoint some of its gears.
+        ladder: a Ladder, or text such as "4,8,16", which is the default ("4,16" for format "exact"); of a geared
+            checkpoint some of its gears.
         format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
             "groupwise", "codebook", "codebook-library", or a Format. "exact" keeps one copy of bfloat16 weights that
             contains all gears, the top one bit for bit, and drops the originals.

@@ -17,7 +17,7 @@ from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed
 from .ladder import DENSE, Ladder
 from .looked_up import tables_to_pack
-from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES
+from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, WHOLE, WHOLE_LADDER
 from .saved import SavedGears, saved_gears
 from .settings import check_settings
 
@@ -62,9 +62,10 @@ def layout_of(
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     if group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
+    chosen = get_format(DEFAULT_FORMAT if format is None else format)
     if ladder is None or isinstance(ladder, str):
-        ladder = Ladder.parse(ladder or DEFAULT_LADDER)
-    return Layout(ladder, get_format(DEFAULT_FORMAT if format is None else format), group_size, None)
+        ladder = Ladder.parse(ladder or (WHOLE_LADDER if chosen.name == WHOLE else DEFAULT_LADDER))
+    return Layout(ladder, chosen, group_size, None)
 
 
 def managed_layers(
