@@ -8,10 +8,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..errors import GearbxError
 from ..kernels.exact import TILE, ExactMatrix
 from .array_hashes import Place
-from .manifest import RESTORE
 
 ALIGNED = 64  # bytes: where the second array of a strip may begin in memory
 
@@ -61,14 +59,6 @@ class Remainder:
         low = (self.low_place.begin + width * row for row in (first, end))
         high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
         return Strip(first, end, Part(self.low, *low), Part(self.high, *high))
-
-    def check(self, offsets: np.ndarray) -> None:
-        """Raises GearbxError for offsets that are not those of the array `high`, so that all of it is read."""
-        size, last = self.high_place.end - self.high_place.begin, int(offsets[-1])
-        ascending = not offsets[0] and (offsets[1:] >= offsets[:-1]).all()
-        if not ascending or (last, size) not in ((size, size), (0, 1)):  # a file has no empty arrays
-            file = self.high_place.file
-            raise GearbxError(f"{file}: the offsets of {self.high} do not ascend from 0 to its {size} bytes; {RESTORE}")
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
