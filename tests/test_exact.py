@@ -135,7 +135,7 @@ class TestEveryBitComesBack:
 
 
 class TestLowGears:
-    @pytest.mark.parametrize("ladder", LADDERS)
+    @pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
     def test_have_the_codes_of_formats_with_copies(self, ladder):
         dense = linear((normal(64, 128) * 0.02).astype(mx.bfloat16))
         ours, theirs = gears(dense, ladder), gears(dense, ladder, format=SAME_LOW_GEARS[ladder])
@@ -143,7 +143,14 @@ class TestLowGears:
         for bits, module in theirs.items():
             assert same_arrays(ours[bits], module), bits
 
-    @pytest.mark.parametrize(("ladder", "most"), [("4,16", 13.55), ("3,16", 13.6), ("4,8,16", 14.9)])
+    def test_three_bits_are_nearer_to_the_weights_than_those_of_mlx(self):
+        weight = (normal(64, 4096) * 0.02).astype(mx.bfloat16)
+        ours, theirs = (gears(linear(weight), "3,16", format=format)[3] for format in ("exact", "affine"))
+        assert type(ours) is type(theirs) and ours.bits == theirs.bits == 3
+        errors = [mx.square(dense_weight(module) - weight).mean().item() for module in (ours, theirs)]
+        assert errors[0] < 0.9 * errors[1]
+
+    @pytest.mark.parametrize(("ladder", "most"), [("4,16", 13.55), ("3,16", 13.4), ("4,8,16", 14.9)])
     def test_take_little_more_than_the_weights_alone(self, ladder, most):
         """Gaussian rows 4096 wide; the figures are those of docs/exact.md."""
         made = gears(linear((normal(64, 4096) * 0.02).astype(mx.bfloat16)), ladder)[16]
@@ -182,7 +189,7 @@ def test_a_model_has_every_weight_and_the_low_gears_of_formats_with_copies(ladde
         assert np.isfinite(logits(ours, gear.name)).all()
         theirs.shift(gear.name)
         for layer in ours.layers:
-            if ours.bits_of(layer, gear) == theirs.bits_of(layer, gear):
+            if gear.bits > 3 and ours.bits_of(layer, gear) == theirs.bits_of(layer, gear):
                 assert same_arrays(layer_in(ours, layer.path), layer_in(theirs, layer.path)), layer.path
 
 
