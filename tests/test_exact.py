@@ -20,6 +20,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, Static, stream_generate
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears import whole
+from gearbx_mlx.kernels import exact as kernels_exact
 
 LADDERS = ("4,16", "3,16", "4,8,16")
 SAME_LOW_GEARS = {"4,16": "affine", "3,16": "affine", "4,8,16": "planes"}
@@ -146,7 +147,8 @@ class TestLowGears:
     def test_three_bits_are_nearer_to_the_weights_than_those_of_mlx(self):
         weight = (normal(64, 4096) * 0.02).astype(mx.bfloat16)
         ours, theirs = (gears(linear(weight), "3,16", format=format)[3] for format in ("exact", "affine"))
-        assert type(ours) is type(theirs) and ours.bits == theirs.bits == 3
+        assert type(ours) is type(theirs)
+        assert ours.bits == theirs.bits == 3
         errors = [mx.square(dense_weight(module) - weight).mean().item() for module in (ours, theirs)]
         assert errors[0] < 0.9 * errors[1]
 
@@ -157,6 +159,23 @@ class TestLowGears:
         arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
         assert made.bytes_read == arrays
         assert 8 * arrays / (64 * 4096) <= most
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
+    """MLX's own operations take some twenty times a weight on the way; how many tiles follow must not matter."""
+    monkeypatch.setattr(kernels_exact, "TILE", 2**14)
+
+    def peak(rows: int) -> int:
+        module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)), ladder)[16]
+        x = normal(32, 256)
+        mx.eval(x, module.parameters())
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(module(x))
+        return mx.get_peak_memory() - before - 32 * rows * 4  # without the result
+
+    assert peak(4096) < peak(512) + 32 * 4096 * 4
 
 
 TIED = {"tie_word_embeddings": True}

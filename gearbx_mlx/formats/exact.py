@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.exact import ExactMatrix, decoded, exact_experts, exact_product, product_by_tiles
+from ..kernels.exact import ExactMatrix, decoded, decoded_by_tiles, exact_experts, exact_product, product_by_tiles
 from .base import StoredArray, whole_groups
 from .exact_decoding import LOW_BITS, decode
 from .exact_encoding import encode
@@ -59,7 +59,7 @@ class _ExactModule(nn.Module):
 
     def dense_weight(self) -> mx.array:
         """The weight (..., O, I), bfloat16."""
-        return decode(self.matrix)
+        return decoded_by_tiles(self.matrix, decode)
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""

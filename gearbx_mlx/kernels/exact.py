@@ -9,7 +9,7 @@ from . import metal
 from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx, is_metal
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 
-TILE = 2**22  # weights that are decoded at a time for a product with many vectors
+TILE = 2**20  # weights that are decoded at a time for a product with many vectors
 
 
 class ExactMatrix(NamedTuple):
@@ -46,6 +46,29 @@ class ExactMatrix(NamedTuple):
             offsets=self.offsets[first : end + 1],
         )
 
+    @property
+    def flat(self) -> "ExactMatrix":
+        """The same as a matrix (rows, I): the matrices of experts and heads one after the other."""
+        return self._replace(
+            weights=[codes.reshape(-1, codes.shape[-1]) for codes in self.weights],
+            scales=self.scales.reshape(-1, self.scales.shape[-1]),
+            biases=[bias.reshape(-1, bias.shape[-1]) for bias in self.biases],
+            low=self.low.reshape(-1, self.low.shape[-1]),
+        )
+
+    def after(self, computed: list[mx.array]) -> "ExactMatrix":
+        """The same matrix, which MLX begins to decode when these arrays are computed."""
+        planes = len(self.widths)
+        arrays = [*self.weights, self.scales, *self.biases, self.low, self.offsets]
+        later = mx.depends(arrays, computed) if computed else arrays
+        return self._replace(
+            weights=later[:planes],
+            scales=later[planes],
+            biases=later[planes + 1 : -2],
+            low=later[-2],
+            offsets=later[-1],
+        )
+
     def taken(self, chosen: mx.array) -> "ExactMatrix":
         """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
         begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
@@ -74,11 +97,16 @@ def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.arr
     """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
     parts: list[mx.array] = []
     for tile in tiles(matrix):
-        if parts:  # else MLX may decode all tiles before it multiplies
-            (offsets,) = mx.depends([tile.offsets], parts[-1:])
-            tile = tile._replace(offsets=offsets)
-        parts.append(x @ decode(tile).astype(x.dtype).T)
+        parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def decoded_by_tiles(matrix: ExactMatrix, decode: Decode) -> mx.array:
+    """The weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a tile."""
+    parts: list[mx.array] = []
+    for tile in tiles(matrix.flat):
+        parts.append(decode(tile.after(parts[-1:])))
+    return mx.concatenate(parts).reshape(matrix.shape)
 
 
 def exact_product(x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None) -> mx.array:
@@ -104,8 +132,10 @@ def exact_experts(
     if module is not None:
         return module.exact_experts(x, *matrix, indices).astype(x.dtype)
     if indices.size >= matrix.shape[0]:
-        return dense_experts_of_mlx(x, decode(matrix), indices, sorted_indices)
-    weight, places = decode(matrix.taken(indices.flatten())), mx.arange(indices.size, dtype=mx.uint32)
+        weight = decoded(matrix, decode) if native else decoded_by_tiles(matrix, decode)
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
+    chosen = matrix.taken(indices.flatten())
+    weight, places = decoded_by_tiles(chosen, decode), mx.arange(indices.size, dtype=mx.uint32)
     return dense_experts_of_mlx(x, weight, places.reshape(indices.shape), sorted_indices)
 
 
@@ -114,4 +144,4 @@ def decoded(matrix: ExactMatrix, decode: Decode) -> mx.array:
     if metal.available():
         return decode_launch(*matrix).run()
     module = cpu_kernels(1)
-    return decode(matrix) if module is None else module.exact_decode(*matrix)
+    return decoded_by_tiles(matrix, decode) if module is None else module.exact_decode(*matrix)
