@@ -11,7 +11,7 @@ from gearbx_mlx import convert
 from gearbx_mlx.decoding.draft_rules import shipped
 from gearbx_mlx.routing.draft_file import parse_draft_file
 
-GENERATE = ("-m", 4, "--kernels", "mlx", "--ignore-chat-template")
+GENERATE = ("-m", 4, "--ignore-chat-template")
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,11 @@ class TestModeLossless:
             ("float16", [], [4, 8, 16]),
             ("bfloat16", ["--gears", "4,16"], [4, 16]),
             ("bfloat16", ["--format", "affine"], [4, 8, 16]),
+            ("bfloat16", ["--residency", "disk"], [4, 8, 16]),
+            ("bfloat16", ["--kernels", "mlx"], [4, 8, 16]),
             ("planes", [], [4, 16]),
         ],
-        ids=["another type", "gears", "format", "a checkpoint that has gears"],
+        ids=["another type", "gears", "format", "residency", "kernels", "a checkpoint that has gears"],
     )
     def test_stores_other_weights_as_is_asked_for(self, summary, model, flags, ladder):
         flags = flags if model == "planes" else [*flags, "--q-group-size", GROUP]

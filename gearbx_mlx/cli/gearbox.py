@@ -17,6 +17,7 @@ from ..gears.ladder import Ladder
 from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
+from ..gears.settings import choose_kernels
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
@@ -71,8 +72,14 @@ def settle_gears(
 
 
 def in_whole_weights(settings: GearSettings, model: nn.Module) -> GearSettings:
-    """For a model of bfloat16 the settings with format exact, one copy of the weights that has its low gear inside."""
+    """For a model of bfloat16 the settings with format exact, one copy of the weights that has its low gear inside.
+
+    Not where MLX's kernels run on a CPU: they decode such weights slowly.
+    """
     if without_gears(model) or stored_dtype(model) != mx.bfloat16:
+        return settings
+    show_compiling()
+    if not choose_kernels(settings.kernels, True, settings.activations, ours_alone=True).native:
         return settings
     return replace(settings, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
 

@@ -125,6 +125,11 @@ class GearFlags(Settings):
         """Whether a file says which codes layers have."""
         return self.manifest is not None or self.low_model is not None
 
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether format exact is no default: other codes, originals that are read again, MLX's kernels."""
+        return self.other_codes or self.residency == "disk" or self.kernels == "mlx"
+
 
 @dataclass(frozen=True)
 class GearSettings:

@@ -88,7 +88,7 @@ def drafts_by_default(settings: GenerateSettings, choice: ModeChoice, saved: Man
 
 def takes_whole_weights(settings: GenerateSettings, choice: ModeChoice, saved: Manifest | None) -> bool:
     """Whether bfloat16 weights are to be in format exact: in mode lossless, where nothing says which gears, and how."""
-    given = saved or choice.gears or choice.format or settings.gears.other_codes
+    given = saved or choice.gears or choice.format or settings.gears.keeps_originals
     return choice.mode == LOSSLESS and not given
 
 
@@ -108,7 +108,7 @@ def default_drafting(curve: str | None, settings: GenerateSettings) -> DraftFile
         return read_draft_file(curve)
     if settings.model.model is not None:
         return None
-    format = DEFAULT_FORMAT if settings.gears.other_codes else settings.layout.format
+    format = DEFAULT_FORMAT if settings.gears.keeps_originals else settings.layout.format
     return max((file for file in shipped() if format in (None, file.format)), key=saving, default=None)
 
 

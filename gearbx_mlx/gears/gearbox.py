@@ -28,7 +28,7 @@ from .ownership import own
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
 from .streaming import Stream, StreamedFiles, residency_of
-from .whole import make_all, refuse_other_codes
+from .whole import giving_back, make_all, refuse_other_codes
 
 
 class Gearbox(GearCosts):
@@ -101,9 +101,8 @@ class Gearbox(GearCosts):
         self._places = places_of(model)
         use_kernels(model, self.kernels.native)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
-        self.compute_dtype, self.storage, scales = compute_model_in(
-            model, self._changing, layout, dtype, bool(quantized)
-        )
+        computed = compute_model_in(model, self._changing, layout, dtype, bool(quantized))
+        self.compute_dtype, self.storage, scales = computed
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
@@ -115,11 +114,16 @@ class Gearbox(GearCosts):
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
         made = self._made()  # after which fewer layers may change
+        with giving_back(self._changing, made):
+            self._attach(made)
+
+    def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
+        """Put the gearbox on its model. made: the gears that exist."""
         self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernels.x_bits)
-        self.compiled = CompiledSteps(model)
-        self._typed = Typed(model, self._changing, self.compute_dtype)
-        setattr(model, ATTACHED, self)
-        own(model, self._shapes, self._unsaveable, gearbox=True)
+        self.compiled = CompiledSteps(self.model)
+        self._typed = Typed(self.model, self._changing, self.compute_dtype)
+        setattr(self.model, ATTACHED, self)
+        own(self.model, self._shapes, self._unsaveable, gearbox=True)
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -140,15 +144,13 @@ class Gearbox(GearCosts):
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
         """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
-        if self.saved is not None:
-            return {layer.path: {} for layer in self._changing}
-        if not self.format.ladders:
-            return None
+        if self.saved is not None or not self.format.ladders:
+            return {layer.path: {} for layer in self._changing} if self.saved else None
         assert isinstance(self.source, Original)
         made, larger = make_all(self._changing, self.source)
         self.unmanaged |= larger
-        kept = [[layer for layer in found if layer.path in made] for found in (self.layers, self._embeddings)]
-        self.layers, self._embeddings = kept
+        self.layers = [layer for layer in self.layers if layer.path in made]
+        self._embeddings = [table for table in self._embeddings if table.path in made]
         return made
 
     def _begin(self) -> None:

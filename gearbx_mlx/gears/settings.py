@@ -46,7 +46,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
 
     Args:
         kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
-            MLX's kernels, so that the model is mlx-lm bit for bit.
+            MLX's kernels, so that the model is mlx-lm bit for bit, where MLX has a kernel for the top gear.
         quantized: whether the ladder has quantized gears.
         ours_alone: whether MLX has no kernel for the top gear.
 
@@ -55,7 +55,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
     """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
-    if kernels == "auto" and not quantized:
+    if kernels == "auto" and not quantized and not ours_alone:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")

@@ -1,7 +1,8 @@
 """Formats whose top gear contains the original: every gear of a layer is made at once, and the original dropped."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +11,7 @@ from ..errors import GearbxError
 from ..formats.base import dense_weight
 from ..formats.exact import too_large
 from ..formats.tied import linear_of
-from .discovery import Layer
+from .discovery import Layer, none_managed
 from .ladder import DENSE
 from .layout import Layout
 from .sources import Original
@@ -29,7 +30,7 @@ while_encoding: Callable[[int], AbstractContextManager[Advance]] = unseen
 
 
 def refuse_other_codes(
-    layout: Layout, layers: Iterable[Layer], tables: Mapping, low_model: nn.Module | None, residency: str
+    layout: Layout, layers: Sequence[Layer], tables: Mapping, low_model: nn.Module | None, residency: str
 ) -> None:
     """Raises GearbxError for settings that give gears other codes than those of the format, or need the originals."""
     name = layout.format.name
@@ -42,6 +43,10 @@ def refuse_other_codes(
             f"format {name} has no originals to read again from disk; write its gears there with gearbx_mlx.convert, "
             "or leave out residency 'disk'"
         )
+    shared = collections.Counter(id(layer.module) for layer in layers)
+    for layer in layers:
+        if shared[id(layer.module)] > 1:
+            raise GearbxError(f"{layer.path} is a module of two places, which format {name} cannot drop; use another")
 
 
 def make_all(layers: Sequence[Layer], source: Original) -> tuple[dict[str, Gears], dict[str, str]]:
@@ -50,12 +55,17 @@ def make_all(layers: Sequence[Layer], source: Original) -> tuple[dict[str, Gears
     If this fails, the layers have their weights again.
 
     Returns:
-        path to the gears of a layer; path to reason of layers that stay as they are, since they would become larger.
+        path to the gears of a layer; path to reason of layers that stay as they are: they would become larger, or have
+        floors.
+
+    Raises:
+        GearbxError: all of them do.
     """
     made: dict[str, Gears] = {}
     larger: dict[str, str] = {}
-    try:
-        with while_encoding(sum(layer.module.weight.nbytes for layer in layers)) as advance:
+    size = sum(layer.module.weight.nbytes for layer in layers)
+    with giving_back(layers, made):
+        with while_encoding(size) as advance:
             for layer in layers:
                 gears, reason = gears_of(layer, source)
                 if reason:
@@ -65,20 +75,29 @@ def make_all(layers: Sequence[Layer], source: Original) -> tuple[dict[str, Gears
                 if len(gears) > 1:
                     drop(layer.module)
                 advance(layer.module.weight.nbytes)
-    except BaseException:
-        for layer in layers:
-            if layer.path in made and len(made[layer.path]) > 1:
-                layer.module.weight = dense_weight(linear_of(made[layer.path][DENSE]))
-        raise
+        if not any(layer.path in made for layer in layers if not layer.is_table):
+            raise none_managed(larger)
     return made, larger
 
 
+@contextmanager
+def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> Iterator[None]:
+    """If what is inside fails, layers get the weights again that were dropped when their gears were made."""
+    try:
+        yield
+    except BaseException:
+        for layer in layers:
+            if made and len(made.get(layer.path, {})) > 1:
+                layer.module.weight = dense_weight(linear_of(made[layer.path][DENSE]))
+        raise
+
+
 def gears_of(layer: Layer, source: Original) -> tuple[Gears, str | None]:
-    """All gears of a layer, evaluated; or none, and the reason, if it would become larger."""
+    """All gears of a layer, evaluated; or none, and the reason why it stays as it is."""
     lowest, *others = source.widths(layer)
-    gears = source.modules(layer, lowest)
     if not others:
-        return gears, None
+        return {}, f"has a floor of {layer.lowest_bits} bits, and format {source.format.name} no such gears"
+    gears = source.modules(layer, lowest)
     source.read({layer.path: gears.values()})
     reason = too_large(linear_of(gears[DENSE]))
     return ({}, reason) if reason else (gears, None)
