@@ -16,6 +16,26 @@ inline Bytes64 bytes64(Place place) {
   return _mm512_load_si512(bytes);
 }
 
+// Sixteen bf16 as floats, or as many as are left, and zeros.
+GEARBX_INLINE __m512 widen16(const uint16_t* p, int64_t left) {
+  const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
+}
+
+// A row's next bytes of `high`, as many as `places` has bits, dealt out to their places among `bytes`.
+GEARBX_INLINE Bytes64 deal_high(HighBytes& high, Bytes64 bytes, __mmask64 places) {
+  Bytes64 next;
+  if (__builtin_expect(high.at + 64 <= high.count, 1)) {
+    next = _mm512_loadu_si512(high.bytes + high.at);
+  } else {
+    const int64_t left = high.at < high.count ? high.count - high.at : 0;
+    next = _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, high.bytes + high.count - left);
+  }
+  asm("" : "+v"(next));  // from a register: `vpexpandb` from memory is slower
+  high.at += __builtin_popcountll(places);
+  return _mm512_mask_expand_epi8(bytes, places, next);
+}
+
 // What the codes of two groups mean, as bytes. The first group's low byte of the first neighbour is at 0 to 15, its
 // high byte at 16; the second group's are at 32 and 48. `zero`: a bit for each code, for each eight weights of a block.
 struct Meanings {
@@ -27,13 +47,9 @@ struct Groups16 {
   alignas(64) float scales[16], biases[16], bounds[16];
 
   GEARBX_INLINE void read(const uint16_t* s, const uint16_t* b, int64_t left) {
-    const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
-    const auto widen = [some](const uint16_t* p) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
-    };
-    const __m512 scale = widen(s);
+    const __m512 scale = widen16(s, left);
     _mm512_store_ps(scales, scale);
-    _mm512_store_ps(biases, widen(b));
+    _mm512_store_ps(biases, widen16(b, left));
     _mm512_store_ps(bounds, _mm512_mul_ps(_mm512_abs_ps(scale), _mm512_set1_ps(0.5f)));
   }
 };
@@ -69,21 +85,6 @@ struct Decoder {
     return m;
   }
 
-  // The next bytes of the zero cell, as many as there are bits in `zero`, dealt out to their places among `bytes`.
-  GEARBX_INLINE Bytes64 put_high(Bytes64 bytes, __mmask64 zero) {
-    HighBytes& high = row.high;
-    Bytes64 next;
-    if (__builtin_expect(high.at + 64 <= high.count, 1)) {
-      next = _mm512_loadu_si512(high.bytes + high.at);
-    } else {
-      const int64_t left = high.at < high.count ? high.count - high.at : 0;
-      next = _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, high.bytes + high.count - left);
-    }
-    asm("" : "+v"(next));  // from a register: `vpexpandb` from memory is slower
-    high.at += __builtin_popcountll(zero);
-    return _mm512_mask_expand_epi8(bytes, zero, next);
-  }
-
   // Uses COUNT weights, 64 or 32, from a column on; they belong to group number WHICH of the meanings, or to both.
   template <int COUNT, int WHICH, class Use>
   GEARBX_INLINE void block(const Meanings& m, int64_t column, Use use) {
@@ -105,7 +106,7 @@ struct Decoder {
     const __mmask64 zero = _mm512_bitshuffle_epi64_mask(m.zero[WHICH], of_low) & all;
 
     const Bytes64 lows = _mm512_permutexvar_epi8(spread, low);
-    const Bytes64 highs = _mm512_permutexvar_epi8(spread, put_high(high, zero));
+    const Bytes64 highs = _mm512_permutexvar_epi8(spread, deal_high(row.high, high, zero));
     const Bytes64 near = _mm512_unpacklo_epi8(lows, highs), far = _mm512_unpackhi_epi8(lows, highs);
     const Bytes64 upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     use(column, _mm512_castsi512_ps(_mm512_slli_epi32(near, 16)));

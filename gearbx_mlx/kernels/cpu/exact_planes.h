@@ -32,9 +32,9 @@ GEARBX_INLINE U8 widen8(const uint8_t* p) {
 }
 
 template <int GROUP>
-struct PlanesDecoder {
+struct Planes32 {
   ExactRow& row;
-  explicit PlanesDecoder(ExactRow& r) : row(r) {}
+  explicit Planes32(ExactRow& r) : row(r) {}
 
   // The row's next bytes for the lanes whose bits are set.
   GEARBX_INLINE U8 deal(U8 lanes) {
@@ -85,26 +85,30 @@ struct PlanesDecoder {
     return weights;
   }
 
+  // Uses 32 weights from a column on, all of one group.
+  template <class Use>
+  GEARBX_INLINE void block(int64_t column, Use use) {
+    const int64_t g = column / GROUP, block = column / BLOCK;
+    const float scale = bf16_to_float(row.scales[g]), step = scale * 0x1p-4f;
+    const float offset = bf16_to_float(row.biases[0][g]) + bf16_to_float(row.biases[1][g]) * 0x1p-4f;
+    const Bytes32 codes = append_plane(unpack<4>(row.weights[0] + 16 * block), unpack<4>(row.weights[1] + 16 * block), 4);
+    const Bytes32 lows = unpack<5>(row.low + 20 * block);
+    alignas(32) uint8_t code[BLOCK], low[BLOCK];
+    std::memcpy(code, &codes, BLOCK);
+    std::memcpy(low, &lows, BLOCK);
+    alignas(64) float weights[BLOCK];
+    for (int i = 0; i < BLOCK; i += 8) {
+      const U8 bits = scale == 0 ? whole() : eight(code + i, low + i, step, offset);
+      std::memcpy(weights + i, &bits, sizeof bits);
+    }
+    use(column, load16(weights));
+    use(column + 16, load16(weights + 16));
+  }
+
   // Calls use(column, weights) for each 16 weights of the row, in order.
   template <class Use>
   GEARBX_INLINE void each16(Use use) {
-    for (int64_t column = 0; column < row.columns; column += BLOCK) {
-      const int64_t g = column / GROUP, block = column / BLOCK;
-      const float scale = bf16_to_float(row.scales[g]), step = scale * 0x1p-4f;
-      const float offset = bf16_to_float(row.biases[0][g]) + bf16_to_float(row.biases[1][g]) * 0x1p-4f;
-      const Bytes32 codes = append_plane(unpack<4>(row.weights[0] + 16 * block), unpack<4>(row.weights[1] + 16 * block), 4);
-      const Bytes32 lows = unpack<5>(row.low + 20 * block);
-      alignas(32) uint8_t code[BLOCK], low[BLOCK];
-      std::memcpy(code, &codes, BLOCK);
-      std::memcpy(low, &lows, BLOCK);
-      alignas(64) float weights[BLOCK];
-      for (int i = 0; i < BLOCK; i += 8) {
-        const U8 bits = scale == 0 ? whole() : eight(code + i, low + i, step, offset);
-        std::memcpy(weights + i, &bits, sizeof bits);
-      }
-      use(column, load16(weights));
-      use(column + 16, load16(weights + 16));
-    }
+    for (int64_t column = 0; column < row.columns; column += BLOCK) block(column, use);
   }
 };
 
