@@ -27,12 +27,6 @@ struct Planes16 {
   }
 };
 
-// Stays in a register, or in memory. Otherwise GCC makes it anew for each use.
-GEARBX_INLINE Bytes64 constant(Bytes64 value) {
-  asm("" : "+v"(value));
-  return value;
-}
-
 template <int GROUP>
 struct Planes64 {
   // Where the codes of 16 columns are, for dwords, and the low bits and bytes of `high` of 32 columns, for words: the
