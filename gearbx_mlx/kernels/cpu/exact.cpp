@@ -5,18 +5,27 @@
 #include <cmath>
 #include <vector>
 
-#include "exact_planes.h"
 #include "pool.h"
 #include "split.h"
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
-#include "exact_avx512.h"
+#include "exact_planes_avx512.h"
+#define GEARBX_EXACT_AVX512 1
 #else
 #include "exact_bytes.h"
+#include "exact_planes.h"
 #endif
 
 namespace gearbx {
 namespace {
+
+#ifdef GEARBX_EXACT_AVX512
+template <int GROUP>
+using PlanesDecoder = Planes64<GROUP>;
+#else
+template <int GROUP>
+using PlanesDecoder = Planes32<GROUP>;
+#endif
 
 constexpr int64_t CACHE = 256 << 10;  // bytes of decoded rows that stay in the second cache
 constexpr int64_t MOST_ROWS = 24;     // decoded at a time

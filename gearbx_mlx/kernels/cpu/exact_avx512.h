@@ -16,6 +16,32 @@ inline Bytes64 bytes64(Place place) {
   return _mm512_load_si512(bytes);
 }
 
+// Stays in a register, or in memory. Otherwise GCC makes it anew for each use.
+GEARBX_INLINE Bytes64 constant(Bytes64 value) {
+  asm("" : "+v"(value));
+  return value;
+}
+
+// Sixteen bf16 as floats, or as many as are left, and zeros.
+GEARBX_INLINE __m512 widen16(const uint16_t* p, int64_t left) {
+  const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
+}
+
+// A row's next bytes of `high`, as many as `places` has bits, dealt out to their places among `bytes`.
+GEARBX_INLINE Bytes64 deal_high(HighBytes& high, Bytes64 bytes, __mmask64 places) {
+  Bytes64 next;
+  if (__builtin_expect(high.at + 64 <= high.count, 1)) {
+    next = _mm512_loadu_si512(high.bytes + high.at);
+  } else {
+    const int64_t left = high.at < high.count ? high.count - high.at : 0;
+    next = _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, high.bytes + high.count - left);
+  }
+  asm("" : "+v"(next));  // from a register: `vpexpandb` from memory is slower
+  high.at += __builtin_popcountll(places);
+  return _mm512_mask_expand_epi8(bytes, places, next);
+}
+
 // What the codes of two groups mean, as bytes. The first group's low byte of the first neighbour is at 0 to 15, its
 // high byte at 16; the second group's are at 32 and 48. `zero`: a bit for each code, for each eight weights of a block.
 struct Meanings {
@@ -27,13 +53,9 @@ struct Groups16 {
   alignas(64) float scales[16], biases[16], bounds[16];
 
   GEARBX_INLINE void read(const uint16_t* s, const uint16_t* b, int64_t left) {
-    const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
-    const auto widen = [some](const uint16_t* p) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
-    };
-    const __m512 scale = widen(s);
+    const __m512 scale = widen16(s, left);
     _mm512_store_ps(scales, scale);
-    _mm512_store_ps(biases, widen(b));
+    _mm512_store_ps(biases, widen16(b, left));
     _mm512_store_ps(bounds, _mm512_mul_ps(_mm512_abs_ps(scale), _mm512_set1_ps(0.5f)));
   }
 };
@@ -43,8 +65,10 @@ struct Decoder {
   const Bytes64 parts = bytes64([](int i) { return i / 32 * 64 + i % 16 * 4 + 2 + i / 16 % 2; });
   const Bytes64 bits = bytes64([](int i) { return i % 8 * BITS; });
   const Bytes64 three = bytes64([](int i) { return i / 8 * 3 + (i % 8 < 3 ? i % 8 : 0); });
-  // In each quarter, the pairs of columns 16 and 48 apart that become the lower and upper halves of four floats.
-  const Bytes64 spread = bytes64([](int i) { return i % 2 * 16 + i / 8 % 2 * 32 + i / 16 * 4 + i / 2 % 4; });
+  // The low and high bytes of 32 columns: the lower half of dword l belongs to column l, the upper half to 16 + l.
+  const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2 % 2 * 16 + i / 4; });
+  const Bytes64 upper = constant(_mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  const Bytes64 none = constant(_mm512_set1_epi8(-1));
   const Bytes64 code = _mm512_set1_epi8((1 << BITS) - 1);
   const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12),
                                       at(13), at(14), at(15));
@@ -69,21 +93,6 @@ struct Decoder {
     return m;
   }
 
-  // The next bytes of the zero cell, as many as there are bits in `zero`, dealt out to their places among `bytes`.
-  GEARBX_INLINE Bytes64 put_high(Bytes64 bytes, __mmask64 zero) {
-    HighBytes& high = row.high;
-    Bytes64 next;
-    if (__builtin_expect(high.at + 64 <= high.count, 1)) {
-      next = _mm512_loadu_si512(high.bytes + high.at);
-    } else {
-      const int64_t left = high.at < high.count ? high.count - high.at : 0;
-      next = _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, high.bytes + high.count - left);
-    }
-    asm("" : "+v"(next));  // from a register: `vpexpandb` from memory is slower
-    high.at += __builtin_popcountll(zero);
-    return _mm512_mask_expand_epi8(bytes, zero, next);
-  }
-
   // Uses COUNT weights, 64 or 32, from a column on; they belong to group number WHICH of the meanings, or to both.
   template <int COUNT, int WHICH, class Use>
   GEARBX_INLINE void block(const Meanings& m, int64_t column, Use use) {
@@ -101,18 +110,15 @@ struct Decoder {
     const Bytes64 first_high = _mm512_permutexvar_epi8(of_high, m.bytes);
     const Bytes64 low = _mm512_maskz_loadu_epi8(all, row.low + column);
     const __mmask64 wraps = _mm512_cmplt_epu8_mask(low, first_low);
-    const Bytes64 high = _mm512_mask_sub_epi8(first_high, wraps, first_high, _mm512_set1_epi8(-1));
+    const Bytes64 high = _mm512_mask_sub_epi8(first_high, wraps, first_high, none);
     const __mmask64 zero = _mm512_bitshuffle_epi64_mask(m.zero[WHICH], of_low) & all;
 
-    const Bytes64 lows = _mm512_permutexvar_epi8(spread, low);
-    const Bytes64 highs = _mm512_permutexvar_epi8(spread, put_high(high, zero));
-    const Bytes64 near = _mm512_unpacklo_epi8(lows, highs), far = _mm512_unpackhi_epi8(lows, highs);
-    const Bytes64 upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-    use(column, _mm512_castsi512_ps(_mm512_slli_epi32(near, 16)));
-    use(column + 16, _mm512_castsi512_ps(_mm512_and_si512(near, upper)));
-    if (COUNT == 64) {
-      use(column + 32, _mm512_castsi512_ps(_mm512_slli_epi32(far, 16)));
-      use(column + 48, _mm512_castsi512_ps(_mm512_and_si512(far, upper)));
+    const Bytes64 dealt_high = deal_high(row.high, high, zero);
+    for (int i = 0; i < COUNT; i += 32) {
+      const Bytes64 places = _mm512_add_epi8(pair, _mm512_set1_epi8(static_cast<char>(i)));
+      const Bytes64 both = _mm512_permutex2var_epi8(low, places, dealt_high);
+      use(column + i, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)));
+      use(column + i + 16, _mm512_castsi512_ps(_mm512_and_si512(both, upper)));
     }
   }
 

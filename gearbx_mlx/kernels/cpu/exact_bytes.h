@@ -51,16 +51,6 @@ struct alignas(32) Meanings {
 #endif
 };
 
-// For each set of eight places: which of the next bytes goes to which place, and 128 for none.
-struct Places {
-  alignas(8) uint8_t of[256][8];
-  constexpr Places() : of() {
-    for (int set = 0; set < 256; set++)
-      for (int i = 0, next = 0; i < 8; i++) of[set][i] = static_cast<uint8_t>(set >> i & 1 ? next++ : 128);
-  }
-};
-inline constexpr Places PLACES;
-
 #if defined(GEARBX_AVX2)
 
 // Deals out bytes to two sets of eight places; the second set's bytes follow those of the first.

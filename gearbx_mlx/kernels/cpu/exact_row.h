@@ -35,6 +35,16 @@ inline const uint8_t* next_high(const HighBytes& high, uint8_t copy[32]) {
   return copy;
 }
 
+// For each set of eight places: which of the next bytes goes to which place, and 128 for none.
+struct Places {
+  alignas(8) uint8_t of[256][8];
+  constexpr Places() : of() {
+    for (int set = 0; set < 256; set++)
+      for (int i = 0, next = 0; i < 8; i++) of[set][i] = static_cast<uint8_t>(set >> i & 1 ? next++ : 128);
+  }
+};
+inline constexpr Places PLACES;
+
 // One row of a matrix.
 struct ExactRow {
   const uint8_t *weights[2], *low;
