@@ -18,7 +18,7 @@ from ..cli.parsers.convert import ConvertSettings
 from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
 from ..cli.sizes import human_bytes
 from ..cli.terminal import messages, note, progress_bar
-from ..conversion.companions import REPORT, copy_companions, write_config
+from ..conversion.companions import REPORT, begin_anew, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
@@ -41,13 +41,16 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     """Fill the directory `work`, from the beginning or from where an earlier run stopped.
 
     Raises:
-        GearbxError: a model that is quantized or cannot be read, or the beginning of another conversion in `work`.
+        GearbxError: a model that is quantized or cannot be read, or other files in `work`, such as the beginning of
+            another conversion.
         OSError: the directory cannot be written.
     """
     conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
+    if read_journal(work)[0] is None:
+        begin_anew(source, work)
     copy_companions(source, work)
     plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
