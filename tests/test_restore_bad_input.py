@@ -1,5 +1,6 @@
 """convert and convert --restore beside what a stopped run left, of files with odd names, and with flags they ignore."""
 
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,6 +9,7 @@ from conftest import save_model, tiny_model, weights_of
 from test_bad_input import assert_refused
 from test_restore import contents, exact, publish
 
+from gearbx_mlx.cli.terminal import escaped
 from gearbx_mlx.conversion.restoring import Restorer
 
 
@@ -45,3 +47,31 @@ class TestWhatAStoppedRunLeft:
         assert command("convert", *flags, "--mlx-path", tmp_path / "out").status == 0
         assert command("convert", *flags, "--mlx-path", tmp_path / "other").status == 0
         assert contents(tmp_path / "out").keys() == contents(tmp_path / "other").keys()
+
+
+class TestOddNames:
+    @pytest.mark.parametrize("shard", ["model (1).safetensors", "model é+&%.safetensors"])
+    def test_a_shard_and_a_note(self, checkpoint, tmp_path, command, shard):
+        """A file whose name cannot be in gears.json does not come back; the others do."""
+        original = Path(shutil.copytree(checkpoint.with_name("original"), tmp_path / "original"))
+        (original / "model-00002-of-00002.safetensors").rename(original / shard)
+        (original / "my notes (2).txt").write_text("mine")
+        wanted = contents(original)
+        (original / "odd\x07.txt").write_text("odd")
+        (original / "back\\slash.md").write_text("odd")
+        flags = "--model", original, "--format", "exact", "--gears", "4,16", "--q-group-size", 32
+        done = command("convert", *flags, "--mlx-path", tmp_path / "geared")
+        assert done.status == 0
+        assert r"--restore will not bring back back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
+        done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
+        assert (done.status, contents(tmp_path / "restored")) == (0, wanted)
+
+    @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])
+    def test_a_shard_that_could_not_come_back(self, checkpoint, tmp_path, command, shard):
+        original = Path(shutil.copytree(checkpoint.with_name("original"), tmp_path / "original"))
+        (original / "model-00002-of-00002.safetensors").rename(original / shard)
+        done = command(
+            "convert", "--model", original, "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "out"
+        )
+        assert_refused(done, original, escaped(shard), "rename it")
+        assert [file.name for file in tmp_path.iterdir()] == ["original"]
