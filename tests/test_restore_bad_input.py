@@ -75,3 +75,24 @@ class TestOddNames:
         )
         assert_refused(done, original, escaped(shard), "rename it")
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+class TestFlags:
+    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+    def test_the_revision_is_that_of_the_checkpoint(self, checkpoint, tmp_path, command, monkeypatch, command_flag):
+        asked = []
+
+        def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
+            asked.append((name, revision))
+            return checkpoint
+
+        monkeypatch.setattr("gearbx_mlx.loading._download", download)
+        flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
+        assert command("convert", *flags).status == 0
+        assert asked == [("somebody/geared", "v2")]
+
+    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+    def test_code_that_is_not_run_is_not_trusted(self, checkpoint, tmp_path, command, command_flag):
+        flags = command_flag, checkpoint, "--trust-remote-code", "--mlx-path", tmp_path / "out"
+        assert_refused(command("convert", *flags), command_flag, "leave out")
+        assert not (tmp_path / "out").exists()
