@@ -1,5 +1,6 @@
 """convert and convert --restore beside what a stopped run left, of files with odd names, and with flags they ignore."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from conftest import save_model, tiny_model, weights_of
 from test_bad_input import assert_refused
 from test_restore import contents, exact, publish
 
+import gearbx_mlx
 from gearbx_mlx.cli.terminal import escaped
 from gearbx_mlx.conversion.restoring import Restorer
 
@@ -47,6 +49,20 @@ class TestWhatAStoppedRunLeft:
         assert command("convert", *flags, "--mlx-path", tmp_path / "out").status == 0
         assert command("convert", *flags, "--mlx-path", tmp_path / "other").status == 0
         assert contents(tmp_path / "out").keys() == contents(tmp_path / "other").keys()
+
+    def test_every_file_is_on_the_disk_before_the_directory_has_its_name(self, checkpoint, tmp_path, monkeypatch):
+        """Else a power failure leaves empty files in a directory that looks whole."""
+        synced, fsync = set(), os.fsync
+        monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
+        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
+        assert [file.name for file in out.iterdir() if file.stat().st_ino not in synced] == []
+
+    def test_a_restoration_goes_on_after_a_kill_within_a_small_file(self, checkpoint, tmp_path):
+        work = tmp_path / "out.incomplete"
+        work.mkdir()
+        (work / ".config.json.abcd_123.part").write_text("{")
+        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
+        assert contents(out) == contents(checkpoint.with_name("original"))
 
 
 class TestOddNames:
