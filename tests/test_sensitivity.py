@@ -297,6 +297,11 @@ class TestCommand:
         lines = result.err.splitlines()
         assert [f"layers: {done} of 24" for done in range(1, 25)] == [x for x in lines if x.startswith("layers:")]
 
+    @pytest.mark.parametrize("flags", [(), ("--fast",)])
+    def test_refuses_a_format_that_has_certain_gears_alone(self, command, tmp_path, flags):
+        result = command("sensitivity", *SMALL, *flags, "--format", "exact", "--out", tmp_path / "m.json")
+        assert_refused(result, "--format exact: ", "--format planes or affine", folder=tmp_path)
+
     def test_fast(self, command, tmp_path):
         result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
         assert result.status == 0, result.err

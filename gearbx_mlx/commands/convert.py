@@ -30,7 +30,7 @@ INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole y
 
 def run(settings: ConvertSettings) -> int:
     if settings.conversion.verify is not None:
-        print(verify(settings.conversion.verify))
+        print(verify(settings.conversion.verify, settings.conversion.revision))
         return 0
     out = write_checkpoint(settings)
     print(out)
@@ -72,7 +72,7 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
     if conversion.restore is None:
         fill, has_begun = filling_gears(settings, out), is_begun
     else:
-        fill, has_begun = filling_original(conversion.restore), is_restoring
+        fill, has_begun = filling_original(conversion.restore, conversion.revision), is_restoring
     try:
         with working_in(work, has_begun):
             if out.exists():  # the other process has just finished
@@ -98,9 +98,9 @@ def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None
     return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
 
 
-def filling_original(path_or_hf_repo: str) -> Callable[[Path], None]:
+def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Path], None]:
     """What fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have it."""
-    saved = find_gears(path_or_hf_repo)
+    saved = find_gears(path_or_hf_repo, revision)
     original_of(saved)
     return lambda work: restore(saved, work)
 

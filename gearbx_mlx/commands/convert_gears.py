@@ -17,12 +17,12 @@ from ..cli.loaded import trust
 from ..cli.parsers.convert import ConvertSettings
 from ..cli.prompts import HARD, MIXED, TRIVIAL, read_prompts
 from ..cli.sizes import human_bytes
-from ..cli.terminal import messages, note, progress_bar
-from ..conversion.companions import REPORT, copy_companions, write_config
+from ..cli.terminal import escaped, messages, note, progress_bar
+from ..conversion.companions import REPORT, begin_anew, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
-from ..conversion.original import OriginalFiles, weights_in
+from ..conversion.original import OriginalFiles, check_names, weights_in
 from ..errors import GearbxError, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
@@ -41,13 +41,18 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     """Fill the directory `work`, from the beginning or from where an earlier run stopped.
 
     Raises:
-        GearbxError: a model that is quantized or cannot be read, or the beginning of another conversion in `work`.
+        GearbxError: a model that is quantized, cannot be read or cannot come back, or other files in `work`, such as
+            the beginning of another conversion.
         OSError: the directory cannot be written.
     """
     conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
+    if get_format(settings.layout.format or DEFAULT_FORMAT).ladders:
+        check_names(source)
+    if read_journal(work)[0] is None:
+        begin_anew(source, work)
     copy_companions(source, work)
     plan = plan_of(settings, hashes_of(source))
     if settings.quality is not None:
@@ -77,7 +82,7 @@ def open_original(source: Path) -> OriginalFiles:
         files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
     _, lost = files.others
     if lost:
-        note(f"{source}: --restore will not bring back {', '.join(lost)}, which mlx-lm does not read")
+        note(f"{source}: --restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
     return files
 
 

@@ -24,13 +24,13 @@ def restore(saved: SavedGears, work: Path) -> None:
         write_original(restorer, work, lambda size: progress.advance(task, size))
 
 
-def find_gears(path_or_hf_repo: str) -> SavedGears:
+def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
     """The gears of a checkpoint with what is kept of its original.
 
     Raises:
         GearbxError: no such directory or repository, or one without gears.
     """
-    directory = find(path_or_hf_repo, also=(ORIGINAL_FILE,))
+    directory = find(path_or_hf_repo, revision, also=(ORIGINAL_FILE,))
     saved = open_gears(directory)
     if saved is None:
         raise GearbxError(f"{directory}: holds no gears; give what gearbx_mlx.convert wrote")

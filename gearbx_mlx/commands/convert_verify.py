@@ -9,14 +9,14 @@ from ..gears.saved import SavedGears
 from .convert_restore import find_gears
 
 
-def verify(path_or_hf_repo: str) -> str:
+def verify(path_or_hf_repo: str, revision: str | None) -> str:
     """A line that says what was compared.
 
     Raises:
         GearbxError: a directory without gears, gears without hashes, or arrays that are damaged: the message names the
             first one, and says how many there are.
     """
-    saved = find_gears(path_or_hf_repo)
+    saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
     if not saved.manifest.hashes:
         raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original anew")

@@ -43,6 +43,7 @@ Kls = dict[str, dict[int, float]]  # path to bits to nats
 
 def run(settings: SensitivitySettings) -> int:
     wanted, text = settings.measurement, settings.text
+    check_format(settings.layout.filled(None, "")["format"])
     out = output_path(wanted.out)
     journal = beside(out, JOURNAL)
     other = None if wanted.write_sensitivities is None else output_path(wanted.write_sensitivities)
@@ -65,6 +66,15 @@ def run(settings: SensitivitySettings) -> int:
     for path in filter(None, (out, other)):
         print(path)
     return 0
+
+
+def check_format(name: str) -> None:
+    """Raises GearbxError for a format whose layers cannot have bits of their own; before the model is loaded."""
+    if get_format(name).ladders:
+        raise GearbxError(
+            f"--format {name}: all layers have the same gears, so there are no bits to choose for one of them; "
+            "give --format planes or affine"
+        )
 
 
 def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from ..errors import GearbxError
+from ..files.problems import shown
 from ..files.reading import unreadable
 from ..files.writing import PART
 from ..gears.manifest import GEARS_FILE, MANIFEST
@@ -34,6 +36,22 @@ def is_copied(name: str) -> bool:
     """Whether a file of the original is copied: the tokenizer and code, and not what a conversion writes itself."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
     return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
+
+
+def begin_anew(source: Path, work: Path) -> None:
+    """Prepare the directory of a conversion that has no journal: remove what an earlier one wrote itself.
+
+    Raises:
+        GearbxError: files that are not a conversion's own, such as those of a stopped --restore, which would stay in
+            the checkpoint.
+    """
+    copied = {file.name for file in source.iterdir() if is_copied(file.name)}
+    own = [file for file in work.iterdir() if file.name in OWN or file.name.endswith(PART)]
+    others = sorted({file.name for file in work.iterdir()} - {file.name for file in own} - copied)
+    if others:
+        raise GearbxError(f"{work}: has {shown(others[0])}, which is not of this conversion; remove the directory")
+    for file in own:
+        file.unlink()
 
 
 def copy_companions(source: Path, work: Path) -> None:

@@ -183,16 +183,13 @@ class Converter:
         return self.plan.embeddings == EMBEDDINGS[0]
 
     def _pack(self, layer: Layer) -> Packed:
-        if self._is_table(layer):
+        if layer.is_table:
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
 
     def _names(self, layer: Layer) -> list[str]:
         """The names that the arrays of a layer can have in one of the files, and more."""
         return possible_names(layer, self.plan.gears, self.format, self.plan.group_size)
-
-    def _is_table(self, layer: Layer) -> bool:
-        return layer.is_table
 
     def _write(self, unit: str, original: mx.array, packed: Packed) -> None:
         written = self.files["base"].append(packed.base.items())
@@ -219,7 +216,7 @@ class Converter:
     def _saved(self, layer: Layer) -> SavedLayer:
         unit = self.done[f"{layer.path}.weight"]
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
-        kind = "table" if self._is_table(layer) else kind
+        kind = "table" if layer.is_table else kind
         lowest = DENSE if {*unit.names} == {DENSE} else layer.lowest_bits  # a layer that stays dense
         return SavedLayer(kind, unit.shape, unit.dtype, lowest, unit.names, unit.rows)
 

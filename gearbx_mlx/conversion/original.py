@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import GearbxError
 from ..files.reading import LARGEST_JSON, unreadable
 from ..gears.array_hashes import Place, hash_bytes, hash_places
-from ..gears.original import ORIGINAL_FILE, Original, Shard, Tensor, View, file_key, header_key, tensor_key
+from ..gears.original import ORIGINAL_FILE, Original, Shard, Tensor, View, file_key, header_key, is_plain, tensor_key
 from ..gears.tensor_entries import LENGTH, SIZES, Entry, read_entries
 from .companions import content_of, is_copied
 from .tensor_file import TensorFile
@@ -75,13 +75,13 @@ class OriginalFiles:
 
     @property
     def others(self) -> tuple[list[Path], list[str]]:
-        """The other files that come back, and the names of those that do not: other weights, folders, hidden files."""
+        """The other files that come back, and the names of those that do not: other weights, folders, odd names."""
         kept: list[Path] = []
         lost: list[str] = []
         for file in sorted(self.directory.iterdir()):
             is_weight = any(fnmatch.fnmatch(file.name, pattern) for pattern in WEIGHTS)
             if file.name not in self.shards and not file.name.startswith("."):
-                plain = file.is_file() and not is_weight and file.stat().st_size <= LARGEST_JSON
+                plain = is_plain(file.name) and file.is_file() and not is_weight and file.stat().st_size <= LARGEST_JSON
                 kept.append(file) if plain else lost.append(file.name)
         return kept, lost
 
@@ -132,6 +132,16 @@ class OriginalFiles:
 def weights_in(directory: Path) -> list[Path]:
     """The files of weights that mlx-lm reads."""
     return sorted(directory.glob("model*.safetensors"))
+
+
+def check_names(directory: Path) -> None:
+    """Raises GearbxError for a file of weights that could not come back, for its name; before it is hashed."""
+    for file in weights_in(directory):
+        if not is_plain(file.name):
+            raise GearbxError(
+                f"{file}: format exact keeps the names of the weights' files, and this one has a backslash, a control "
+                "character or a byte that is not UTF-8; rename it"
+            )
 
 
 def read_header(file: Path) -> Header:

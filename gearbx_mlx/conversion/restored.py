@@ -9,6 +9,7 @@ from typing import IO
 
 from ..errors import GearbxError
 from ..files.problems import shown
+from ..files.writing import remove_parts, write_bytes
 from ..gears.array_hashes import Place, hash_places
 from ..gears.tensor_entries import LENGTH
 from .original import Header, Key, places_in
@@ -24,9 +25,11 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
         progress: called with the bytes of every tensor that is there.
 
     Raises:
-        GearbxError: files in the directory that are not the original's, a disk without room, or a damaged checkpoint.
+        GearbxError: files in the directory that are not the original's, a disk without room, a small file that cannot
+            be written, or a damaged checkpoint.
         OSError: the directory cannot be written.
     """
+    remove_parts(work)
     check_directory(restorer, work)
     places = places_in(restorer.headers, work)
     with contextlib.ExitStack() as stack:
@@ -41,7 +44,7 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
                 files[key[0]].write(data)
                 progress(places[key].size)
     for name, content in restorer.files():
-        (work / name).write_bytes(content)
+        write_bytes(work / name, content)
 
 
 def is_restoring(work: Path) -> bool:

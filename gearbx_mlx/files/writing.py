@@ -131,3 +131,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file. Raises GearbxError if that fails; the file that was there before then stays."""
     with replacing(path) as place:
         place.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file that is on the disk when this returns. Raises GearbxError as `write_text` does."""
+    with replacing(path) as place, open(place, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

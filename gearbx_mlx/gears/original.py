@@ -1,16 +1,20 @@
 """The part of gears.json that says what a model was converted from, so that `convert --restore` can write it back."""
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from ..files.reading import Count
-from .values import FileName, Hash
+from .values import Hash
 
 ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
 
-PlainName = Annotated[str, Meta(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*\Z", max_length=255)]  # inside a directory
+# Of a file inside a directory: not hidden, and without slashes, control characters and bytes that are not UTF-8.
+NAME = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
+PlainName = Annotated[str, Meta(pattern=rf"^{NAME}\Z", max_length=255)]
+ShardName = Annotated[str, Meta(pattern=rf"^{NAME}\.safetensors\Z", max_length=255)]
 if TYPE_CHECKING:
     Axis = int
 else:
@@ -55,9 +59,14 @@ class Original(Struct, frozen=True, forbid_unknown_fields=True):
     the others are copies beside it.
     """
 
-    shards: Annotated[Mapping[FileName, Shard], Meta(min_length=1)]
+    shards: Annotated[Mapping[ShardName, Shard], Meta(min_length=1)]
     files: Mapping[PlainName, Hash]
     kept: tuple[PlainName, ...] = ()
+
+
+def is_plain(name: str) -> bool:
+    """Whether a file of this name can come back."""
+    return re.fullmatch(NAME, name) is not None
 
 
 def header_key(shard: str) -> str:

@@ -105,13 +105,16 @@ class ConvertSettings:
             conversion.manifest,
             conversion.upload_repo,
             conversion.dtype,
+            conversion.trust_remote_code or None,
             *vars(layout).values(),
         ]
         if conversion.verify is not None and conversion.restore is not None:
             raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
         if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
             if conversion.restore is not None:
-                raise GearbxError("--restore writes what was converted; leave out all other flags but --mlx-path")
+                raise GearbxError(
+                    "--restore writes what was converted; leave out all flags but --mlx-path and --revision"
+                )
             raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
 
     def _check_manifest(self) -> None:

@@ -1,0 +1,114 @@
+"""convert and convert --restore beside what a stopped run left, of files with odd names, and with flags they ignore."""
+
+import os
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from conftest import save_model, tiny_model, weights_of
+from test_bad_input import assert_refused
+from test_restore import contents, exact, publish
+
+import gearbx_mlx
+from gearbx_mlx.cli.terminal import escaped
+from gearbx_mlx.conversion.restoring import Restorer
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint of a tiny model; its original in two shards beside it."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = tiny_model(dtype=mx.bfloat16)
+    save_model(model, folder / "original")
+    publish(folder / "original", weights_of(model), shards=2)
+    return exact(folder / "original")
+
+
+class TestWhatAStoppedRunLeft:
+    def test_a_restoration_does_not_get_into_a_conversion(self, checkpoint, tmp_path, command, monkeypatch):
+        out, work = tmp_path / "out", tmp_path / "out.incomplete"
+        with monkeypatch.context() as patch:
+            patch.setattr(Restorer, "tensors", lambda self, *group: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert command("convert", "--restore", checkpoint, "--mlx-path", out).status == 130
+        left = contents(work)
+        assert left
+        done = command("convert", "--mlx-path", out)
+        shard = "model-00001-of-00002.safetensors"
+        assert_refused(done, work, f'has "{shard}", which is not of this conversion; remove the directory')
+        assert contents(work) == left
+        assert not out.exists()
+
+    def test_files_that_a_conversion_writes_itself_are_written_anew(self, checkpoint, tmp_path, command):
+        """As after a kill between the last step and the renaming, of a conversion to another format."""
+        work = tmp_path / "out.incomplete"
+        work.mkdir()
+        for name in ("model.safetensors", "original.safetensors", "selection.json", "tokenizer.json.part"):
+            (work / name).write_text("before")
+        flags = "--model", checkpoint.with_name("original"), "--gears", "4,16", "--q-group-size", 32
+        assert command("convert", *flags, "--mlx-path", tmp_path / "out").status == 0
+        assert command("convert", *flags, "--mlx-path", tmp_path / "other").status == 0
+        assert contents(tmp_path / "out").keys() == contents(tmp_path / "other").keys()
+
+    def test_every_file_is_on_the_disk_before_the_directory_has_its_name(self, checkpoint, tmp_path, monkeypatch):
+        """Else a power failure leaves empty files in a directory that looks whole."""
+        synced, fsync = set(), os.fsync
+        monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
+        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
+        assert [file.name for file in out.iterdir() if file.stat().st_ino not in synced] == []
+
+    def test_a_restoration_goes_on_after_a_kill_within_a_small_file(self, checkpoint, tmp_path):
+        work = tmp_path / "out.incomplete"
+        work.mkdir()
+        (work / ".config.json.abcd_123.part").write_text("{")
+        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
+        assert contents(out) == contents(checkpoint.with_name("original"))
+
+
+class TestOddNames:
+    @pytest.mark.parametrize("shard", ["model (1).safetensors", "model é+&%.safetensors"])
+    def test_a_shard_and_a_note(self, checkpoint, tmp_path, command, shard):
+        """A file whose name cannot be in gears.json does not come back; the others do."""
+        original = Path(shutil.copytree(checkpoint.with_name("original"), tmp_path / "original"))
+        (original / "model-00002-of-00002.safetensors").rename(original / shard)
+        (original / "my notes (2).txt").write_text("mine")
+        wanted = contents(original)
+        (original / "odd\x07.txt").write_text("odd")
+        (original / "back\\slash.md").write_text("odd")
+        flags = "--model", original, "--format", "exact", "--gears", "4,16", "--q-group-size", 32
+        done = command("convert", *flags, "--mlx-path", tmp_path / "geared")
+        assert done.status == 0
+        assert r"--restore will not bring back back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
+        done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
+        assert (done.status, contents(tmp_path / "restored")) == (0, wanted)
+
+    @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])
+    def test_a_shard_that_could_not_come_back(self, checkpoint, tmp_path, command, shard):
+        original = Path(shutil.copytree(checkpoint.with_name("original"), tmp_path / "original"))
+        (original / "model-00002-of-00002.safetensors").rename(original / shard)
+        done = command(
+            "convert", "--model", original, "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "out"
+        )
+        assert_refused(done, original, escaped(shard), "rename it")
+        assert [file.name for file in tmp_path.iterdir()] == ["original"]
+
+
+class TestFlags:
+    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+    def test_the_revision_is_that_of_the_checkpoint(self, checkpoint, tmp_path, command, monkeypatch, command_flag):
+        asked = []
+
+        def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
+            asked.append((name, revision))
+            return checkpoint
+
+        monkeypatch.setattr("gearbx_mlx.loading._download", download)
+        flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
+        assert command("convert", *flags).status == 0
+        assert asked == [("somebody/geared", "v2")]
+
+    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+    def test_code_that_is_not_run_is_not_trusted(self, checkpoint, tmp_path, command, command_flag):
+        flags = command_flag, checkpoint, "--trust-remote-code", "--mlx-path", tmp_path / "out"
+        assert_refused(command("convert", *flags), command_flag, "leave out")
+        assert not (tmp_path / "out").exists()
