@@ -20,8 +20,11 @@ from mutations import sign_arrays
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.convert import convert
+from gearbx_mlx.gears.array_hashes import ArrayHashes, Place, hash_place
 from gearbx_mlx.gears.attachment import attached
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.strip_reader import StripReader
+from gearbx_mlx.gears.strips import Part, Strip
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
 from gearbx_mlx.routing.draft_costs import CostRule
 
@@ -246,6 +249,46 @@ class TestFilesThatFail:
             text(path, box, sampler=interrupted)
         del box
         assert_no_reader_is_left()
+
+
+@pytest.fixture
+def layer(tmp_path):
+    """A reader of one layer of random bytes, and its strips, of which each has `size` low and `size` high bytes."""
+
+    def of(strips, size):
+        file = tmp_path / "layer"
+        file.write_bytes(np.random.default_rng(0).bytes(2 * strips * size))
+        places = {"low": Place(file, 0, strips * size), "high": Place(file, strips * size, 2 * strips * size)}
+        hashes = {name: hash_place(place) for name, place in places.items()}
+        cuts = [
+            [Part(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
+            for n in range(strips)
+        ]
+        return StripReader(ArrayHashes(places, hashes), True), [Strip(n, n + 1, *cut) for n, cut in enumerate(cuts)]
+
+    return of
+
+
+def slowed(monkeypatch, seconds):
+    """Let every read take so long."""
+    plain = os.preadv
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return plain(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+
+
+class TestReader:
+    def test_the_speed_is_that_of_the_disk_while_mlx_computes(self, layer, monkeypatch):
+        slowed(monkeypatch, 0.01)
+        matrix = mx.ones((400, 400))
+        mx.eval(matrix)
+        reader, strips = layer(12, 2**16)
+        for _ in range(2):
+            mx.eval(reader.over(strips, lambda strip, memory: (matrix @ (matrix * memory[0]) @ matrix).sum()))
+        assert 2**16 / 0.01 > reader.speed.bytes_per_second > 0.5 * 2**16 / 0.01
 
 
 class TestRefusals:

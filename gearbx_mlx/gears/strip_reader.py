@@ -67,7 +67,7 @@ class StripReader:
         self._last: Strip | None = None  # that was wanted
         self._reading: dict[Strip, tuple[mx.array, Future]] = {}  # in the order in which they will be wanted
         self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.RLock()
+        self._lock, self._files_lock = threading.RLock(), threading.Lock()
         weakref.finalize(self, close, self._files)
 
     def __deepcopy__(self, memo: dict) -> "StripReader":
@@ -115,9 +115,7 @@ class StripReader:
 
     def read(self, part: Part, memory: memoryview) -> None:
         """Read a piece of an array. Raises GearbxError as `over`."""
-        start = time.perf_counter()
         self._fill(part, memory)
-        self.speed.add(part.size, time.perf_counter() - start)
         self.bytes_read += part.size
 
     def stop(self) -> None:
@@ -193,9 +191,10 @@ class StripReader:
         """Take memory back once what is made of it is computed; wait for that if too much is in use."""
         with self._lock:
             self._in_use.append((made, memory))
-            while len(self._in_use) > IN_USE:
-                oldest, free = self._in_use.popleft()
-                mx.eval(oldest)
+            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - IN_USE)]
+        mx.eval([made for made, _ in waiting])  # without the lock: other threads take strips meanwhile
+        with self._lock:
+            for _, free in waiting:
                 if len(self._free) + len(self._reading) < self._most:
                     self._free.append(free)
             if self._thread is not None:
@@ -230,9 +229,11 @@ class StripReader:
         try:
             file, done = self._opened(path), 0
             while done < part.size:
+                start = time.perf_counter()
                 count = os.preadv(file, [memory[done:]], part.begin + done)
                 if not count:
                     raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
+                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
                 done += count
             self._forget(file, part.begin, part.size)
         except OSError as error:
@@ -245,7 +246,7 @@ class StripReader:
 
     def _opened(self, path: Path) -> int:
         """The descriptor of a file, which stays open."""
-        with self._lock:
+        with self._files_lock:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)
                 if not self.keeps_cache:
