@@ -238,17 +238,22 @@ class TestFilesThatFail:
             with pytest.raises(GearbxError, match=r"up_proj: its offsets do not lead through"):
                 logits(gearbox_of(copied))
 
-    def test_an_interrupt_ends_the_thread(self, checkpoint):
+    def test_an_interrupt_ends_the_thread(self, checkpoint, monkeypatch):
         path = checkpoint()
         box = gearbox_of(path)
+        expected = logits(box)
+        assert readers()
 
-        def interrupted(logprobs):
+        def interrupted(*_):
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            text(path, box, sampler=interrupted)
-        del box
-        assert_no_reader_is_left()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                for _ in range(2):  # the first may be read already
+                    logits(box)
+        assert_no_reader_is_left()  # though the model is there
+        assert mx.array_equal(logits(box), expected).item()
 
 
 @pytest.fixture
@@ -289,6 +294,37 @@ class TestReader:
         for _ in range(2):
             mx.eval(reader.over(strips, lambda strip, memory: (matrix @ (matrix * memory[0]) @ matrix).sum()))
         assert 2**16 / 0.01 > reader.speed.bytes_per_second > 0.5 * 2**16 / 0.01
+
+    def test_an_error_in_a_thread_is_not_one_of_the_others(self, layer, monkeypatch):
+        slowed(monkeypatch, 0.005)
+        reader, strips = layer(10, 2**10)
+        ended = []
+
+        def first_bytes(strip, memory):
+            return memory[:1]
+
+        def interrupted(strip, memory):
+            raise KeyboardInterrupt
+
+        def go_on():
+            for _ in range(8):
+                mx.eval(reader.over(strips, first_bytes))
+            ended.append(True)
+
+        threads = [threading.Thread(target=go_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with pytest.raises(KeyboardInterrupt):
+                reader.over(strips[5:], interrupted)
+        assert ended == [True, True]
+
+    def test_an_array_whose_strips_are_wanted_in_another_order(self, layer):
+        reader, strips = layer(6, 2**10)
+        with open(reader.hashes.places["low"].file, "r+b") as file:
+            file.write(bytes(8))  # in the first strip, which is not read
+        with pytest.raises(GearbxError, match=r"low is damaged, or of another model; download it again"):
+            reader.over([strips[2], strips[1], *strips[3:]], lambda strip, memory: memory[:1])
 
 
 class TestRefusals:

@@ -124,7 +124,7 @@ class StripReader:
             for strip in list(self._reading):
                 self._drop(strip)
             if self._thread is not None:
-                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._thread.shutdown(wait=False)  # what others wait for is still read
             self._thread = self._last = None
             self._in_use.clear()
 
