@@ -250,8 +250,7 @@ class TestFilesThatFail:
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                for _ in range(2):  # the first may be read already
-                    logits(box)
+                [logits(box) for _ in range(2)]  # the first strips may be read already
         assert_no_reader_is_left()  # though the model is there
         assert mx.array_equal(logits(box), expected).item()
 
@@ -285,6 +284,10 @@ def slowed(monkeypatch, seconds):
     monkeypatch.setattr(os, "preadv", slow)
 
 
+def first_byte(strip, memory):
+    return memory[:1].astype(mx.float32)
+
+
 class TestReader:
     def test_the_speed_is_that_of_the_disk_while_mlx_computes(self, layer, monkeypatch):
         slowed(monkeypatch, 0.01)
@@ -300,15 +303,12 @@ class TestReader:
         reader, strips = layer(10, 2**10)
         ended = []
 
-        def first_bytes(strip, memory):
-            return memory[:1]
-
         def interrupted(strip, memory):
             raise KeyboardInterrupt
 
         def go_on():
             for _ in range(8):
-                mx.eval(reader.over(strips, first_bytes))
+                mx.eval(reader.over(strips, first_byte))
             ended.append(True)
 
         threads = [threading.Thread(target=go_on) for _ in range(2)]
@@ -319,12 +319,25 @@ class TestReader:
                 reader.over(strips[5:], interrupted)
         assert ended == [True, True]
 
+    def test_memory_is_an_eighth_in_bytes_where_sizes_differ(self, layer):
+        reader, strips = layer(240, 2**16)
+        whole, none = Part("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
+        large = [Strip(0, 10, whole, none) for _ in range(4)]
+        wanted = large + strips
+        size = sum(strip.size for strip in wanted)
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for _ in range(3):
+            mx.eval(reader.over(wanted, first_byte))
+        assert mx.get_peak_memory() - before < size / 8 + 2**14  # and what is computed
+
     def test_an_array_whose_strips_are_wanted_in_another_order(self, layer):
         reader, strips = layer(6, 2**10)
         with open(reader.hashes.places["low"].file, "r+b") as file:
             file.write(bytes(8))  # in the first strip, which is not read
         with pytest.raises(GearbxError, match=r"low is damaged, or of another model; download it again"):
-            reader.over([strips[2], strips[1], *strips[3:]], lambda strip, memory: memory[:1])
+            reader.over([strips[2], strips[1], *strips[3:]], first_byte)
 
 
 class TestRefusals:
