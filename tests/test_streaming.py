@@ -213,6 +213,20 @@ class TestFilesThatFail:
             box.model(PROMPT)
         assert_no_reader_is_left()
 
+    def test_a_changed_byte_that_no_row_needs(self, tmp_path):
+        model = tiny_model(dtype=mx.bfloat16)
+        for layer in model.layers:
+            layer.mlp.up_proj.weight = mx.ones_like(layer.mlp.up_proj.weight)  # nothing near zero
+        save_model(model, tmp_path / "original")
+        convert(tmp_path / "original", tmp_path / "geared", gears="4,16", format="exact", q_group_size=32)
+        manifest = json.loads((tmp_path / "geared" / MANIFEST).read_text())
+        name = manifest["layers"]["model.layers.0.mlp.up_proj"]["gears"]["16"]["high"]
+        assert gearbx_mlx.gears.saved.open_gears(tmp_path / "geared").hashes.places[name].size == 1
+        box = gearbox_of(tmp_path / "geared")
+        self.spoil(tmp_path / "geared", name)
+        with pytest.raises(GearbxError, match=rf"{name} is damaged, or of another model; download it again"):
+            logits(box)
+
     def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
         box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
         responses = stream_generate(box.model, tokenizer, [1, 5], 40, gearbox=box, mode="static")
