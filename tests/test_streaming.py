@@ -22,7 +22,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.convert import convert
 from gearbx_mlx.gears.array_hashes import ArrayHashes, Place, hash_place
 from gearbx_mlx.gears.attachment import attached
-from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
 from gearbx_mlx.gears.strip_reader import StripReader
 from gearbx_mlx.gears.strips import Part, Strip
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
@@ -226,6 +226,12 @@ class TestFilesThatFail:
         self.spoil(tmp_path / "geared", name)
         with pytest.raises(GearbxError, match=rf"{name} is damaged, or of another model; download it again"):
             logits(box)
+
+    def test_a_file_that_is_gone(self, copied):
+        box = gearbox_of(copied)
+        (copied / GEARS_FILE).rename(copied / "elsewhere")
+        with pytest.raises(GearbxError, match=rf"{GEARS_FILE}: cannot be read .*; download it again"):
+            box.residency.reader.hashes.verify(box.residency.reader.hashes.expected, RESTORE)
 
     def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
         box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
