@@ -20,8 +20,11 @@ from mutations import sign_arrays
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.convert import convert
+from gearbx_mlx.gears.array_hashes import ArrayHashes, Place, hash_place
 from gearbx_mlx.gears.attachment import attached
-from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
+from gearbx_mlx.gears.strip_reader import StripReader
+from gearbx_mlx.gears.strips import Part, Strip
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
 from gearbx_mlx.routing.draft_costs import CostRule
 
@@ -210,6 +213,26 @@ class TestFilesThatFail:
             box.model(PROMPT)
         assert_no_reader_is_left()
 
+    def test_a_changed_byte_that_no_row_needs(self, tmp_path):
+        model = tiny_model(dtype=mx.bfloat16)
+        for layer in model.layers:
+            layer.mlp.up_proj.weight = mx.ones_like(layer.mlp.up_proj.weight)  # nothing near zero
+        save_model(model, tmp_path / "original")
+        convert(tmp_path / "original", tmp_path / "geared", gears="4,16", format="exact", q_group_size=32)
+        manifest = json.loads((tmp_path / "geared" / MANIFEST).read_text())
+        name = manifest["layers"]["model.layers.0.mlp.up_proj"]["gears"]["16"]["high"]
+        assert gearbx_mlx.gears.saved.open_gears(tmp_path / "geared").hashes.places[name].size == 1
+        box = gearbox_of(tmp_path / "geared")
+        self.spoil(tmp_path / "geared", name)
+        with pytest.raises(GearbxError, match=rf"{name} is damaged, or of another model; download it again"):
+            logits(box)
+
+    def test_a_file_that_is_gone(self, copied):
+        box = gearbox_of(copied)
+        (copied / GEARS_FILE).rename(copied / "elsewhere")
+        with pytest.raises(GearbxError, match=rf"{GEARS_FILE}: cannot be read .*; download it again"):
+            box.residency.reader.hashes.verify(box.residency.reader.hashes.expected, RESTORE)
+
     def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
         box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
         responses = stream_generate(box.model, tokenizer, [1, 5], 40, gearbox=box, mode="static")
@@ -235,17 +258,106 @@ class TestFilesThatFail:
             with pytest.raises(GearbxError, match=r"up_proj: its offsets do not lead through"):
                 logits(gearbox_of(copied))
 
-    def test_an_interrupt_ends_the_thread(self, checkpoint):
+    def test_an_interrupt_ends_the_thread(self, checkpoint, monkeypatch):
         path = checkpoint()
         box = gearbox_of(path)
+        expected = logits(box)
+        assert readers()
 
-        def interrupted(logprobs):
+        def interrupted(*_):
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            text(path, box, sampler=interrupted)
-        del box
-        assert_no_reader_is_left()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                [logits(box) for _ in range(2)]  # the first strips may be read already
+        assert_no_reader_is_left()  # though the model is there
+        assert mx.array_equal(logits(box), expected).item()
+
+
+@pytest.fixture
+def layer(tmp_path):
+    """A reader of one layer of random bytes, and its strips, of which each has `size` low and `size` high bytes."""
+
+    def of(strips, size):
+        file = tmp_path / "layer"
+        file.write_bytes(np.random.default_rng(0).bytes(2 * strips * size))
+        places = {"low": Place(file, 0, strips * size), "high": Place(file, strips * size, 2 * strips * size)}
+        hashes = {name: hash_place(place) for name, place in places.items()}
+        cuts = [
+            [Part(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
+            for n in range(strips)
+        ]
+        return StripReader(ArrayHashes(places, hashes), True), [Strip(n, n + 1, *cut) for n, cut in enumerate(cuts)]
+
+    return of
+
+
+def slowed(monkeypatch, seconds):
+    """Let every read take so long."""
+    plain = os.preadv
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return plain(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+
+
+def first_byte(strip, memory):
+    return memory[:1].astype(mx.float32)
+
+
+class TestReader:
+    def test_the_speed_is_that_of_the_disk_while_mlx_computes(self, layer, monkeypatch):
+        slowed(monkeypatch, 0.01)
+        matrix = mx.ones((400, 400))
+        mx.eval(matrix)
+        reader, strips = layer(12, 2**16)
+        for _ in range(2):
+            mx.eval(reader.over(strips, lambda strip, memory: (matrix @ (matrix * memory[0]) @ matrix).sum()))
+        assert 2**16 / 0.01 > reader.speed.bytes_per_second > 0.5 * 2**16 / 0.01
+
+    def test_an_error_in_a_thread_is_not_one_of_the_others(self, layer, monkeypatch):
+        slowed(monkeypatch, 0.005)
+        reader, strips = layer(10, 2**10)
+        ended = []
+
+        def interrupted(strip, memory):
+            raise KeyboardInterrupt
+
+        def go_on():
+            for _ in range(8):
+                mx.eval(reader.over(strips, first_byte))
+            ended.append(True)
+
+        threads = [threading.Thread(target=go_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with pytest.raises(KeyboardInterrupt):
+                reader.over(strips[5:], interrupted)
+        assert ended == [True, True]
+
+    def test_memory_is_an_eighth_in_bytes_where_sizes_differ(self, layer):
+        reader, strips = layer(240, 2**16)
+        whole, none = Part("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
+        large = [Strip(0, 10, whole, none) for _ in range(4)]
+        wanted = large + strips
+        size = sum(strip.size for strip in wanted)
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for _ in range(3):
+            mx.eval(reader.over(wanted, first_byte))
+        assert mx.get_peak_memory() - before < size / 8 + 2**14  # and what is computed
+
+    def test_an_array_whose_strips_are_wanted_in_another_order(self, layer):
+        reader, strips = layer(6, 2**10)
+        with open(reader.hashes.places["low"].file, "r+b") as file:
+            file.write(bytes(8))  # in the first strip, which is not read
+        with pytest.raises(GearbxError, match=r"low is damaged, or of another model; download it again"):
+            reader.over([strips[2], strips[1], *strips[3:]], first_byte)
 
 
 class TestRefusals:

@@ -24,7 +24,7 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
     damaged = []
     with progress_bar(in_bytes=True) as progress:
         task = progress.add_task("comparing", total=sum(sizes.values()))
-        for name, is_whole in saved.hashes.compare(sizes):
+        for name, is_whole in saved.hashes.compare(sizes, RESTORE):
             damaged += [] if is_whole else [name]
             progress.advance(task, sizes[name])
     if damaged:

@@ -47,18 +47,18 @@ def hash_place(place: Place) -> str:
     return digest.hexdigest()
 
 
-def hash_places(places: Mapping[K, Place]) -> Iterator[tuple[K, str]]:
+def hash_places(places: Mapping[K, Place], remedy: str = "restore it") -> Iterator[tuple[K, str]]:
     """Each key and the hash of its place; on all cores, since hashing is slower than reading.
 
     Raises:
-        GearbxError: a file cannot be read.
+        GearbxError: a file cannot be read; the message ends with `remedy`.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             yield from zip(places, pool.map(hash_place, places.values()))
         except OSError as error:
             files = ", ".join(sorted({str(place.file) for place in places.values()}))
-            raise GearbxError(f"{files}: cannot be read ({error.strerror}); restore it") from error
+            raise GearbxError(f"{files}: cannot be read ({error.strerror}); {remedy}") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -86,7 +86,7 @@ class ArrayHashes:
         """
         with self._lock:
             wanted = sorted(self.pending.intersection(names))
-            for name, is_whole in self.compare(wanted):
+            for name, is_whole in self.compare(wanted, remedy):
                 if not is_whole:
                     raise self.damaged(name, remedy)
             self.pending.difference_update(wanted)
@@ -102,11 +102,11 @@ class ArrayHashes:
         """The error for an array whose hash is not the expected one."""
         return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
 
-    def compare(self, names: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    def compare(self, names: Iterable[str], remedy: str) -> Iterator[tuple[str, bool]]:
         """Each array, and whether its hash is the expected one.
 
         Raises:
-            GearbxError: a file cannot be read.
+            GearbxError: a file cannot be read; the message ends with `remedy`.
         """
-        for name, found in hash_places({name: self.places[name] for name in names}):
+        for name, found in hash_places({name: self.places[name] for name in names}, remedy):
             yield name, found == self.expected[name]

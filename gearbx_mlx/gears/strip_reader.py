@@ -11,18 +11,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import GearbxError
 from .array_hashes import ArrayHashes
 from .manifest import RESTORE
+from .strip_memory import StripMemory, bytes_of, zeros
 from .strips import Part, Strip
 
-SHARE = 8  # one strip in so many is in memory: the disk reads them while the low gear drafts
+SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
 IN_USE = 2  # strips that are being computed with
-FEWEST = 4  # strips in memory, of any model
+FEWEST = 4  # strips for which there is memory in any model, however large they are
 KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
 
@@ -60,14 +61,14 @@ class StripReader:
         self.speed, self.bytes_read = Speed(), 0
         self._files: dict[Path, int] = {}
         self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte up to which they go
-        self._free: list[mx.array] = []  # memory
+        self._free = StripMemory()
         self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # what is made of memory, and the memory
-        self._size = 0  # bytes of the largest strip
         self._next: dict[Strip, Strip] = {}
+        self._size = self._largest = 0  # bytes of the strips that have a next one, and of the largest strip
         self._last: Strip | None = None  # that was wanted
         self._reading: dict[Strip, tuple[mx.array, Future]] = {}  # in the order in which they will be wanted
         self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.RLock()
+        self._lock, self._files_lock = threading.RLock(), threading.Lock()
         weakref.finalize(self, close, self._files)
 
     def __deepcopy__(self, memo: dict) -> "StripReader":
@@ -84,7 +85,8 @@ class StripReader:
         """
         with self._lock:
             for before, after in itertools.pairwise(strips):
-                self._next.setdefault(before, after)
+                if before not in self._next:
+                    self._follow(before, after)
         made = []
         with self._stopping_at_errors():  # those of `compute` too
             for strip in strips:
@@ -115,9 +117,7 @@ class StripReader:
 
     def read(self, part: Part, memory: memoryview) -> None:
         """Read a piece of an array. Raises GearbxError as `over`."""
-        start = time.perf_counter()
         self._fill(part, memory)
-        self.speed.add(part.size, time.perf_counter() - start)
         self.bytes_read += part.size
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ class StripReader:
             for strip in list(self._reading):
                 self._drop(strip)
             if self._thread is not None:
-                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._thread.shutdown(wait=False)  # what others wait for is still read
             self._thread = self._last = None
             self._in_use.clear()
 
@@ -142,7 +142,7 @@ class StripReader:
         """The memory of a strip, once it is read."""
         with self._lock:
             if self._last is not None:
-                self._next[self._last] = strip
+                self._follow(self._last, strip)
             self._last = strip
             for other in list(self._reading):  # those before it were not wanted
                 if other is strip:
@@ -150,54 +150,57 @@ class StripReader:
                 self._drop(other)
             if strip not in self._reading:
                 self._begin(strip)
-            memory, future = self._reading.pop(strip)
             self._read_ahead()
+            memory, future = self._reading.pop(strip)
         future.result()
         return memory
+
+    def _follow(self, before: Strip, after: Strip) -> None:
+        """Expect a strip after another."""
+        self._size += 0 if before in self._next else before.size
+        self._next[before] = after
 
     def _read_ahead(self) -> None:
         """Begin the strips that are expected, as far as memory goes."""
         latest = next(reversed(self._reading), self._last)
-        while latest is not None and len(self._reading) < self._most - IN_USE:
+        while latest is not None:
             latest = self._next.get(latest)
-            if latest is None or latest is self._last or latest in self._reading:
+            if latest is None or latest is self._last or latest in self._reading or latest.size > self._room:
                 return
             self._begin(latest)
 
     @property
-    def _most(self) -> int:
-        """Strips in memory at once."""
-        return max(FEWEST, len(self._next) // SHARE)
+    def _room(self) -> int:
+        """Bytes of memory for further strips."""
+        memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
+        return max(FEWEST * self._largest, self._size // SHARE) - sum(memory.size for memory in memories)
 
     def _begin(self, strip: Strip) -> None:
-        self._size = max(self._size, strip.size)
+        self._largest = max(self._largest, strip.size)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="gearbx stream")
-        memory = self._memory()
+        memory = self._free.take(strip.size, self._room)
         self._reading[strip] = memory, self._thread.submit(self._read_strip, strip, memory)
-
-    def _memory(self) -> mx.array:
-        """Memory for any strip known so far."""
-        memory = self._free.pop() if self._free else mx.zeros(0, mx.uint8)
-        if memory.size < self._size:
-            memory = zeros(self._size)
-        return memory
 
     def _drop(self, strip: Strip) -> None:
         """Forget a strip; its memory is free once nobody reads into it."""
         memory, future = self._reading.pop(strip)
         future.cancel()
-        future.add_done_callback(lambda _: self._free.append(memory))
+        future.add_done_callback(lambda _: self._give(memory))
+
+    def _give(self, memory: mx.array) -> None:
+        with self._lock:
+            self._free.give(memory, self._room)
 
     def _used(self, made: mx.array, memory: mx.array) -> None:
         """Take memory back once what is made of it is computed; wait for that if too much is in use."""
         with self._lock:
             self._in_use.append((made, memory))
-            while len(self._in_use) > IN_USE:
-                oldest, free = self._in_use.popleft()
-                mx.eval(oldest)
-                if len(self._free) + len(self._reading) < self._most:
-                    self._free.append(free)
+            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - IN_USE)]
+        mx.eval([made for made, _ in waiting])  # without the lock: other threads take strips meanwhile
+        with self._lock:
+            while waiting:
+                self._give(waiting.pop()[1])
             if self._thread is not None:
                 self._read_ahead()
 
@@ -230,9 +233,11 @@ class StripReader:
         try:
             file, done = self._opened(path), 0
             while done < part.size:
+                start = time.perf_counter()
                 count = os.preadv(file, [memory[done:]], part.begin + done)
                 if not count:
                     raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
+                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
                 done += count
             self._forget(file, part.begin, part.size)
         except OSError as error:
@@ -245,24 +250,12 @@ class StripReader:
 
     def _opened(self, path: Path) -> int:
         """The descriptor of a file, which stays open."""
-        with self._lock:
+        with self._files_lock:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)
                 if not self.keeps_cache:
                     without_cache(self._files[path])
             return self._files[path]
-
-
-def zeros(size: int) -> mx.array:
-    """Bytes, in memory."""
-    array = mx.zeros(size, mx.uint8)
-    mx.eval(array)
-    return array
-
-
-def bytes_of(array: mx.array) -> memoryview:
-    """The memory of bytes that are evaluated; what is written into it is in the array."""
-    return memoryview(cast(Any, array))
 
 
 def without_cache(file: int) -> None:

@@ -62,11 +62,16 @@ class Remainder:
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
-    """The strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one."""
+    """The strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one.
+
+    They have every byte of the two arrays, also the one of a `high` of which no row needs any.
+    """
     rows, width = matrix.shape
     height = max(1, TILE // width)
     cuts = [*range(0, rows, height), rows]
-    return [remainder.rows(first, end, offsets) for first, end in itertools.pairwise(cuts)]
+    *strips, last = (remainder.rows(first, end, offsets) for first, end in itertools.pairwise(cuts))
+    high = last.high._replace(end=remainder.high_place.end)
+    return [*strips, Strip(last.first, last.end, last.low, high)]
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array, low: mx.Dtype) -> ExactMatrix:
