@@ -71,17 +71,6 @@ class Streamed(nn.Module):
         rows = decode(self.blocks(numbers, 1))
         return rows[mx.array(places.reshape(chosen.shape))]
 
-    @property
-    def flat(self) -> ExactMatrix:
-        """What is in memory as a matrix (rows, I): the matrices of experts and heads one after the other."""
-        matrix = self.matrix
-        return matrix._replace(
-            weights=[codes.reshape(-1, codes.shape[-1]) for codes in matrix.weights],
-            scales=matrix.scales.reshape(-1, matrix.scales.shape[-1]),
-            biases=[bias.reshape(-1, bias.shape[-1]) for bias in matrix.biases],
-            low=matrix.low.reshape(-1, matrix.low.shape[-1]),
-        )
-
     @functools.cached_property
     def offsets_on_cpu(self) -> np.ndarray:
         """Where the bytes of each row begin."""
@@ -90,11 +79,11 @@ class Streamed(nn.Module):
     @functools.cached_property
     def strips(self) -> list[Strip]:
         """All rows, in the parts in which they are read."""
-        return strips_of(self.remainder, self.flat, self.offsets_on_cpu)
+        return strips_of(self.remainder, self.matrix.flat, self.offsets_on_cpu)
 
     def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> list[mx.array]:
         """What `compute` makes of each strip."""
-        matrix = self.flat
+        matrix = self.matrix.flat
         return self.reader.over(
             self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory, self.low_type))
         )
@@ -111,7 +100,7 @@ class Streamed(nn.Module):
         strips = [self.remainder.rows(height * n, height * (n + 1), offsets) for n in numbers.tolist()]
         low = self.reader.joined([strip.low for strip in strips])
         high = self.reader.joined([strip.high for strip in strips])
-        return with_blocks(self.flat, numbers, height, strips, low.view(self.low_type), high)
+        return with_blocks(self.matrix.flat, numbers, height, strips, low.view(self.low_type), high)
 
 
 class StreamedLinear(Streamed, ExactLinear):
