@@ -7,9 +7,11 @@ megabytes, and converted to format exact. The system keeps nothing of the file: 
 slowed to --pace, so that it is what limits the speed, and the load of other programs matters little. Its speed is then
 measured beside each text, by plain reads of the same file.
 
-First a text under a limit on memory (RLIMIT_DATA), in processes of their own: the bfloat16 model, format exact in
-memory, and format exact from the disk. Then mode lossless with drafts of fixed lengths, with fixed bounds on the
-product of a(H), and with the rule that follows the measured speeds.
+First a text under a limit on memory, in processes of their own: the bfloat16 model, format exact in memory, and format
+exact from the disk. The limit is RLIMIT_DATA: the private memory that a process may write, where the weights go, since
+MLX maps no file. RLIMIT_AS would count libraries too, and addresses that are reserved for threads and never touched.
+Then mode lossless with drafts of fixed lengths, with fixed bounds on the product of a(H), and with the rule that
+follows the measured speeds.
 """
 
 import argparse
