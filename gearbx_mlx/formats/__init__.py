@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 FORMATS = {  # name to module and class
     "planes": "gearbx_mlx.formats.planes:NestedPlanes",
-    "exact": "gearbx_mlx.formats.exact:Exact",
     "affine": "gearbx_mlx.formats.affine:Affine",
+    "exact": "gearbx_mlx.formats.exact:Exact",
     "rowwise": "gearbx_mlx.formats.rowwise:Rowwise",
     "groupwise": "gearbx_mlx.formats.groupwise:Groupwise",
     "codebook": "gearbx_mlx.formats.codebook:Codebook",
