@@ -368,7 +368,7 @@ class TestBitsByQuality:
         with monkeypatch.context() as patch:
             patch.setattr(
                 "gearbx_mlx.conversion.converter.Converter.finish",
-                lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+                lambda self, *_: (_ for _ in ()).throw(KeyboardInterrupt),
             )
             assert command("convert", *flags).status == 130
         monkeypatch.setattr(

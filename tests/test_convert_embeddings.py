@@ -281,7 +281,7 @@ class TestDamage:
 class TestFlags:
     def test_the_choice_is_a_part_of_an_interrupted_conversion(self, convert, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr("gearbx_mlx.conversion.converter.Converter.finish", lambda self: stop())
+            patch.setattr("gearbx_mlx.conversion.converter.Converter.finish", lambda self, *_: stop())
             with pytest.raises(KeyboardInterrupt):
                 convert("untied")
         with pytest.raises(GearbxError, match='embeddings "quantize" and not "keep"; remove it'):

@@ -34,7 +34,7 @@ def stacked(module: nn.Module, width: int, transpose: bool) -> mx.array:
 class TestHeads:
     """mlx-lm's MultiLinear: a matrix for each head, multiplied from either side."""
 
-    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("format", [name for name in FORMATS if name != "exact"])  # of bfloat16: test_exact
     def test_multiply_by_one_matrix_from_both_sides_in_every_format(self, format):
         model = latent()
         gearbox = Gearbox(model, LADDERS.get(format, "4,8,16"), format=format, group_size=32)

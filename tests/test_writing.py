@@ -122,7 +122,7 @@ class TestAFailedConversion:
 
     @pytest.mark.parametrize(("error", "kept"), [(SystemExit, True), (MemoryError, True), (GearbxError, False)])
     def test_keeps_what_another_run_can_go_on_from(self, tmp_path, monkeypatch, error, kept):
-        def fail(self):
+        def fail(self, *_):
             raise error("in the end")
 
         monkeypatch.setattr("gearbx_mlx.conversion.converter.Converter.finish", fail)

@@ -57,7 +57,7 @@ def begin_anew(source: Path, work: Path) -> None:
 def copy_companions(source: Path, work: Path) -> None:
     """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied anew."""
     for file in source.iterdir():
-        if is_copied(file.name) and file.is_file():
+        if is_copied(file.name):
             beside = work / (file.name + PART)
             beside.write_bytes(content_of(file))
             os.replace(beside, work / file.name)

@@ -217,7 +217,8 @@ class Converter:
         unit = self.done[f"{layer.path}.weight"]
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if layer.is_table else kind
-        lowest = DENSE if {*unit.names} == {DENSE} else layer.lowest_bits  # a layer that stays dense
+        stays_dense = bool(self.format.ladders) and {*unit.names} == {DENSE}
+        lowest = DENSE if stays_dense else layer.lowest_bits
         return SavedLayer(kind, unit.shape, unit.dtype, lowest, unit.names, unit.rows)
 
     def _note(self, line: Plan | Unit) -> None:
