@@ -1,6 +1,6 @@
 """Time the top gear read from the disk, and find the limit of memory that only streaming respects.
 
-    python scripts/time_streaming.py --directory /tmp/streaming [--page docs/performance.md]
+    python scripts/time_streaming.py --directory streaming [--page docs/performance.md]
 
 The demo model is widened as in time_lossless.py, so that drafts are accepted as in a trained model of some hundred
 megabytes, and converted to format exact. The system keeps nothing of the file: every pass reads the disk. The disk is

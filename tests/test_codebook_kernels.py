@@ -1,9 +1,6 @@
-from pathlib import Path
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import programs
 import pytest
 from conftest import PROMPT, tiny_model
 from hypothesis import given, settings
@@ -14,7 +11,6 @@ from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.codebook import NativeCodebookLinear
 from gearbx_mlx.kernels import cpu
 
-CHECK = Path(__file__).parent / "native" / "check_codebook.c"
 CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in codebook_library.BITS]
 
 
@@ -95,13 +91,3 @@ def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
     monkeypatch.setattr(cpu, "native", lambda: None)
     x = mx.ones((2, 90))
     assert mx.allclose(module(x), x @ module.dense_weight(mx.float32).T + dense.bias, atol=1e-6).item()
-
-
-@pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_the_core_under_sanitizers(tmp_path, flags):
-    programs.run_sanitized(CHECK, tmp_path, flags)
-
-
-@pytest.mark.parametrize("flags", programs.ARM)
-def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
-    programs.run_on_arm(CHECK, tmp_path, flags)

@@ -2,12 +2,10 @@
 
 import platform
 import subprocess
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import programs
 import pytest
 from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, weights_of
 from hypothesis import given, settings
@@ -21,7 +19,6 @@ from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
-CHECK = Path(__file__).parent / "native" / "check_core.c"
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
 pytestmark = ON_A_CPU
@@ -213,16 +210,6 @@ class TestModel:
     def test_names_that_do_not_exist(self):
         with pytest.raises(GearbxError, match="kernels 'fast' do not exist; choose from auto, native, mlx"):
             Gearbox(tiny_model(), kernels="fast")
-
-
-@pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_the_core_under_sanitizers(tmp_path, flags):
-    programs.run_sanitized(CHECK, tmp_path, flags)
-
-
-@pytest.mark.parametrize("flags", programs.ARM)
-def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
-    programs.run_on_arm(CHECK, tmp_path, flags)
 
 
 @pytest.mark.parametrize("flags", [["-mavx512f", "-mavx512vl", "-mavx512vnni"], ["-mavxvnni"]], ids=str)

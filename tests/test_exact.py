@@ -390,10 +390,7 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
     with pytest.raises(stop):
         boxed(model=model, dtype="bfloat16")
     assert len(done) == 5
-    after = linear_weights(model)
-    assert after.keys() == before.keys()
-    for name, bits in before.items():
-        np.testing.assert_array_equal(after[name], bits, err_msg=name)
+    assert_same(linear_weights(model), before)
 
 
 def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):

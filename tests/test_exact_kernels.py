@@ -183,16 +183,6 @@ def test_shapes_types_and_strides_of_activations(native):
     assert same(native.exact_matvec(half, **arrays), native.dense_matvec(half, weight))
 
 
-@pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_the_core_under_sanitizers(tmp_path, flags):
-    programs.run_sanitized(CHECK, tmp_path, flags)
-
-
-@pytest.mark.parametrize("flags", programs.ARM)
-def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
-    programs.run_on_arm(CHECK, tmp_path, flags)
-
-
 @pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
 def test_the_core_without_wide_registers(tmp_path):
     programs.run_sanitized(CHECK, tmp_path, ["-fsanitize=address,undefined", "-march=haswell"])

@@ -1,12 +1,10 @@
 """Norms, rotary positions and SwiGLU in native CPU kernels, and models that use them."""
 
 import copy
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import programs
 import pytest
 from conftest import ON_A_CPU, PROMPT, float64, normal, tiny_model
 from hypothesis import given, settings
@@ -21,7 +19,6 @@ from gearbx_mlx.formats.fused import NativeLlama3RoPE, NativeRMSNorm, NativeRoPE
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import dispatch
 
-CHECK = Path(__file__).parent / "native" / "check_fused.c"
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
@@ -203,13 +200,3 @@ class TestModels:
         for module in (Norm(8), SuScaledRoPE(8), MLP(tiny_model().args)):
             assert with_kernels(module, native=True) is module
         assert type(with_kernels(Llama3RoPE(16, scaling_config=LLAMA3), native=True)) is NativeLlama3RoPE
-
-
-@pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_the_core_under_sanitizers(tmp_path, flags):
-    programs.run_sanitized(CHECK, tmp_path, flags)
-
-
-@pytest.mark.parametrize("flags", programs.ARM)
-def test_the_core_on_an_emulated_arm_processor(tmp_path, flags):
-    programs.run_on_arm(CHECK, tmp_path, flags)

@@ -28,16 +28,12 @@ from ..gears.original import Original, View
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import Entry, hash_of
 from .journal import JOURNAL, REMOVE, Plan, Unit, read_journal
-from .packing import Packed, pack_layer, pack_table, possible_names
+from .packing import Packed, is_finite, pack_layer, pack_table, possible_names
 from .tensor_file import TensorFile
 from .views import bits_of, views_of
 
 BASE_FILE = "model.safetensors"
 ROOM = 144  # bytes of a header for the entry of one array, without its name
-
-
-def is_finite(array: mx.array) -> bool:
-    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
 
 
 class Converter:

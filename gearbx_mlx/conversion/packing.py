@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
 from ..formats import get_format
-from ..formats.base import Format
+from ..formats.base import Format, stored_bits
 from ..formats.exact import too_large
 from ..formats.tied import linear_of
 from ..gears.discovery import Layer, stored_widths
@@ -50,7 +50,7 @@ def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: 
     """
     path, original, dense = layer.path, layer.module.weight, linear_of(layer.module)
     wanted = stored_widths(layer, format, widths)
-    stored = wanted if wanted in format.ladders else tuple(bits for bits in wanted if bits != DENSE)
+    stored = stored_bits(format, wanted)
     made: dict[int, nn.Module] = {}
     for bits in stored:
         if bits not in made:
@@ -96,16 +96,19 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
     """The names of all arrays that a layer or a table may get; one file has no longer ones and no more of them."""
     own = get_format(AFFINE) if layer.is_table and not format.ladders else format
-    wanted = stored_widths(layer, own, widths)
-    stored = wanted if wanted in own.ladders else tuple(bits for bits in wanted if bits != DENSE)
+    stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
     arrays = {(a.bits, a.name) for b in stored for a in own.stored_arrays(shape, b, stored, group_size, dtype).values()}
     return [f"{layer.path}@{bits}.{name}" for bits, name in sorted({*arrays, (DENSE, "weight")})]
+
+
+def is_finite(array: mx.array) -> bool:
+    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
 
 
 def check_finite(path: str, packed: Packed) -> None:
     """Raises GearbxError for an array that has other values; evaluates all of them."""
     mx.eval(packed.base, packed.gears)
     for array in (*packed.base.values(), *packed.gears.values()):
-        if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+        if not is_finite(array):
             raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")

@@ -1,6 +1,5 @@
 """The original of a geared checkpoint, made again from its parameters and what is kept beside them."""
 
-import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..gears.original import ORIGINAL_FILE, Original, Tensor, file_key, header_k
 from ..gears.saved import SavedGears, opened
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import SIZES, Entry
-from ..kernels.exact import ExactMatrix, decoded, tiles
+from ..kernels.exact import ExactMatrix, decoded
 from .companions import content_of
 from .original import Header, Key, read_place
 from .views import assembled, bits_of, seen
@@ -175,31 +174,8 @@ def original_of(saved: SavedGears) -> Original:
 
 
 def weight_bits(linear: nn.Module) -> np.ndarray:
-    """The bits of the weight (..., O, I) of a linear layer; exact ones are decoded part by part."""
+    """The bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if there is one."""
     matrix = getattr(linear, "matrix", None)
-    if not isinstance(matrix, ExactMatrix):
-        weight = dense_weight(linear)
-        mx.eval(weight)
-        return bits_of(weight)
-    found = np.empty((math.prod(matrix.shape[:-1]), matrix.shape[-1]), np.uint16)
-    first = 0
-    for tile in tiles(flat(matrix)):
-        rows = decoded(tile, decode)
-        mx.eval(rows)
-        found[first : first + len(rows)] = bits_of(rows)
-        first += len(rows)
-    return found.reshape(matrix.shape)
-
-
-def flat(matrix: ExactMatrix) -> ExactMatrix:
-    """The same with all of its rows below each other, (rows, I)."""
-
-    def rows(array: mx.array) -> mx.array:
-        return array.reshape(-1, array.shape[-1])
-
-    return matrix._replace(
-        weights=[rows(codes) for codes in matrix.weights],
-        scales=rows(matrix.scales),
-        biases=[rows(bias) for bias in matrix.biases],
-        low=rows(matrix.low),
-    )
+    weight = decoded(matrix, decode) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
+    mx.eval(weight)
+    return bits_of(weight)

@@ -11,6 +11,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..errors import GearbxError
 from .native import FLOATING, Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
 
+DENSE = 16  # bits of the weights as they are
+
 
 class StoredArray(NamedTuple):
     """An array of a gear, as a file contains it.
@@ -102,9 +104,14 @@ class Copies:
     types: tuple[mx.Dtype, ...] = FLOATING
 
 
+def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
+    """Of a layer's bits those that the format stores; 16 are else the weights themselves."""
+    return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
+
+
 def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
     """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
-    for bits in sorted({*ladder, *others} - {16}):
+    for bits in sorted({*ladder, *others} - {DENSE}):
         format.check(bits)
     if not format.ladders:
         return

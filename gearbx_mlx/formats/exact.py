@@ -14,13 +14,12 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..kernels.exact import ExactMatrix, decoded, decoded_by_tiles, exact_experts, exact_product, product_by_tiles
-from .base import StoredArray, whole_groups
+from .base import DENSE, StoredArray, whole_groups
 from .exact_decoding import LOW_BITS, decode
 from .exact_encoding import encode
 from .native import Native, NativeMultiLinear, with_expert_bias
 from .planes import NestedPlanes, Planes
 
-DENSE = 16
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
 NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weights that have a byte beside the others
 

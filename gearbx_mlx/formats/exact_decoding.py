@@ -53,7 +53,7 @@ def decode(matrix: ExactMatrix) -> mx.array:
     """The weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
     grouped = (*matrix.scales.shape, matrix.group_size)
     found = predict(
-        joined_codes(matrix).reshape(grouped),
+        joined_codes(matrix.weights, matrix.widths).reshape(grouped),
         matrix.scales[..., None],
         [bias[..., None] for bias in matrix.biases],
         matrix.widths,
@@ -66,14 +66,27 @@ def decode(matrix: ExactMatrix) -> mx.array:
         at = mx.minimum(place + further, matrix.high.size - 1)
         return matrix.high[at].astype(mx.uint16).reshape(grouped)
 
-    mask = 255 if len(matrix.widths) == 1 else 2**LOW_BITS - 1
-    far = found.neighbour + ((low - found.neighbour) & mask)
-    if len(matrix.widths) == 1:
-        bits = mx.where(found.near, stored(0) << 8 | low, far)
-    else:
-        near = near_bits(stored(0), low, found.step)
-        bits = mx.where(found.whole, stored(1) << 8 | stored(0), mx.where(found.near, near, far))
+    bits = weight_bits(low, stored(0), found, len(matrix.widths))
+    if len(matrix.widths) > 1:
+        bits = mx.where(found.whole, stored(1) << 8 | stored(0), bits)
     return bits.reshape(matrix.shape).view(mx.bfloat16)
+
+
+def weight_bits(low: mx.array, stored: mx.array, found: Prediction, planes: int) -> mx.array:
+    """The bits of weights in groups that are not stored whole, uint16.
+
+    Args:
+        low: low bits. stored: the byte beside them, which counts near zero alone.
+        planes: of the codes.
+    """
+    far = found.neighbour + ((low - found.neighbour) & low_mask(planes))
+    near = stored << 8 | low if planes == 1 else near_bits(stored, low, found.step)
+    return mx.where(found.near, near, far)
+
+
+def low_mask(planes: int) -> int:
+    """The bits of a weight that are stored beside its code."""
+    return 255 if planes == 1 else 2**LOW_BITS - 1
 
 
 def near_bits(byte: mx.array, low: mx.array, step: mx.array) -> mx.array:
@@ -83,10 +96,10 @@ def near_bits(byte: mx.array, low: mx.array, step: mx.array) -> mx.array:
     return (byte >> 7) << 15 | mx.where(below >= 0xF80, 0, largest - below)
 
 
-def joined_codes(matrix: ExactMatrix) -> mx.array:
+def joined_codes(weights: list[mx.array], widths: list[int]) -> mx.array:
     """The codes of all planes together, (..., O, I) uint32."""
-    codes = [unpack_mlx_codes(words, width) for words, width in zip(matrix.weights, matrix.widths)]
-    return codes[0] if len(codes) == 1 else codes[0] << matrix.widths[1] | codes[1]
+    codes = [unpack_mlx_codes(words, width) for words, width in zip(weights, widths)]
+    return codes[0] if len(codes) == 1 else codes[0] << widths[1] | codes[1]
 
 
 def low_bits(matrix: ExactMatrix) -> mx.array:

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import GearbxError
 from ..kernels.dispatch import cpu_kernels
 from ..kernels.exact import ExactMatrix, decoded
-from .exact_decoding import LOW_BITS, Prediction, decode, joined_codes, near_bits, predict, upper_bits
+from .exact_decoding import LOW_BITS, Prediction, decode, joined_codes, low_mask, predict, upper_bits, weight_bits
 from .packing import pack_mlx_codes
 from .planes import split
 
@@ -121,16 +121,15 @@ def beside(
         kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
         group that is not kept has codes, scale and biases of 0.
     """
-    # The other fields are not needed to join codes.
-    packed = ExactMatrix(planes, scales, biases, values, values, values, widths, group_size)
-    codes = joined_codes(packed).reshape(*scales.shape, group_size)
+    codes = joined_codes(planes, widths).reshape(*scales.shape, group_size)
     bits = values.reshape(codes.shape)
-    low = bits & (255 if len(widths) == 1 else 2**LOW_BITS - 1)
+    low = bits & low_mask(len(widths))
     found = predict(codes, scales[..., None], [bias[..., None] for bias in biases], widths)
     stored = stored_byte(bits, found, len(widths))
     bounded = mx.isfinite(found.step[..., 0] * (2 ** sum(widths) - 1))  # else a fused product would differ
     usable = mx.stack([bounded, *map(finite, [scales, *biases])]).all(0)
-    kept = usable & come_back(bits, low, stored, found, len(widths))
+    come_back = (~found.whole & (weight_bits(low, stored, found, len(widths)) == bits)).all(-1)
+    kept = usable & come_back
     whole = ~kept[..., None] if len(widths) > 1 else mx.array(False)
     near = (found.near & kept[..., None]) if len(widths) > 1 else found.near | ~kept[..., None]
     counts = (near + 2 * mx.broadcast_to(whole, near.shape)).reshape(len(values), -1).sum(-1)
@@ -148,14 +147,6 @@ def stored_byte(bits: mx.array, found: Prediction, planes: int) -> mx.array:
     magnitude = bits & 0x7FFF
     below = (upper_bits(16 * mx.abs(found.step)) - magnitude) & 0xFFF
     return (bits >> 15) << 7 | mx.where(magnitude == 0, 127, below >> LOW_BITS)
-
-
-def come_back(bits: mx.array, low: mx.array, stored: mx.array, found: Prediction, planes: int) -> mx.array:
-    """Whether all weights of each group come back, (O, G)."""
-    mask = 255 if planes == 1 else 2**LOW_BITS - 1
-    far = found.neighbour + ((low - found.neighbour) & mask)
-    near = stored << 8 | low if planes == 1 else near_bits(stored, low, found.step)
-    return (~found.whole & (mx.where(found.near, near, far) == bits)).all(-1)
 
 
 def finite(halves: mx.array) -> mx.array:

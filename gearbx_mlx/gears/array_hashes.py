@@ -40,7 +40,7 @@ def hash_place(place: Place) -> str:
     digest = hashlib.sha256()
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.begin)
-        left = place.end - place.begin
+        left = place.size
         while left and (part := file.read(min(left, AT_ONCE))):
             digest.update(part)
             left -= len(part)

@@ -13,7 +13,7 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import parse_json, read_as, read_json, typed
 from ..formats import OF_MLX, get_format
-from ..formats.base import Format, check_ladder
+from ..formats.base import Format, check_ladder, stored_bits
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, Ladder
 from .original import Original
@@ -125,9 +125,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def stored(self, path: str) -> tuple[int, ...]:
         """Bits of a layer or table that its format stores, ascending; others are the weights themselves."""
-        layer = self.changing[path]
-        widths = tuple(sorted(layer.gears))
-        return widths if widths in self.format_of(path).ladders else layer.stored
+        return stored_bits(self.format_of(path), sorted(self.changing[path].gears))
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
         """Some of the gears, or all.

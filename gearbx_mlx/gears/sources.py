@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..formats.base import Format
+from ..formats.base import Format, stored_bits
 from ..formats.native import Native
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
 from .discovery import Layer, stored_widths
@@ -54,9 +54,9 @@ def bytes_of(
     made: nn.Module | None,
 ) -> int:
     """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
-    counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
-    if bits == DENSE and DENSE not in stored and not counted:
+    if bits == DENSE and DENSE not in stored:
         return math.prod(shape) * size
+    counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
     return counted or format.bytes_read(shape, bits, stored, group_size, size)
 
 
@@ -83,16 +83,15 @@ class Original:
         return stored_widths(layer, self.format, in_gears, self.further)
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
-        """The bits that the format stores; others are the weights themselves."""
-        widths = self.widths(layer)
-        return widths if widths in self.format.ladders else tuple(bits for bits in widths if bits != DENSE)
+        return stored_bits(self.format, self.widths(layer))
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         shape, size = self.shapes[layer.path], self.storage[layer.path].size
         return bytes_of(self.format, shape, bits, self.stored(layer), self.group_size, size, made)
 
     def rows_at(self, layer: Layer, bits: int) -> int:
-        return bits if DENSE in self.stored(layer) and bits == self.stored(layer)[0] else DENSE
+        stored = self.stored(layer)
+        return bits if DENSE in stored and bits == stored[0] else DENSE
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         if bits == DENSE and DENSE not in self.stored(layer):

@@ -126,13 +126,7 @@ class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
             return super().__call__(x, indices, sorted_indices)
         height = self.output_dims
         chosen, places = np.unique(np.array(indices), return_inverse=True)
-        flat = self.blocks(chosen, height)
-        matrix = flat._replace(
-            weights=[codes.reshape(len(chosen), height, -1) for codes in flat.weights],
-            scales=flat.scales.reshape(len(chosen), height, -1),
-            biases=[bias.reshape(len(chosen), height, -1) for bias in flat.biases],
-            low=flat.low.reshape(len(chosen), height, -1),
-        )
+        matrix = self.blocks(chosen, height).each(lambda array: array.reshape(len(chosen), height, -1))
         now = mx.array(places.reshape(indices.shape).astype(np.uint32))
         y = exact_experts(x, matrix, decode, now, sorted_indices, isinstance(self, Native))
         y = with_expert_bias(self, y, indices)

@@ -92,7 +92,7 @@ def remainder_of(saved: SavedGears, path: str) -> Remainder:
 
 def fits_in_memory(saved: SavedGears) -> bool:
     """Whether the machine has twice the memory of the checkpoint, so that the system may keep what was read."""
-    size = sum(place.end - place.begin for place in saved.hashes.places.values())
+    size = sum(place.size for place in saved.hashes.places.values())
     return 2 * size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -106,7 +106,7 @@ def residency_of(
     """
     if name == STREAM:
         if saved is None:
-            raise GearbxError(f"residency stream reads a geared checkpoint, which this model has not; {REMEDY}")
+            raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")
         return Stream(saved)
     if saved is not None and name == "disk":
         return SavedDisk(saved, dtypes)

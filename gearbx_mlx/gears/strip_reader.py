@@ -103,7 +103,7 @@ class StripReader:
         with self._stopping_at_errors():
             self.hashes.verify(names, RESTORE)
         for place in (self.hashes.places[name] for name in names):
-            self._forget(self._opened(place.file), place.begin, place.end - place.begin)
+            self._forget(self._opened(place.file), place.begin, place.size)
 
     def joined(self, parts: Sequence[Part]) -> mx.array:
         """Pieces of an array one after the other, uint8, at least one byte. Raises GearbxError as `over`."""

@@ -1,6 +1,5 @@
 """Strips: what of a layer is read from the disk at a time, and where it is in the file."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.exact import TILE, ExactMatrix
+from ..kernels.exact import ExactMatrix, tile_ends
 from .array_hashes import Place
 
 ALIGNED = 64  # bytes: where the second array of a strip may begin in memory
@@ -51,11 +50,11 @@ class Remainder:
 
     @property
     def nbytes(self) -> int:
-        return sum(place.end - place.begin for place in (self.low_place, self.high_place))
+        return self.low_place.size + self.high_place.size
 
     def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
         """The rows from `first` to the one before `end`. offsets: of the layer."""
-        width = (self.low_place.end - self.low_place.begin) // (len(offsets) - 1)
+        width = self.low_place.size // (len(offsets) - 1)
         low = (self.low_place.begin + width * row for row in (first, end))
         high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
         return Strip(first, end, Part(self.low, *low), Part(self.high, *high))
@@ -66,10 +65,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
 
     They have every byte of the two arrays, also the one of a `high` of which no row needs any.
     """
-    rows, width = matrix.shape
-    height = max(1, TILE // width)
-    cuts = [*range(0, rows, height), rows]
-    *strips, last = (remainder.rows(first, end, offsets) for first, end in itertools.pairwise(cuts))
+    *strips, last = (remainder.rows(first, end, offsets) for first, end in tile_ends(matrix))
     high = last.high._replace(end=remainder.high_place.end)
     return [*strips, Strip(last.first, last.end, last.low, high)]
 
@@ -105,10 +101,7 @@ def with_blocks(
     rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
     lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])
     lengths = lengths - matrix.offsets[rows]
-    return matrix._replace(
-        weights=[codes[rows] for codes in matrix.weights],
-        scales=matrix.scales[rows],
-        biases=[bias[rows] for bias in matrix.biases],
+    return matrix.each(lambda array: array[rows])._replace(
         low=low.reshape(len(rows), -1),
         high=high,
         offsets=mx.concatenate([mx.zeros(1, mx.uint32), mx.cumsum(lengths)]).astype(mx.uint32),

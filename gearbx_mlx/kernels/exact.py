@@ -36,61 +36,53 @@ class ExactMatrix(NamedTuple):
         """(..., O, I)."""
         return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
 
+    def each(self, change: Callable[[mx.array], mx.array]) -> "ExactMatrix":
+        """The same change to every array that has the rows (..., O) as its first axes; not to `high` and `offsets`."""
+        return self._replace(
+            weights=[change(codes) for codes in self.weights],
+            scales=change(self.scales),
+            biases=[change(bias) for bias in self.biases],
+            low=change(self.low),
+        )
+
     def rows(self, first: int, end: int) -> "ExactMatrix":
         """The rows from `first` to the one before `end` of a matrix (O, I)."""
-        return self._replace(
-            weights=[codes[first:end] for codes in self.weights],
-            scales=self.scales[first:end],
-            biases=[bias[first:end] for bias in self.biases],
-            low=self.low[first:end],
-            offsets=self.offsets[first : end + 1],
-        )
+        return self.each(lambda array: array[first:end])._replace(offsets=self.offsets[first : end + 1])
 
     @property
     def flat(self) -> "ExactMatrix":
         """The same as a matrix (rows, I): the matrices of experts and heads one after the other."""
-        return self._replace(
-            weights=[codes.reshape(-1, codes.shape[-1]) for codes in self.weights],
-            scales=self.scales.reshape(-1, self.scales.shape[-1]),
-            biases=[bias.reshape(-1, bias.shape[-1]) for bias in self.biases],
-            low=self.low.reshape(-1, self.low.shape[-1]),
-        )
+        return self.each(lambda array: array.reshape(-1, array.shape[-1]))
 
     def after(self, computed: list[mx.array]) -> "ExactMatrix":
         """The same matrix, which MLX begins to decode when these arrays are computed."""
-        planes = len(self.widths)
-        arrays = [*self.weights, self.scales, *self.biases, self.low, self.offsets]
-        later = mx.depends(arrays, computed) if computed else arrays
-        return self._replace(
-            weights=later[:planes],
-            scales=later[planes],
-            biases=later[planes + 1 : -2],
-            low=later[-2],
-            offsets=later[-1],
-        )
+
+        def later(array: mx.array) -> mx.array:
+            return mx.depends([array], computed)[0] if computed else array
+
+        return self.each(later)._replace(offsets=later(self.offsets))
 
     def taken(self, chosen: mx.array) -> "ExactMatrix":
         """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
         begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
-        return self._replace(
-            weights=[codes[chosen] for codes in self.weights],
-            scales=self.scales[chosen],
-            biases=[bias[chosen] for bias in self.biases],
-            low=self.low[chosen],
-            offsets=mx.concatenate([begins, self.offsets[-1:]]),
-        )
+        return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([begins, self.offsets[-1:]]))
 
 
 Decode = Callable[[ExactMatrix], mx.array]
 """Makes the weight (..., O, I), bfloat16, with MLX's own operations."""
 
 
-def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
-    """The matrix (O, I) in parts of rows, of at most TILE weights or one row."""
+def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
+    """First row and end of each part of a matrix (O, I) that is decoded at a time: at most TILE weights, or a row."""
     rows, width = matrix.shape
     height = max(1, TILE // width)
     for first in range(0, rows, height):
-        yield matrix.rows(first, min(first + height, rows))
+        yield first, min(first + height, rows)
+
+
+def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
+    """The parts of a matrix (O, I) that are decoded at a time."""
+    return (matrix.rows(*ends) for ends in tile_ends(matrix))
 
 
 def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.array:

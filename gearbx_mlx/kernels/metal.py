@@ -227,19 +227,19 @@ def pad_small(array: mx.array) -> mx.array:
     return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
 
 
-def takes(x: mx.array, columns: int, most: int = MAX_VECTORS) -> bool:
-    """Whether a kernel for up to `most` vectors takes activations (..., columns): their number and their type."""
-    return x.ndim > 0 and 0 < x.size <= most * columns and x.dtype in DTYPES
+def takes(x: mx.array, columns: int) -> bool:
+    """Whether a kernel takes activations (..., columns): their number and their type."""
+    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
 
 
-def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None, most: int = MAX_VECTORS) -> None:
+def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
     """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
     if x.dtype not in DTYPES:
         raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
     if x.ndim == 0 or x.shape[-1] != columns:
         raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns, most):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {most} vectors")
+    if not takes(x, columns):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
     if bias is not None and bias.shape != (rows,):
         raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
 

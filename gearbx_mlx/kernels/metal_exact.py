@@ -19,7 +19,6 @@ from .reference import plane_shifts
 
 EXACT_WIDTHS = ((3,), (4,), (4, 4))  # of the codes below a weight; with two planes there is a middle gear
 LOW_BITS = {1: 8, 2: 5}  # planes to low bits of every weight
-MOST_VECTORS = 16
 TILE = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
 DECODER = Variant("registers", 2, 1)
@@ -94,7 +93,7 @@ def exact_launch(
     layout = _layout(widths, group_size)
     arrays = _arrays(weights, scales, biases, low, high, offsets, layout, widths, group_size)
     rows, columns = _shape(scales, group_size)
-    check_product(x, rows, columns, bias, MOST_VECTORS)
+    check_product(x, rows, columns, bias)
     vectors = x.size // columns
     variant = variant_named("registers", layout.bits, vectors)
     options = {

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+import exact_reference
 import mlx.core as mx
 import numpy as np
+from exact_reference import as_float
 
-from gearbx_mlx.formats.packing import pack_mlx_codes, unpack_mlx_codes
-from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch
 
@@ -15,11 +15,6 @@ from .checks import exact as float64
 from .launch import Report
 
 F32 = np.float32
-
-
-def floats(bits: np.ndarray) -> np.ndarray:
-    """bf16 bits as float32."""
-    return (np.ascontiguousarray(bits, np.uint16).astype(np.uint32) << 16).view(F32)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
@@ -58,77 +53,12 @@ class Packed:
         }
 
 
-def values(codes: np.ndarray, scale: np.ndarray, biases: list[np.ndarray]) -> np.ndarray:
-    """What codes of all planes together (O, G, group) stand for, float32; the sum is the one rounding."""
-    with np.errstate(all="ignore"):
-        if len(biases) == 1:
-            return scale[..., None] * codes.astype(F32) + floats(biases[0])[..., None]
-        offset = floats(biases[0]) + floats(biases[1]) * F32(2.0**-4)
-        return (scale * F32(2.0**-4))[..., None] * codes.astype(F32) + offset[..., None]
-
-
 def encode(bits: np.ndarray, widths: tuple[int, ...] = (4,), group: int = 64) -> Packed:
     """bf16 bits (O, I), packed: groups that do not come back have neither scale nor codes."""
-    w, middle = bits.reshape(len(bits), -1, group), len(widths) == 2
-    dense = mx.array(bits).view(mx.bfloat16)
-    if middle:
-        made = split(dense, widths, group)
-        words, scales, biases = made.weights, made.scales, made.biases
-    else:
-        first, scales, bias = mx.quantize(dense, group, widths[0])
-        words, biases = [first], [bias]
-    codes = [np.array(unpack_mlx_codes(each, width)).reshape(w.shape) for each, width in zip(words, widths)]
-    scales, biases = np.array(scales.view(mx.uint16)), [np.array(each.view(mx.uint16)) for each in biases]
-    all_codes = codes[0] * 16 + codes[1] if middle else codes[0]
-    _, back, _ = _round_trip(w, all_codes, scales, biases)
-    bad = (back != w).any(-1) | ~np.all([np.isfinite(floats(each)) for each in (scales, *biases)], axis=0)
-    for array in (scales, *biases, *codes):
-        array[bad] = 0
-    all_codes = codes[0] * 16 + codes[1] if middle else codes[0]
-    near, _, extra = _round_trip(w, all_codes, scales, biases)
-    high, counts = _high(w, near, extra, bad if middle else np.zeros_like(bad))
-    low = pack_mlx_codes(mx.array(bits & 31), 5) if middle else mx.array((bits & 255).astype(np.uint8))
-    flat = [np.array(pack_mlx_codes(mx.array(c.reshape(bits.shape)), width)) for c, width in zip(codes, widths)]
-    offsets = np.r_[0, counts.cumsum()].astype(np.uint32)
-    return Packed(flat, scales, biases, np.array(low), high, offsets, widths, group)
-
-
-def _round_trip(
-    w: np.ndarray, codes: np.ndarray, scales: np.ndarray, biases: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which weights are near zero, what all decode to, and the byte of each that is near zero."""
-    middle = len(biases) == 2
-    scale = floats(scales)
-    v, wide = values(codes, scale, biases), w.astype(np.int64)
-    with np.errstate(all="ignore"):
-        if middle:
-            near = ~(np.abs(v) >= (F32(8.8) * (np.abs(scale) * F32(2.0**-4)))[..., None])
-        else:
-            near = ~(np.abs(v) > np.abs(scale)[..., None] * F32(0.5))
-    mask, window = (31, 16) if middle else (255, 144)
-    first = (v.view(np.uint32) >> 16).astype(np.int64) - window
-    far = (first + ((wide - first) & mask)) & 0xFFFF
-    if not middle:
-        return near, np.where(near, wide, far), wide >> 8
-    top = (scales.astype(np.int64) & 0x7FFF)[..., None]
-    magnitude, sign = wide & 0x7FFF, wide >> 15
-    below = np.where(magnitude == 0, 0xF80 | (top & 31), top - magnitude)
-    back = sign << 15 | np.where(below >= 0xF80, 0, top - below) & 0x7FFF
-    back = np.where((below >= 0) & (below < 0x1000), back, -1)
-    return near, np.where(near, back, far), sign << 7 | below >> 5 & 0x7F
-
-
-def _high(w: np.ndarray, near: np.ndarray, extra: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of `high`, at least one, and their number in each row."""
-    rows = []
-    for row in range(len(w)):
-        parts = [np.zeros(0, np.uint8)]
-        for g in range(w.shape[1]):
-            one = w[row, g]
-            parts.append(one.astype("<u2").view(np.uint8) if whole[row, g] else extra[row, g][near[row, g]])
-        rows.append(np.concatenate(parts).astype(np.uint8))
-    high = np.concatenate(rows)
-    return high if high.size else np.zeros(1, np.uint8), np.array([row.size for row in rows])
+    made = exact_reference.encode(bits, widths, group)
+    weights, biases = ([np.array(array) for array in made[name]] for name in ("weights", "biases"))
+    beside = (np.array(made[name]) for name in ("low", "high", "offsets"))
+    return Packed(weights, np.array(made["scales"]), biases, *beside, widths, group)
 
 
 @dataclass(frozen=True)
@@ -184,7 +114,7 @@ def fault(case: ExactCase, p: Product, report: Report) -> str:
     """What is wrong with a product; "" if nothing is. The bound is that of a float32 sum of exact terms."""
     if report.error:
         return report.error
-    weight, x = floats(p.bits).astype(np.float64), float64(p.x)
+    weight, x = as_float(p.bits).astype(np.float64), float64(p.x)
     y, terms = x @ weight.T, np.abs(x) @ np.abs(weight).T
     if p.bias is not None:
         y, terms = y + float64(p.bias), terms + np.abs(float64(p.bias))

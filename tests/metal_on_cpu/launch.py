@@ -60,7 +60,7 @@ class Report:
 
 
 def _as_it_lies(array: mx.array) -> np.ndarray:
-    """An array as it lies in memory, with its strides; bfloat16, which numpy has not, as uint16."""
+    """An array as it lies in memory, with its strides; bfloat16, which numpy lacks, is uint16."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 

@@ -6,11 +6,12 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+from exact_reference import as_float
 
 from gearbx_mlx.kernels.metal_exact import exact_matmul_tiles
 
 from .cases import run_launch
-from .exact_cases import ExactCase, Product, access_fault, encode, fault, floats, product, rounded
+from .exact_cases import ExactCase, Product, access_fault, encode, fault, product, rounded
 from .launch import Report
 
 pytestmark = pytest.mark.clang
@@ -128,7 +129,7 @@ def test_some_rows_are_decoded(widths):
 def test_tiles_are_the_product(widths, launches):
     case = ExactCase(widths, 13, 576, vectors=40)
     p = product(case)
-    weight = mx.array(floats(p.bits)).astype(mx.bfloat16)
+    weight = mx.array(as_float(p.bits)).astype(mx.bfloat16)
     for dtype in DTYPES:
         x = p.x.astype(dtype).reshape(2, 20, 576)
         launches.clear()
@@ -179,7 +180,7 @@ class Stacked:
 def test_no_number_reaches_its_row_only(value):
     for widths in WIDTHS:
         p = product(ExactCase(widths, 9, 128))
-        weight = floats(p.bits).copy()
+        weight = as_float(p.bits).copy()
         weight[4, 70] = value
         y = run_launch(dataclasses.replace(p, packed=encode(rounded(weight), widths)).launch()).out[0]
         assert not np.isfinite(y[0, 4])
@@ -217,7 +218,7 @@ def test_offsets_that_lie_stay_inside_and_give_no_number(widths, lie):
     short = end - begin < np.diff(p.packed.offsets.astype(np.int64))
     assert short.any() or lie == "far past the end"  # where all bytes of the last row are there
     assert (np.isnan(report.out[0]) == short).all()
-    assert np.isnan(floats(decoded(false))).any(axis=1).tolist() == short.tolist()
+    assert np.isnan(as_float(decoded(false))).any(axis=1).tolist() == short.tolist()
 
 
 def test_a_list_of_bytes_that_is_cut_stays_inside():

@@ -1,0 +1,21 @@
+"""The kernels without Python and MLX: a program in C for each kind, in every build that this machine has."""
+
+from pathlib import Path
+
+import programs
+import pytest
+
+CHECKS = sorted((Path(__file__).parent / "native").glob("check_*.c"))
+every_check = pytest.mark.parametrize("check", CHECKS, ids=[check.stem for check in CHECKS])
+
+
+@every_check
+@pytest.mark.parametrize("flags", programs.SANITIZED)
+def test_under_sanitizers(tmp_path, check, flags):
+    programs.run_sanitized(check, tmp_path, flags)
+
+
+@every_check
+@pytest.mark.parametrize("flags", programs.ARM)
+def test_on_an_emulated_arm_processor(tmp_path, check, flags):
+    programs.run_on_arm(check, tmp_path, flags)
