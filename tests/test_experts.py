@@ -11,7 +11,7 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.gears.description import LayerPath, grouped
-from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import experts
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 EXPERTS, ROWS, COLUMNS = 5, 33, 128
@@ -132,7 +132,7 @@ class TestExperts:
         weight, x = mx.random.normal((EXPERTS, ROWS, COLUMNS)), mx.random.normal((3, 2, COLUMNS))
         chosen = mx.array([0, 4, 2])
         expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
-        assert mx.array_equal(dispatch.dense_experts(x, weight, chosen), expected).item()
+        assert mx.array_equal(experts.dense_experts(x, weight, chosen), expected).item()
 
     @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
     @pytest.mark.parametrize("format", ["planes", "affine"])

@@ -6,6 +6,8 @@ gear of 16 bits reads the same codes and what is stored beside them: 13.5 bits p
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -81,6 +83,9 @@ class NativeExactLinear(Native, ExactLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return exact_product(x, self.matrix, decode, self.get("bias"))
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.exact_part(*self.matrix, self.get("bias"))
 
 
 class ExactSwitchLinear(_ExactModule):

@@ -35,11 +35,16 @@ class NativeRoPE(nn.RoPE):
 class NativeLlama3RoPE(Llama3RoPE):
     """Llama 3's RoPE, with scaled frequencies, that one native operation computes."""
 
-    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+    @property
+    def frequencies(self) -> mx.array:
+        """Radians from position to position, (dims / 2,) float32."""
         if "_inverse" not in self:
             self._inverse = 1 / self._freqs
             mx.eval(self._inverse)
-        y = dispatch.rope(x, self._inverse, offset, self.traditional)
+        return self["_inverse"]
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        y = dispatch.rope(x, self.frequencies, offset, self.traditional)
         return super().__call__(x, offset) if y is None else y
 
 

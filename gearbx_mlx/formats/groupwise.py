@@ -7,6 +7,8 @@ partial last group is filled with zeros.
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,6 +70,11 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
     def __call__(self, x: mx.array) -> mx.array:
         y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
         return super().__call__(x) if y is None else y
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.symmetric_part(
+            self["weight"], self["scales"], self.input_dims, BITS, self.x_bits, self.get("bias")
+        )
 
 
 class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):

@@ -1,5 +1,6 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -7,7 +8,9 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..kernels.dispatch import dense_experts, dense_product, stack_experts, stack_product
+from ..kernels.dispatch import dense_product, stack_product
+from ..kernels.experts import dense_experts, stack_experts
+from .block import block_class
 from .fused import FUSED, native_class, stock_class
 
 
@@ -20,6 +23,13 @@ class Native:
 
     x_bits = 0
 
+    def part(self, kernels: ModuleType) -> Any:
+        """The layer as a part of a native block (block.py); None if blocks cannot contain it.
+
+        It counts for the very class that defines it: a class derived from that one may compute something else.
+        """
+        return None
+
 
 class NativeDense(Native, nn.Linear):
     """A Linear with native kernels."""
@@ -28,6 +38,9 @@ class NativeDense(Native, nn.Linear):
         y = dense_product(x, self["weight"])
         return y + self["bias"].astype(x.dtype) if "bias" in self else y
 
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.dense_part(self["weight"], self.get("bias"))
+
 
 class NativeQuantizedLinear(Native, nn.QuantizedLinear):
     """An affine QuantizedLinear with native kernels."""
@@ -35,6 +48,10 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
         return stack_product(x, *stack, self.get("bias"), self.x_bits)
+
+    def part(self, kernels: ModuleType) -> Any:
+        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
+        return kernels.stack_part(*stack, self.x_bits, self.get("bias"))
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
@@ -96,7 +113,7 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
     if native kernels do not read the type of its weights.
     """
     own: Any = type(module)
-    kind = NATIVE.get(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
+    kind = NATIVE.get(own) or block_class(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
     if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     return as_class(module, kind)

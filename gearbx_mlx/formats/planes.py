@@ -12,13 +12,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.dispatch import stack_experts, stack_product
+from ..kernels.dispatch import stack_product
+from ..kernels.experts import stack_experts
 from ..kernels.reference import plane_shifts, planes_gather_matmul, planes_matmul
 from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
 from .native import Native, with_expert_bias
@@ -97,8 +100,7 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
 
 def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
     """`split` for rows that are not too many to be split at once."""
-    bits, own = sum(widths), weight.dtype
-    rest = bits - widths[0]
+    bits, rest, own = sum(widths), sum(widths[1:]), weight.dtype
     w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
     low, high = w.min(axis=-1), w.max(axis=-1)
 
@@ -190,6 +192,9 @@ class NativePlanesLinear(Native, PlanesLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return stack_product(x, *self._stack(), self.get("bias"), self.x_bits)
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.stack_part(*self._stack(), self.x_bits, self.get("bias"))
 
 
 class PlanesSwitchLinear(_PlanesModule):

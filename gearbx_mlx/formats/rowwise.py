@@ -7,6 +7,8 @@ Codes of 8 bits are stored as int8, without an offset.
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -118,6 +120,11 @@ class NativeRowwiseLinear(Native, RowwiseLinear):
             x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.x_bits
         )
         return super().__call__(x) if y is None else y
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.symmetric_part(
+            self["weight"], self["scales"], self.input_dims, self.bits, self.x_bits, self.get("bias")
+        )
 
 
 class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):

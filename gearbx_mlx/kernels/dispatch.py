@@ -8,14 +8,16 @@
 | mixture of experts, CPU                            | as a product of as many vectors                              |
 | attention, rotary positions, CPU; Metal: 16 tokens | native                                                       |
 | norm, SwiGLU, CPU                                  | native                                                       |
+| a whole transformer block of a known form, CPU     | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
 vectors, and accumulates in float32; a vector's or query's result has the same bits whichever others are in the call. On
 Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
 BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
-`choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call. On
-Metal, experts stay with MLX; with "auto" everything does, except in format `exact` (`exact.py`).
+`choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call
+(products of experts: `experts.py`). On Metal, experts stay with MLX; with "auto" everything does, except in format
+`exact` (`exact.py`).
 """
 
 import sys
@@ -28,7 +30,7 @@ import mlx.core as mx
 from . import cpu, metal, metal_attention, reference
 from .metal_codebooks import codebook_launch, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope, uses_order
+from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope
 from .names import ACTIVATIONS
 from .shapes import are_attention
 
@@ -200,48 +202,6 @@ def codebook_product(
     return add_bias(kernel(x, **arrays, bits=bits).astype(x.dtype), bias)
 
 
-def stack_experts(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    indices: mx.array,
-    sorted_indices: bool = False,
-    x_bits: int = 0,
-) -> mx.array:
-    """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
-        return reference.planes_gather_matmul(
-            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
-        )
-    stack = list(weights), scales, list(biases), list(widths), group_size
-    return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
-
-
-def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
-        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
-    return module.dense_experts(x, weight, indices).astype(x.dtype)
-
-
-def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
-    """`dense_experts` by MLX's own product."""
-    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
-    transposed = weight.astype(computed).swapaxes(-1, -2)
-    in_order = uses_order(indices, sorted_indices)
-    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
-
-
-def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors."""
-    return cpu_kernels(indices.size) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
-
-
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """x (..., D) / sqrt(mean(x^2) + eps) * weight (D,), of the wider type of the two, as MLX's."""
     kernel = fused_kernel("rms_norm") if x.size else None
@@ -287,6 +247,11 @@ def attention(
     kernel = fused_kernel("attention") if takes else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
     return None if kernel is None else kernel(*arrays, scale, *how)
+
+
+def block_kernels(vectors: int) -> ModuleType | None:
+    """The native CPU kernels if they compute a transformer block for this many vectors, else None."""
+    return cpu_kernels(vectors) if on_cpu() else None
 
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import metal
-from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, cpu_kernels_for_experts, dense_experts_of_mlx, is_metal
+from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, is_metal
+from .experts import cpu_kernels_for_experts, dense_experts_of_mlx
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 
 TILE = 2**20  # weights that are decoded at a time for a product with many vectors

@@ -1,35 +1,13 @@
 // Attention as an operation of MLX's graph.
 
-#include "attention.h"
-
 #include <nanobind/stl/optional.h>
 
-#include <algorithm>
 #include <optional>
 
-#include "graph.h"
+#include "attention_inputs.h"
 
 namespace gearbx {
 namespace {
-
-// Vectors (batch, heads, positions, width) in place; or a copy, if the numbers of a vector are not contiguous.
-class Vectors {
- public:
-  Vectors(const mx::array& a, int64_t* strides) : data_(a.data<float>()), rows_(a) {
-    copied_ = a.strides(3) != 1 && a.shape(3) != 1;
-    const int64_t vector = a.shape(3), head = a.shape(2) * vector;
-    strides[0] = copied_ ? a.shape(1) * head : a.strides(0);
-    strides[1] = copied_ ? head : a.strides(1);
-    strides[2] = copied_ ? vector : a.strides(2);
-  }
-
-  const float* read(std::vector<float>& copy) const { return copied_ ? rows_.read(copy) : data_; }
-
- private:
-  const float* data_;
-  Rows rows_;
-  bool copied_;
-};
 
 // Inputs: queries, keys, values; and the mask, if there is one, in the shape of the scores.
 class Attention : public Operation {
@@ -47,10 +25,7 @@ class Attention : public Operation {
     form.width = q.shape(3);
     form.scale = scale_;
     form.causal = causal_;
-    if (inputs.size() > 3) {
-      form.mask = reinterpret_cast<const uint8_t*>(inputs[3].data<bool>());
-      std::copy(inputs[3].strides().begin(), inputs[3].strides().end(), form.mask_strides);
-    }
+    if (inputs.size() > 3) take_mask(inputs[3], form);
     const Vectors queries(q, form.query_strides), keys(k, form.key_strides), values(inputs[2], form.value_strides);
     enqueue(inputs, outputs[0], [=](float* y) {
       std::vector<float> copies[3];

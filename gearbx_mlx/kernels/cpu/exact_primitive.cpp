@@ -1,79 +1,10 @@
 // Products over exact weights, and the weights themselves, as operations of MLX's graph.
 
-#include "exact.h"
+#include "exact_form.h"
 #include "experts.h"
 
 namespace gearbx {
 namespace {
-
-// The arrays of an exact matrix, or of one for each expert, as inputs of an operation: weights of each plane, scales,
-// biases of each plane, low, high, offsets.
-struct ExactForm {
-  std::vector<int> widths;
-  int group;
-
-  bool operator==(const ExactForm& other) const { return widths == other.widths && group == other.group; }
-
-  // The matrix, or the first expert's; its arrays begin at inputs[at].
-  gearbx_exact matrix(const std::vector<mx::array>& inputs, size_t at) const {
-    const auto next = [&]() -> const mx::array& { return inputs[at++]; };
-    const auto bytes = [](const mx::array& a) { return static_cast<const uint8_t*>(a.data<void>()); };
-    gearbx_exact m = {};
-    m.planes = static_cast<int>(widths.size());
-    m.bits = widths[0];
-    m.group = group;
-    for (int p = 0; p < m.planes; p++) m.weights[p] = bytes(next());
-    const mx::array& scales = next();
-    m.rows = scales.shape(-2);
-    m.columns = static_cast<int64_t>(scales.shape(-1)) * group;
-    m.scales = scales.data<uint16_t>();
-    for (int p = 0; p < m.planes; p++) m.biases[p] = next().data<uint16_t>();
-    m.low = bytes(next());
-    const mx::array& high = next();
-    m.high = bytes(high);
-    m.count = static_cast<int64_t>(high.size());
-    m.offsets = next().data<uint32_t>();
-    return m;
-  }
-
-  // The inputs of an operation, after checking them; `dimensions` of scales and biases.
-  std::vector<mx::array> inputs(const std::vector<mx::array>& weights, const mx::array& scales,
-                                const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                                const mx::array& offsets, size_t dimensions, mx::Stream s) const {
-    require(widths == std::vector{3} || widths == std::vector{4} || widths == std::vector{4, 4},
-            "exact weights have codes of 3 or 4 bits, or planes of 4 and 4");
-    require(weights.size() == widths.size() && biases.size() == widths.size(),
-            "there must be weights and biases for each plane");
-    require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
-    require(scales.ndim() == dimensions && scales.shape(-1) > 0,
-            dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
-    const int columns = scales.shape(-1) * group;
-    const auto fits = [&](const mx::array& a, mx::Dtype type, int width) {
-      auto shape = scales.shape();
-      shape.back() = width;
-      return a.dtype() == type && a.shape() == shape;
-    };
-    std::vector<mx::array> all;
-    for (const auto& w : weights) {
-      require(fits(w, mx::uint32, columns / 32 * widths[0]), "packed weights and scales have shapes that do not fit");
-      all.push_back(in_rows(w, s));
-    }
-    require(scales.dtype() == mx::uint16, "scales must be uint16, the bits of bfloat16");
-    all.push_back(in_rows(scales, s));
-    for (const auto& b : biases) {
-      require(fits(b, mx::uint16, scales.shape(-1)), "biases must have the type and shape of the scales");
-      all.push_back(in_rows(b, s));
-    }
-    require(widths.size() == 1 ? fits(low, mx::uint8, columns) : fits(low, mx::uint32, columns / 32 * 5),
-            "low bits do not fit the scales");
-    require(high.dtype() == mx::uint8 && high.ndim() == 1, "high must be a vector of uint8");
-    const auto rows = static_cast<int64_t>(scales.size()) / scales.shape(-1);
-    require(offsets.dtype() == mx::uint32 && offsets.ndim() == 1 && offsets.shape(0) == rows + 1,
-            "there must be a uint32 offset for each row, and one more");
-    for (const auto& a : {low, high, offsets}) all.push_back(in_rows(a, s));
-    return all;
-  }
-};
 
 // Inputs: x, the exact matrix.
 class ExactMatvec : public Operation {

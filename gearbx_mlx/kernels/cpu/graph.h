@@ -121,6 +121,36 @@ inline mx::array output(mx::Shape shape, int rows, std::shared_ptr<mx::Primitive
 
 inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w)}; }
 
+inline void check_symmetric(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
+  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+  require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes must have 2, 4, 6 or 8 bits");
+  require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
+          "the weight must be rows of bytes: int8 for codes of 8 bits, else uint8");
+  require((static_cast<int64_t>(inputs) * bits + 7) / 8 <= weight.shape(1), "x is wider than the weights");
+  type_of(scales);
+  const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (inputs + 31) / 32;
+  require((by_row || by_group) && scales.shape(0) == weight.shape(0),
+          "there must be a scale for each row, or for each 32 inputs of a row");
+}
+
+// Symmetric codes: rows of bytes for this number of inputs.
+inline gearbx_stack symmetric_of(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
+  gearbx_stack m = {};
+  m.kind = scales.ndim() == 1 ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS;
+  m.group = m.kind == GEARBX_SYMMETRIC_ROWS ? 64 : 32;
+  m.inputs = inputs;
+  m.columns = (m.inputs + m.group - 1) / m.group * m.group;
+  m.rows = weight.shape(0);
+  m.row_bytes = weight.shape(1);
+  m.planes = 1;
+  m.widths[0] = bits;
+  m.weights[0] = weight.data<void>();
+  m.scales = scales.data<void>();
+  m.scale_type = type_of(scales);
+  m.x_bits = x_bits;
+  return m;
+}
+
 // A stack of planes as inputs of an operation: x, the weights of each plane, scales, the biases of each plane.
 struct StackForm {
   std::vector<int> widths;
@@ -198,6 +228,9 @@ void bind_exact(nb::module_& m);
 
 // Adds attention (attention_primitive.cpp).
 void bind_attention(nb::module_& m);
+
+// Adds transformer blocks (block_primitive.cpp).
+void bind_blocks(nb::module_& m);
 
 // Adds norms, rotary positions and SwiGLU (fused_primitive.cpp).
 void bind_fused(nb::module_& m);

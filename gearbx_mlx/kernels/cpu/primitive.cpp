@@ -31,19 +31,7 @@ class SymmetricMatvec : public Operation {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const mx::array &weight = inputs[1], &scales = inputs[2];
-    gearbx_stack m = {};
-    m.kind = scales.ndim() == 1 ? GEARBX_SYMMETRIC_ROWS : GEARBX_SYMMETRIC_GROUPS;
-    m.group = m.kind == GEARBX_SYMMETRIC_ROWS ? 64 : 32;
-    m.inputs = inputs[0].shape(-1);
-    m.columns = (m.inputs + m.group - 1) / m.group * m.group;
-    m.rows = weight.shape(0);
-    m.row_bytes = weight.shape(1);
-    m.planes = 1;
-    m.widths[0] = bits_;
-    m.weights[0] = weight.data<void>();
-    m.scales = scales.data<void>();
-    m.scale_type = type_of(scales);
-    m.x_bits = x_bits_;
+    const gearbx_stack m = symmetric_of(weight, scales, inputs[0].shape(-1), bits_, x_bits_);
     dispatch(inputs, outputs[0], [m, n = vectors_of(inputs[0])](const float* x, float* y) {
       gearbx_stack_product(&m, x, n, y);
     });
@@ -86,17 +74,9 @@ mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights
 // weight: rows of bytes. scales: one for each row, or for each group of 32 inputs.
 mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx::array& scales, int bits, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
-  require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes must have 2, 4, 6 or 8 bits");
-  require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
-          "the weight must be rows of bytes: int8 for codes of 8 bits, else uint8");
   require(x.ndim() >= 1, "x must have at least one vector");
   check_x(x, x.shape(-1));
-  require((static_cast<int64_t>(x.shape(-1)) * bits + 7) / 8 <= weight.shape(1), "x is wider than the weights");
-  type_of(scales);
-  const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (x.shape(-1) + 31) / 32;
-  require((by_row || by_group) && scales.shape(0) == weight.shape(0),
-          "there must be a scale for each row, or for each 32 inputs of a row");
+  check_symmetric(weight, scales, x.shape(-1), bits, x_bits);
   return output(x.shape(), weight.shape(0), std::make_shared<SymmetricMatvec>(s, bits, x_bits),
                 {in_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
@@ -155,6 +135,7 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_exact(m);
   bind_attention(m);
   bind_fused(m);
+  bind_blocks(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("threads", &gearbx_threads);
 }

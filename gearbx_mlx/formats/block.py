@@ -1,0 +1,199 @@
+"""A transformer block as one native operation.
+
+Of one token MLX makes some 27 operations a layer on a CPU, and to hand them from thread to thread takes as long as the
+products. A block that has the code of a known one runs as one operation instead, over the same modules and with the
+same arithmetic, bit for bit. Whatever is not recognised runs as it did.
+"""
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, phi3, qwen3
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from ..kernels.dispatch import block_kernels
+from .fused import ORIGIN, NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, inverse_frequencies
+
+MOST = 4  # programs of a layer: one for each of its gears
+PROGRAMS = "_gearbx_programs"
+
+Code = tuple[Any, ...]
+
+
+def code_of(kind: type) -> Code:
+    """What the `__call__` of a class does, as far as its own code says: mlx-lm has many copies of the same code."""
+    code = getattr(kind.__call__, "__code__", None)
+    return (code.co_code, code.co_consts, code.co_names, code.co_argcount, code.co_flags) if code else (kind,)
+
+
+BLOCK = code_of(llama.TransformerBlock)
+THREE = ("q_proj", "k_proj", "v_proj")
+ATTENTION: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
+    code_of(llama.Attention): (THREE, ()),
+    code_of(qwen3.Attention): (THREE, ("q_norm", "k_norm")),
+    code_of(phi3.Attention): (("qkv_proj",), ()),
+}
+MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
+    code_of(llama.MLP): ("gate_proj", "up_proj"),
+    code_of(phi3.MLP): ("gate_up_proj",),
+}
+
+
+class Programs:
+    """The native programs of a layer, one for each set of modules that it had lately; None where there can be none."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, Any]] = []
+
+    def __deepcopy__(self, memo: object) -> "Programs":
+        return Programs()
+
+    def find(self, layer: nn.Module, kernels: ModuleType) -> Any:
+        """The program for the modules and arrays that the layer has now."""
+        for watched, program in self._made:
+            if kernels.is_same(watched, layer):
+                return program
+        mx.eval(layer.parameters())
+        self._made = [(kernels.watched(layer), program_of(layer, kernels)), *self._made[: MOST - 1]]
+        return self._made[0][1]
+
+    def forget(self) -> None:
+        """Make all programs anew."""
+        self._made = []
+
+
+class NativeBlock(nn.Module):
+    """What a native block adds to mlx-lm's class, which computes whatever the native operation does not take."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        y = run(self, x, mask, cache)
+        return super().__call__(x, mask, cache) if y is None else y
+
+
+@functools.cache
+def block_class(kind: Any) -> type[nn.Module] | None:
+    """A subclass of mlx-lm's class `kind` that runs as one native operation; None for classes of other code."""
+    if not issubclass(kind, nn.Module) or issubclass(kind, NativeBlock) or code_of(kind) != BLOCK:
+        return None
+    return type(f"Native{kind.__name__}", (NativeBlock, kind), {ORIGIN: kind})
+
+
+def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+    """The result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it did."""
+    causal = isinstance(mask, str) and mask == "causal"
+    if x.dtype != mx.float32 or x.ndim != 3 or not (causal or mask is None or is_bool(mask)):
+        return None
+    kernels = block_kernels(x.shape[0] * x.shape[1])
+    if kernels is None or not takes_cache(cache):
+        return None
+    program = programs_of(layer).find(layer, kernels)
+    if program is None:
+        return None
+    seen = None if causal else mask
+    if type(cache) is KVCache and has_room(cache, x):
+        y = kernels.run_block(program, x, cache.keys, cache.values, cache.offset, causal, seen)
+        cache.offset += 0 if y is None else x.shape[1]
+        return given(layer, y)
+    return in_halves(layer, program, kernels, x, causal, seen, cache)
+
+
+def in_halves(
+    layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
+) -> mx.array | None:
+    """As `run`, in two operations: the cache takes the keys and values in its own way in between."""
+    heads = kernels.run_block_heads(program, x, 0 if cache is None else cache.offset)
+    if heads is None:
+        return given(layer, None)
+    shared = layer.self_attn.n_kv_heads
+    keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
+    if cache is not None:
+        keys, values = cache.update_and_fetch(keys, values)
+    return kernels.run_block_rest(program, x, heads, keys, values, causal, mask)
+
+
+def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
+    """The result; if there is none, since memory of the program was given up, programs are made anew."""
+    if y is None:
+        programs_of(layer).forget()
+    return y
+
+
+def is_bool(mask: object) -> bool:
+    return isinstance(mask, mx.array) and mask.dtype == mx.bool_
+
+
+def takes_cache(cache: Any) -> bool:
+    """Whether a block knows how a cache takes keys and values; those that it has must be float32."""
+    if cache is None:
+        return True
+    return type(cache) in (KVCache, RotatingKVCache) and (cache.keys is None or cache.keys.dtype == mx.float32)
+
+
+def has_room(cache: KVCache, x: mx.array) -> bool:
+    """Whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
+    keys = cache.keys
+    return keys is not None and cache.offset + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
+
+
+def programs_of(layer: nn.Module) -> Programs:
+    """The programs of a layer."""
+    found: Programs = vars(layer).setdefault(PROGRAMS, Programs())
+    return found
+
+
+def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
+    """The native program of a block over the modules that it has; None if one of them is not known."""
+    attention, mlp = layer.get("self_attn"), layer.get("mlp")
+    known, gates = ATTENTION.get(code_of(type(attention))), MLP.get(code_of(type(mlp)))
+    if known is None or gates is None:
+        return None
+    projections, norms_of_heads = known
+    linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
+    parts = [part_of(module, kernels) for module in linears]
+    own = layer["input_layernorm"], layer["post_attention_layernorm"], *(attention[name] for name in norms_of_heads)
+    norms = [norm_of(module, kernels) for module in own]
+    rotation = rotation_of(attention["rope"])
+    if None in parts or None in norms or rotation is None:
+        return None
+    count = len(projections)
+    of_queries, of_keys = norms[2:] or (None, None)
+    return kernels.block(
+        before_attention=norms[0],
+        projections=parts[:count],
+        output=parts[count],
+        before_mlp=norms[1],
+        gates=parts[count + 1 : -1],
+        down=parts[-1],
+        of_queries=of_queries,
+        of_keys=of_keys,
+        heads=attention.n_heads,
+        key_heads=attention.n_kv_heads,
+        **rotation,
+        scale=attention.scale,
+    )
+
+
+def part_of(module: nn.Module, kernels: ModuleType) -> Any:
+    """A linear layer as a part of a block; None if its class does not say how (a class derived from it need not)."""
+    part = vars(type(module)).get("part")
+    return None if part is None else part(module, kernels)
+
+
+def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
+    """A norm as a part of a block; None if it is another."""
+    return kernels.norm_part(module["weight"], module.eps) if type(module) is NativeRMSNorm else None
+
+
+def rotation_of(rope: nn.Module) -> dict[str, Any] | None:
+    """The rotation of queries and keys; None if it is another."""
+    if type(rope) is NativeRoPE:
+        frequencies, scale = inverse_frequencies(rope.dims, rope.base), rope.scale
+    elif type(rope) is NativeLlama3RoPE:
+        frequencies, scale = rope.frequencies, 1.0
+    else:
+        return None
+    return {"frequencies": frequencies, "traditional": rope.traditional, "rotation_scale": scale}

@@ -1,0 +1,217 @@
+#include "block.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace gearbx {
+namespace {
+
+constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers: to wake another thread takes as long as fewer
+constexpr int64_t KEPT = 1 << 20;           // numbers of scratch memory that a thread keeps from block to block
+
+// Memory for what comes and goes within a block. Not filled with zeros.
+class Scratch {
+ public:
+  explicit Scratch(int64_t numbers) {
+    static thread_local std::unique_ptr<float[]> kept;
+    if (numbers > KEPT) own_.reset(new float[static_cast<size_t>(numbers)]);
+    else if (!kept) kept.reset(new float[static_cast<size_t>(KEPT)]);
+    next_ = own_ ? own_.get() : kept.get();
+  }
+
+  float* take(int64_t numbers) {
+    float* taken = next_;
+    next_ += numbers;
+    return taken;
+  }
+
+ private:
+  std::unique_ptr<float[]> own_;
+  float* next_;
+};
+
+// Calls work(first, count) for all vectors, of `width` numbers each; several threads do so if it is worth it.
+template <class Work>
+void each(int64_t vectors, int64_t width, const Work& work) {
+  const int64_t some = std::max<int64_t>(1, WORTH_SHARING / std::max<int64_t>(1, width));
+  if (vectors < 2 * some) return work(0, vectors);
+  struct Job {
+    const Work& work;
+    int64_t vectors, some;
+  };
+  const int64_t height = std::max(some, (vectors + 1023) / 1024);
+  const Job job = {work, vectors, height};
+  const auto run = [](const void* context, int piece) {
+    const Job& j = *static_cast<const Job*>(context);
+    const int64_t first = piece * j.some;
+    j.work(first, std::min(j.some, j.vectors - first));
+  };
+  share_out(static_cast<int>((vectors + height - 1) / height), run, &job);
+}
+
+template <class Bias>
+void add_bias(const Bias* bias, int64_t rows, int64_t vectors, float* y) {
+  for (int64_t v = 0; v < vectors; v++, y += rows)
+    for (int64_t i = 0; i < rows; i++) y[i] += to_float(bias[i]);
+}
+
+void add_bias(const Linear& linear, int64_t vectors, float* y) {
+  const int64_t rows = linear.rows();
+  if (!linear.bias) return;
+  if (linear.bias_type == GEARBX_BFLOAT16) return add_bias(static_cast<const Bf16*>(linear.bias), rows, vectors, y);
+  if (linear.bias_type == GEARBX_FLOAT16) return add_bias(static_cast<const Fp16*>(linear.bias), rows, vectors, y);
+  add_bias(static_cast<const float*>(linear.bias), rows, vectors, y);
+}
+
+struct Product {
+  const float* x;
+  int64_t vectors;
+  float* y;
+  void operator()(const gearbx_stack& m) const { gearbx_stack_product(&m, x, vectors, y); }
+  void operator()(const gearbx_dense& m) const { gearbx_dense_product(&m, x, vectors, y); }
+  void operator()(const gearbx_exact& m) const { gearbx_exact_product(&m, x, vectors, y); }
+};
+
+void multiply(const Linear& linear, const float* x, int64_t vectors, float* y) {
+  std::visit(Product{x, vectors, y}, linear.matrix);
+  add_bias(linear, vectors, y);
+}
+
+int64_t rows_of(const std::vector<Linear>& linears) {
+  int64_t rows = 0;
+  for (const Linear& linear : linears) rows += linear.rows();
+  return rows;
+}
+
+// The results of several matrices for the same x, one matrix after the other: y (vectors, rows) of each.
+void multiply(const std::vector<Linear>& linears, const float* x, int64_t vectors, float* y) {
+  for (const Linear& linear : linears) {
+    multiply(linear, x, vectors, y);
+    y += vectors * linear.rows();
+  }
+}
+
+void norm(const Norm& norm, const float* x, int64_t rows, int64_t columns, float* y) {
+  each(rows, columns, [&](int64_t first, int64_t count) {
+    gearbx_rms_norm(x + first * columns, count, columns, norm.weight, norm.type, norm.eps, y + first * columns);
+  });
+}
+
+// Results of the projections to one kind of heads: `first`, and the distance from vector to vector.
+struct Projected {
+  float* first;
+  int64_t stride;
+};
+
+void norm_heads(const Norm& by, const Projected& from, int64_t vectors, int64_t heads, int64_t width) {
+  if (!by.weight) return;
+  each(vectors, heads * width, [&](int64_t first, int64_t count) {
+    for (int64_t v = first; v < first + count; v++) {
+      float* x = from.first + v * from.stride;
+      gearbx_rms_norm(x, heads, width, by.weight, by.type, by.eps, x);
+    }
+  });
+}
+
+void copy_heads(const Positions& at, int64_t heads, int64_t width, const float* from, const int64_t (&strides)[3],
+                const Heads& to) {
+  for (int64_t b = 0; b < at.batch; b++)
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t t = 0; t < at.length; t++)
+        std::memcpy(to.first + b * to.batch_stride + h * to.head_stride + t * width,
+                    from + b * strides[0] + h * strides[1] + t * strides[2], static_cast<size_t>(width) * 4);
+}
+
+void rotate(const Rotation& by, const Positions& at, const Projected& from, int64_t heads, int64_t width,
+            const Heads& to) {
+  // A few positions at a time: that is as much as a thread turns in place of its scratch memory.
+  each(at.length, at.batch * heads * width, [&](int64_t first, int64_t count) {
+    std::vector<float> turned(static_cast<size_t>(at.batch * heads * count * width));
+    gearbx_rotation rotation = {{at.batch, heads, count, width},
+                                {at.length * from.stride, width, from.stride, 1},
+                                by.frequencies, by.dims, by.traditional, by.scale, at.offset + first};
+    gearbx_rope(&rotation, from.first + first * from.stride, turned.data());
+    copy_heads({at.batch, count, 0}, heads, width, turned.data(), {heads * count * width, count * width, width},
+               {to.first + first * width, to.batch_stride, to.head_stride});
+  });
+}
+
+void add(const float* a, const float* b, int64_t count, float* sum) {
+  each(count, 1, [&](int64_t first, int64_t some) {
+    for (int64_t i = first; i < first + some; i++) sum[i] = a[i] + b[i];
+  });
+}
+
+// silu(gate) * up for each vector; `projected` is what multiply wrote for block.gates.
+void gate(const Block& block, const float* projected, int64_t vectors, float* y) {
+  const int64_t hidden = block.hidden();
+  const bool joined = block.gates.size() == 1;
+  const int64_t stride = joined ? 2 * hidden : hidden;
+  const float* up = projected + (joined ? hidden : vectors * hidden);
+  each(vectors, hidden, [&](int64_t first, int64_t count) {
+    for (int64_t v = first; v < first + count; v++)
+      gearbx_swiglu(projected + v * stride, up + v * stride, hidden, y + v * hidden);
+  });
+}
+
+}  // namespace
+
+int64_t Linear::rows() const {
+  return std::visit([](const auto& m) { return m.rows; }, matrix);
+}
+
+int64_t Linear::inputs() const {
+  if (const auto* stack = std::get_if<gearbx_stack>(&matrix)) return inputs_of(*stack);
+  return std::visit([](const auto& m) { return m.columns; }, matrix);
+}
+
+void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values) {
+  const int64_t n = at.count(), width = block.width, rows = rows_of(block.projections);
+  Scratch scratch(n * (block.inputs() + rows));
+  float* normed = scratch.take(n * block.inputs());
+  norm(block.before_attention, x, n, block.inputs(), normed);
+  float* y = scratch.take(n * rows);
+  multiply(block.projections, normed, n, y);
+
+  const int64_t own = block.heads * width, shared = block.key_heads * width;
+  const bool joined = block.projections.size() == 1;
+  const int64_t each_first = joined ? 1 : n;  // from the first queries to the first keys: their rows, or n times these
+  const Projected q = {y, joined ? rows : own}, k = {y + each_first * own, joined ? rows : shared},
+                  v = {y + each_first * (own + shared), joined ? rows : shared};
+  norm_heads(block.of_queries, q, n, block.heads, width);
+  norm_heads(block.of_keys, k, n, block.key_heads, width);
+  rotate(block.rotation, at, q, block.heads, width, queries);
+  rotate(block.rotation, at, k, block.key_heads, width, keys);
+  copy_heads(at, block.key_heads, width, v.first, {at.length * v.stride, width, v.stride}, values);
+}
+
+void finish(const Block& block, const gearbx_attention& attention, const float* x, const float* queries,
+            const float* keys, const float* values, float* y) {
+  const int64_t n = attention.batch * attention.length, size = block.inputs(), width = block.heads * block.width;
+  const int64_t hidden = block.hidden();
+  Scratch scratch(n * (2 * width + 2 * size + rows_of(block.gates) + hidden));
+  float *seen = scratch.take(n * width), *by_vector = seen;
+  gearbx_attend(&attention, queries, keys, values, seen);
+  if (attention.length > 1) {  // (batch, heads, length, width) to (batch, length, heads, width)
+    by_vector = scratch.take(n * width);
+    const int64_t length = attention.length;
+    copy_heads({attention.batch, block.heads, 0}, length, block.width, seen,
+               {length * width, block.width, length * block.width}, {by_vector, length * width, width});
+  }
+  float *branch = scratch.take(n * size), *sum = scratch.take(n * size);
+  multiply(block.output, by_vector, n, branch);
+  add(x, branch, n * size, sum);
+
+  norm(block.before_mlp, sum, n, size, branch);
+  float *projected = scratch.take(n * rows_of(block.gates)), *gated = scratch.take(n * hidden);
+  multiply(block.gates, branch, n, projected);
+  gate(block, projected, n, gated);
+  multiply(block.down, gated, n, branch);
+  add(sum, branch, n * size, y);
+}
+
+}  // namespace gearbx

@@ -1,0 +1,74 @@
+// A transformer block: norm, heads, rotation, attention, sum, norm, gated MLP, sum. One call runs all of it, on the
+// thread of the caller and the pool's, which look for work in between and do not sleep.
+//
+// Every step is the kernel that the same operation has by itself, so that a block gives the bits of its operations.
+
+#pragma once
+
+#include <variant>
+#include <vector>
+
+#include "attention.h"
+#include "exact.h"
+#include "fused.h"
+#include "products.h"
+
+namespace gearbx {
+
+// x times a transposed matrix, plus a bias if there is one.
+struct Linear {
+  std::variant<gearbx_stack, gearbx_dense, gearbx_exact> matrix;
+  const void* bias = nullptr;  // (rows), of `bias_type` (matvec.h)
+  int bias_type = GEARBX_FLOAT32;
+
+  int64_t rows() const;
+  int64_t inputs() const;
+};
+
+struct Norm {
+  const void* weight = nullptr;  // none: there is no norm here
+  int type = GEARBX_FLOAT32;
+  float eps = 0;
+};
+
+struct Rotation {
+  const float* frequencies;  // (dims / 2), radians from position to position
+  int dims, traditional;     // as in gearbx_rotation
+  float scale;
+};
+
+struct Block {
+  Norm before_attention, before_mlp, of_queries, of_keys;
+  std::vector<Linear> projections;  // to queries, keys and values: three matrices, or one with the rows of all
+  Linear output;
+  std::vector<Linear> gates;  // gate and up: two matrices, or one with the rows of both
+  Linear down;
+  int64_t heads, key_heads, width;  // numbers of a head
+  Rotation rotation;
+  float scale;  // of scores
+
+  int64_t inputs() const { return output.rows(); }
+  int64_t hidden() const { return down.inputs(); }
+};
+
+// Where the numbers of a head (batch, head, position) are. Those of a vector are neighbours, and vectors too.
+struct Heads {
+  float* first;
+  int64_t batch_stride, head_stride;
+};
+
+// Which vectors x (batch, length, inputs) are: the first position of each sequence.
+struct Positions {
+  int64_t batch, length, offset;
+  int64_t count() const { return batch * length; }
+};
+
+// Writes queries (batch, heads, length, width), keys and values (batch, key_heads, length, width) of x. Queries and keys
+// are normed, if the block does so, and rotated.
+void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values);
+
+// y (batch, length, inputs) = the block's result for x, when `attention` reads these queries, keys and values.
+void finish(const Block& block, const gearbx_attention& attention, const float* x, const float* queries,
+            const float* keys, const float* values, float* y);
+
+}  // namespace gearbx

@@ -1,0 +1,96 @@
+// Norms and linear layers as parts of a block, and blocks of them.
+
+#include <nanobind/stl/optional.h>
+
+#include "block_program.h"
+#include "exact_form.h"
+
+namespace gearbx {
+namespace {
+
+nb::capsule linear_part(std::variant<gearbx_stack, gearbx_dense, gearbx_exact> matrix,
+                       const std::vector<mx::array>& arrays, const std::optional<mx::array>& bias) {
+  LinearPart made;
+  made.value.matrix = matrix;
+  for (const mx::array& a : arrays) note(a, made.memory);
+  if (bias) {
+    require(bias->ndim() == 1 && bias->shape(0) == made.value.rows(), "a bias must have a number for each row");
+    made.value.bias = note(*bias, made.memory).data<void>();
+    made.value.bias_type = type_of(*bias);
+  }
+  return in_capsule(LINEAR, std::move(made));
+}
+
+nb::capsule stack_part(const std::vector<mx::array>& weights, const mx::array& scales,
+                      const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits,
+                      const std::optional<mx::array>& bias) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  const StackForm form = {widths, group, x_bits};
+  const auto x = mx::array(0.0f);
+  auto arrays = form.inputs(mx::broadcast_to(x, {1, scales.shape(-1) * group}, s), weights, scales, biases, 2, s);
+  Memory memory;
+  for (size_t i = 1; i < arrays.size(); i++) note(arrays[i], memory);
+  const auto matrix = form.matrix(arrays);
+  return linear_part(matrix, {arrays.begin() + 1, arrays.end()}, bias);
+}
+
+nb::capsule symmetric_part(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits,
+                          const std::optional<mx::array>& bias) {
+  check_symmetric(weight, scales, inputs, bits, x_bits);
+  Memory memory;
+  return linear_part(symmetric_of(note(weight, memory), note(scales, memory), inputs, bits, x_bits), {weight, scales},
+                     bias);
+}
+
+nb::capsule dense_part(const mx::array& weight, const std::optional<mx::array>& bias) {
+  require(weight.ndim() == 2, "weights must be a matrix");
+  Memory memory;
+  return linear_part(dense_of(note(weight, memory)), {weight}, bias);
+}
+
+nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& scales,
+                      const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
+                      const mx::array& offsets, const std::vector<int>& widths, int group,
+                      const std::optional<mx::array>& bias) {
+  const ExactForm form = {widths, group};
+  const auto arrays =
+      form.inputs(weights, scales, biases, low, high, offsets, 2, mx::default_stream(mx::Device::cpu));
+  Memory memory;
+  for (const mx::array& a : arrays) note(a, memory);
+  return linear_part(form.matrix(arrays, 0), arrays, bias);
+}
+
+nb::capsule norm_part(const mx::array& weight, float eps) {
+  require(weight.ndim() == 1, "the weight of a norm must be a vector");
+  NormPart made;
+  made.value = {note(weight, made.memory).data<void>(), type_of(weight), eps};
+  return in_capsule(NORM, std::move(made));
+}
+
+nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> projections, nb::capsule output,
+                       nb::capsule before_mlp, std::vector<nb::capsule> gates, nb::capsule down,
+                       std::optional<nb::capsule> of_queries, std::optional<nb::capsule> of_keys, int heads,
+                       int key_heads, const mx::array& frequencies, bool traditional, float rotation_scale,
+                       float scale) {
+  const BlockParts parts = {before_attention, projections, output, before_mlp, gates, down, of_queries, of_keys};
+  const Sizes sizes = {heads, key_heads, traditional, rotation_scale, scale};
+  return in_capsule<Program>(BLOCK, std::make_shared<const BlockProgram>(parts, sizes, frequencies));
+}
+
+}  // namespace
+
+void bind_block_parts(nb::module_& m) {
+  m.def("stack_part", &stack_part, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a, "x_bits"_a,
+        "bias"_a = nb::none());
+  m.def("symmetric_part", &symmetric_part, "weight"_a, "scales"_a, "inputs"_a, "bits"_a, "x_bits"_a,
+        "bias"_a = nb::none());
+  m.def("dense_part", &dense_part, "weight"_a, "bias"_a = nb::none());
+  m.def("exact_part", &exact_part, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "widths"_a,
+        "group"_a, "bias"_a = nb::none());
+  m.def("norm_part", &norm_part, "weight"_a, "eps"_a);
+  m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
+        "gates"_a, "down"_a, "of_queries"_a.none(), "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a,
+        "traditional"_a, "rotation_scale"_a, "scale"_a);
+}
+
+}  // namespace gearbx

@@ -1,0 +1,125 @@
+// A block with the memory that it reads, put together from norms and linear layers that Python passes on in capsules.
+
+#pragma once
+
+#include <optional>
+
+#include "block.h"
+#include "capsules.h"
+#include "graph.h"
+
+namespace gearbx {
+
+constexpr char LINEAR[] = "gearbx_linear", NORM[] = "gearbx_norm", BLOCK[] = "gearbx_block";
+
+using Memory = std::vector<std::weak_ptr<mx::array::Data>>;
+using Kept = std::vector<std::shared_ptr<mx::array::Data>>;
+
+// Registers the memory of an array that a block will read in place.
+inline const mx::array& note(const mx::array& a, Memory& memory) {
+  require(a.is_available() && a.flags().row_contiguous, "a block reads arrays that are evaluated and contiguous");
+  memory.push_back(a.data_shared_ptr());
+  return a;
+}
+
+// A linear layer or a norm of a block, with the memory that it reads. Blocks do not keep memory: what a gearbox gives
+// up is free.
+template <class Value>
+struct Part {
+  Value value;
+  Memory memory;
+};
+typedef Part<Linear> LinearPart;
+typedef Part<Norm> NormPart;
+
+// Parts of a block: norms and linear layers, in capsules.
+struct BlockParts {
+  nb::capsule before_attention;
+  std::vector<nb::capsule> projections;
+  nb::capsule output, before_mlp;
+  std::vector<nb::capsule> gates;
+  nb::capsule down;
+  std::optional<nb::capsule> of_queries, of_keys;
+};
+
+struct Sizes {
+  int heads, key_heads;
+  bool traditional;
+  float rotation_scale, scale;
+};
+
+class BlockProgram {
+ public:
+  // Throws std::invalid_argument if the parts do not fit each other.
+  BlockProgram(const BlockParts& parts, const Sizes& sizes, const mx::array& frequencies)
+      : frequencies_(frequencies) {
+    const auto& [before_attention, projections, output, before_mlp, gates, down, of_queries, of_keys] = parts;
+    block_.before_attention = norm(before_attention);
+    block_.before_mlp = norm(before_mlp);
+    if (of_queries) block_.of_queries = norm(*of_queries);
+    if (of_keys) block_.of_keys = norm(*of_keys);
+    for (const auto& part : projections) block_.projections.push_back(linear(part));
+    for (const auto& part : gates) block_.gates.push_back(linear(part));
+    block_.output = linear(output);
+    block_.down = linear(down);
+    const auto [heads, key_heads, traditional, rotation_scale, scale] = sizes;
+    require(heads > 0 && key_heads > 0 && heads % key_heads == 0, "heads must be a multiple of the heads of keys");
+    block_.heads = heads;
+    block_.key_heads = key_heads;
+    block_.width = block_.output.inputs() / heads;
+    block_.scale = scale;
+    require(frequencies.dtype() == mx::float32 && frequencies.ndim() == 1, "frequencies must be a float32 vector");
+    block_.rotation = {note(frequencies, memory_).data<float>(), 2 * frequencies.shape(0), traditional, rotation_scale};
+    check();
+  }
+
+  const Block& block() const { return block_; }
+
+  // The memory, or nothing if some of it was given up.
+  std::optional<Kept> keep() const {
+    Kept kept;
+    kept.reserve(memory_.size());
+    for (const auto& weak : memory_) {
+      kept.push_back(weak.lock());
+      if (!kept.back()) return std::nullopt;
+    }
+    return kept;
+  }
+
+ private:
+  template <class Value>
+  const Value& take(const Part<Value>& part) {
+    memory_.insert(memory_.end(), part.memory.begin(), part.memory.end());
+    return part.value;
+  }
+  const Linear& linear(const nb::capsule& part) { return take(from_capsule<LinearPart>(LINEAR, part)); }
+  const Norm& norm(const nb::capsule& part) { return take(from_capsule<NormPart>(NORM, part)); }
+
+  void check() const {
+    const Block& b = block_;
+    const auto rows = [](const std::vector<Linear>& parts) {
+      int64_t sum = 0;
+      for (const Linear& part : parts) sum += part.rows();
+      return sum;
+    };
+    require(b.width * b.heads == b.output.inputs() && b.rotation.dims <= b.width, "heads and the output do not fit");
+    require((b.projections.size() == 1 || b.projections.size() == 3) &&
+                rows(b.projections) == b.width * (b.heads + 2 * b.key_heads),
+            "projections and heads do not fit");
+    require((b.gates.size() == 1 || b.gates.size() == 2) && rows(b.gates) == 2 * b.hidden(), "gates do not fit");
+    for (const auto& parts : {b.projections, b.gates})
+      for (const Linear& part : parts) require(part.inputs() == b.inputs(), "a matrix has another width than x");
+    require(b.down.rows() == b.inputs(), "the last matrix has another number of rows than x is wide");
+  }
+
+  Block block_{};
+  Memory memory_;
+  mx::array frequencies_;  // kept: no gear changes them
+};
+
+typedef std::shared_ptr<const BlockProgram> Program;
+
+// Adds what makes parts and blocks to the module (block_parts.cpp).
+void bind_block_parts(nb::module_& m);
+
+}  // namespace gearbx

@@ -1,0 +1,52 @@
+"""Products of mixtures of experts: a native CPU kernel, or MLX's."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import mlx.core as mx
+
+from . import reference
+from .dispatch import cpu_kernels, on_cpu
+from .metal_rows import uses_order
+
+
+def stack_experts(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+    indices: mx.array,
+    sorted_indices: bool = False,
+    x_bits: int = 0,
+) -> mx.array:
+    """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return reference.planes_gather_matmul(
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
+        )
+    stack = list(weights), scales, list(biases), list(widths), group_size
+    return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
+
+
+def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
+    return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+    """`dense_experts` by MLX's own product."""
+    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    transposed = weight.astype(computed).swapaxes(-1, -2)
+    in_order = uses_order(indices, sorted_indices)
+    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
+
+
+def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
+    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors."""
+    return cpu_kernels(indices.size) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None

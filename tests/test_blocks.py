@@ -1,0 +1,241 @@
+"""A transformer block as one native operation: the same bits as its operations, and only where it is known."""
+
+import copy
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import ON_A_CPU, PROMPT, tiny_model
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.formats import block
+
+pytestmark = [ON_A_CPU, pytest.mark.usefixtures("native")]
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+MODELS = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_traditional": True}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("phi3", {}),
+]
+FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
+
+
+def boxed(architecture="llama", change=(), format="planes", ladder="4,16", activations="int16") -> Gearbox:
+    model = tiny_model(architecture, **dict(change))
+    model.set_dtype(mx.bfloat16)
+    return Gearbox(model, ladder, format=format, kernels="native", activations=activations)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> SimpleNamespace:
+    """Counts blocks that ran as one operation; with `enabled` false none does."""
+    count, run = SimpleNamespace(native=0, enabled=True), block.run
+
+    def counted(*arguments):
+        y = run(*arguments) if count.enabled else None
+        count.native += y is not None
+        return y
+
+    monkeypatch.setattr(block, "run", counted)
+    return count
+
+
+def text(model: nn.Module, caches=None) -> list[mx.array]:
+    """Logits of a prompt, tokens one by one and in groups, after cutting the cache, and without a cache."""
+    cache = caches or make_prompt_cache(model)
+    passes = [PROMPT, [[3]], [[5]], [[1, 2, 3]], [[7]]]
+    found = [model(mx.array(tokens), cache=cache) for tokens in passes]
+    mx.eval(found)
+    for part in cache:
+        part.trim(2)
+    found += [model(mx.array(tokens), cache=cache) for tokens in ([[3, 4]], [[5]])]
+    return [*found, model(PROMPT)]
+
+
+def same(first: list[mx.array], second: list[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(first, second, strict=True))
+
+
+class TestBits:
+    @pytest.mark.parametrize(("architecture", "change"), MODELS)
+    def test_are_those_of_the_operations(self, architecture, change, calls):
+        box = boxed(architecture, change)
+        for gear in box.ladder:
+            box.shift(gear)
+            calls.native, calls.enabled = 0, True
+            as_blocks = text(box.model)
+            assert calls.native == 8 * len(box.model.layers)
+            calls.enabled = False
+            assert same(as_blocks, text(box.model))
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("activations", ["float", "int16", "int8"])
+    def test_of_every_format(self, format, activations, calls):
+        box = boxed(format=format, activations=activations)
+        for gear in box.ladder:
+            box.shift(gear)
+            calls.enabled = True
+            as_blocks = text(box.model)
+            calls.enabled = False
+            assert same(as_blocks, text(box.model))
+        assert calls.native
+
+    def test_of_several_sequences_and_with_masks(self, calls):
+        box = boxed()
+        tokens = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+        hidden = mx.array([[True, True, True, False]])
+        layer, x = box.model.layers[0], mx.random.normal((2, 4, 64))
+        for run in (lambda: box.model(tokens), lambda: layer(x, hidden), lambda: layer(x)):
+            calls.enabled, calls.native = True, 0
+            native = run()
+            assert calls.native
+            calls.enabled = False
+            assert mx.array_equal(native, run()).item()
+
+    def test_of_a_sliding_window_that_turns(self, calls):
+        box = boxed()
+
+        def logits() -> list[mx.array]:
+            cache = [RotatingKVCache(max_size=8) for _ in box.model.layers]
+            return [box.model(PROMPT, cache=cache), *(box.model(mx.array([[t]]), cache=cache) for t in range(12))]
+
+        native = logits()
+        assert calls.native == 13 * len(box.model.layers)
+        calls.enabled = False
+        assert same(native, logits())
+
+    def test_of_a_long_prompt_that_threads_share(self, calls):
+        box = boxed()
+        tokens = mx.arange(700)[None] % 50
+        native = box.model(tokens)
+        calls.enabled = False
+        assert mx.array_equal(native, box.model(tokens)).item()
+
+
+class TestCache:
+    @pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval])
+    def test_entries_are_written_where_they_are(self, evaluate):
+        box = boxed()
+        cache = make_prompt_cache(box.model)
+        box.model(PROMPT, cache=cache)
+        for part in cache:
+            _, heads, _, width = part.keys.shape
+            part.keys, part.values = (mx.zeros((1, heads, 20000, width)) for _ in range(2))
+            mx.eval(part.keys, part.values)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for token in range(5):
+            evaluate(box.model(mx.array([[token]]), cache=cache))
+        assert mx.get_peak_memory() - before < cache[0].keys.nbytes / 10
+
+    def test_whoever_has_the_entries_keeps_their_values(self):
+        box = boxed()
+        cache = make_prompt_cache(box.model)
+        mx.eval(box.model(PROMPT, cache=cache))
+        kept = [copy.copy(part.keys) for part in cache]
+        values = [mx.array(keys.tolist()) for keys in kept]
+        mx.eval(box.model(mx.array([[1]]), cache=cache))
+        assert same(kept, values)
+        assert not mx.array_equal(cache[0].keys, values[0]).item()
+
+    def test_passes_that_are_evaluated_at_last_see_their_own_entries(self, calls):
+        box = boxed()
+
+        def logits() -> list[mx.array]:
+            cache = make_prompt_cache(box.model)
+            found = [box.model(PROMPT, cache=cache)]
+            for _ in range(3):
+                found.append(box.model(mx.array([[1, 2, 3]]), cache=cache))
+                for part in cache:
+                    part.trim(2)
+            mx.eval(found[::-1])
+            return found
+
+        native = logits()
+        calls.enabled = False
+        assert same(native, logits())
+
+    def test_the_state_of_a_cache_is_all_that_a_prompt_needs_to_evaluate(self):
+        box = boxed()
+        cache, other = make_prompt_cache(box.model), make_prompt_cache(box.model)
+        for tokens in (PROMPT, mx.array([[1, 2]])):
+            box.model(tokens, cache=cache)
+            mx.eval([part.state for part in cache])
+            mx.eval(box.model(tokens, cache=other))
+        assert same([part.keys for part in cache], [part.keys for part in other])
+
+
+class TestModules:
+    def test_weights_that_change_count_at_once(self, calls):
+        box = boxed()
+        box.shift(16)
+        layer = box.model.layers[0]
+        before = box.model(PROMPT)
+        layer.mlp.down_proj.weight = 2 * layer.mlp.down_proj.weight
+        after = box.model(PROMPT)
+        calls.enabled = False
+        assert mx.array_equal(after, box.model(PROMPT)).item()
+        assert not mx.array_equal(before, after).item()
+
+    def test_other_modules_run_as_they_did(self, calls):
+        class Twice(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def __call__(self, x):
+                return 2 * self.inner(x)
+
+        box = boxed()
+        before = box.model(PROMPT)
+        calls.native = 0
+        layer = box.model.layers[0]
+        layer.mlp.down_proj = Twice(layer.mlp.down_proj)
+        after = box.model(PROMPT)
+        assert calls.native == len(box.model.layers) - 1
+        assert not mx.array_equal(before, after).item()
+
+    def test_a_class_derived_from_a_known_one_is_not_known(self, calls):
+        box = boxed()
+        layer = box.model.layers[0]
+        known = type(layer.mlp.down_proj)
+        call = {"__call__": lambda self, x: known.__call__(self, x) + 1}
+        layer.mlp.down_proj.__class__ = type("Derived", (known,), call)
+        box.model(PROMPT)
+        assert calls.native == len(box.model.layers) - 1
+
+    def test_memory_that_a_gear_gives_up_is_free(self):
+        model = tiny_model("llama", hidden_size=256, intermediate_size=1024)
+        model.set_dtype(mx.bfloat16)
+        box = Gearbox(model, "4,16", kernels="native", residency="host")
+        for gear in (16, 4, 16, 4):
+            box.shift(gear)
+            mx.eval(box.model(PROMPT))
+        low = mx.get_active_memory()
+        box.shift(16)
+        mx.eval(box.model(PROMPT))
+        high = mx.get_active_memory()
+        box.shift(4)
+        assert mx.get_active_memory() == low
+        assert high > low
+
+    def test_experts_and_other_blocks_run_as_they_did(self, calls):
+        for architecture in ("gemma3_text", "qwen3_moe"):
+            box = boxed(architecture)
+            calls.native = 0
+            assert mx.isfinite(box.model(PROMPT)).all().item()
+            assert calls.native == 0
+
+    def test_a_model_can_be_copied(self):
+        box = boxed()
+        expected = box.model(PROMPT)
+        layer, x = box.model.layers[0], mx.ones((1, 2, 64))
+        assert mx.array_equal(copy.deepcopy(layer)(x), layer(x)).item()
+        assert mx.array_equal(box.model(PROMPT), expected).item()
