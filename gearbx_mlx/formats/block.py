@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ..kernels.dispatch import block_kernels
 from .fused import ORIGIN, NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, inverse_frequencies
 
-MOST = 4  # programs of a layer: one for each of its gears
+MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 PROGRAMS = "_gearbx_programs"
 
 Code = tuple[Any, ...]
@@ -141,7 +141,9 @@ def has_room(cache: KVCache, x: mx.array) -> bool:
 
 def programs_of(layer: nn.Module) -> Programs:
     """The programs of a layer."""
-    found: Programs = vars(layer).setdefault(PROGRAMS, Programs())
+    found: Programs | None = vars(layer).get(PROGRAMS)
+    if found is None:
+        found = vars(layer)[PROGRAMS] = Programs()
     return found
 
 
