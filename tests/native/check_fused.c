@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "attention.h"
 #include "fused.h"
@@ -119,6 +120,33 @@ static void check_attention(int64_t heads, int64_t shared, int64_t length, int64
   free(q), free(k), free(v), free(y);
 }
 
+/* A query of a prompt and the same query alone, over the keys that it sees, must have the same bits. */
+static void check_company(int64_t heads, int64_t shared, int64_t length, int64_t keys, int64_t width) {
+  const int64_t vectors = heads / shared * keys * width;
+  float *q = random_floats(heads * length * width), *k = random_floats(vectors), *v = random_floats(vectors);
+  float *together = malloc((size_t)(heads * length * width) * 4), *alone = malloc((size_t)(heads * width) * 4);
+  gearbx_attention form = {.batch = 1,
+                           .heads = heads,
+                           .shared = shared,
+                           .length = length,
+                           .keys = keys,
+                           .width = width,
+                           .query_strides = {0, length * width, width},
+                           .key_strides = {0, keys * width, width},
+                           .value_strides = {0, keys * width, width},
+                           .scale = 0.3f,
+                           .causal = 1};
+  gearbx_attend(&form, q, k, v, together);
+  form.length = 1;
+  for (int64_t i = 0; i < length; i += 7) {
+    form.keys = keys - length + i + 1;
+    gearbx_attend(&form, q + i * width, k, v, alone);
+    for (int64_t h = 0; h < heads; h++, results++)
+      if (memcmp(alone + h * width, together + (h * length + i) * width, (size_t)width * 4)) failures++;
+  }
+  free(q), free(k), free(v), free(together), free(alone);
+}
+
 int main(void) {
   const int64_t widths[] = {1, 7, 8, 9, 64, 203};
   for (int type = GEARBX_FLOAT32; type <= GEARBX_FLOAT16; type++)
@@ -133,7 +161,11 @@ int main(void) {
     check_attention(4, 2, 3, 11, 20, causal);
     check_attention(2, 1, 1, 1, 64, causal);
     check_attention(8, 4, 40, 50, 72, causal); /* on several threads */
+    check_attention(2, 2, 5, 600, 64, causal); /* threads share the keys */
   }
+  check_company(4, 2, 150, 700, 64);
+  check_company(3, 3, 40, 300, 20);
+  check_company(1, 1, 100, 100, 128);
   printf("%d numbers, %d wrong, %d threads\n", results, failures, gearbx_threads());
   return failures != 0;
 }

@@ -1,7 +1,8 @@
-"""Flags of `benchmark`, and the settings that they become: a group for each of the three things that it measures."""
+"""Flags of `benchmark`, and the settings that they become: a group for each thing that it measures."""
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from ...errors import GearbxError
@@ -11,6 +12,7 @@ from ..settings import Settings, add_flags, flag, settings_of
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
+PICTURES = (".png", ".svg")
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,39 @@ class KernelBenchmark(Settings):
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
 
     def __post_init__(self) -> None:
-        if self.cols < GROUP or self.cols % GROUP:
-            raise GearbxError(f"--cols is {self.cols}; give a multiple of {GROUP}")
+        check_columns(self.cols)
+        super().__post_init__()
+
+
+def check_columns(cols: int) -> None:
+    """Raises GearbxError for columns that groups do not divide."""
+    if cols < GROUP or cols % GROUP:
+        raise GearbxError(f"--cols is {cols}; give a multiple of {GROUP}")
+
+
+def check_picture(file: str | None) -> None:
+    """Raises GearbxError for a picture of another format than png and svg."""
+    if file is not None and Path(file).suffix not in PICTURES:
+        raise GearbxError(f"--picture {file}: give a file that ends in {' or '.join(PICTURES)}")
+
+
+@dataclass(frozen=True)
+class ThreadBenchmark(Settings):
+    """Products on 1, 2, ... all cores. most: None means as many threads as there are cores."""
+
+    what: ClassVar[str] = "threads"
+
+    rows: int = flag(4096, "Rows of the matrix.", least=1, most=2**20)
+    cols: int = flag(4096, "Columns of the matrix.", least=GROUP)
+    megabytes: int = flag(256, "Weights read in a trial.", least=1, most=2**20)
+    most: int | None = flag(None, "Most threads. Default: one for each core", least=1, most=256)
+    trials: int = flag(5, "Counted trials.", least=1, most=MOST)
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        check_columns(self.cols)
+        check_picture(self.picture)
         super().__post_init__()
 
 
@@ -61,14 +94,29 @@ class DecodeBenchmark(ModelBenchmark):
 
 
 @dataclass(frozen=True)
+class TokenBenchmark(ModelBenchmark):
+    """Where a token's time goes. context: tokens in the KV cache before the first one."""
+
+    what: ClassVar[str] = "token"
+
+    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0)
+    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        check_picture(self.picture)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
 class RoutingBenchmark(ModelBenchmark):
     """What routing adds to a token."""
 
     what: ClassVar[str] = "routing"
 
 
-Benchmark = KernelBenchmark | DecodeBenchmark | RoutingBenchmark
-KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in (KernelBenchmark, DecodeBenchmark, RoutingBenchmark)}
+Benchmark = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark
+ALL = KernelBenchmark, ThreadBenchmark, DecodeBenchmark, TokenBenchmark, RoutingBenchmark
+KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in ALL}
 
 
 def parse_shape(text: str) -> tuple[int, int]:

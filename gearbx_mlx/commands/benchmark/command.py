@@ -1,4 +1,5 @@
-"""The body of `benchmark`: kernels against the read bandwidth, gears against MLX, routing against none.
+"""The body of `benchmark`: kernels against the read bandwidth, threads against one, gears against MLX, the parts of a
+token against all of it, routing against none.
 
 A trial goes through everything that is compared in turn, and the first trial is not counted: other work on the machine
 then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
@@ -6,19 +7,24 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 
 import platform
 import statistics
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ...cli.output import output_path
-from ...cli.parsers.benchmark import Benchmark, DecodeBenchmark, KernelBenchmark
+from ...cli.output import check_distinct, output_path
+from ...cli.parsers.benchmark import Benchmark, DecodeBenchmark, KernelBenchmark, ThreadBenchmark, TokenBenchmark
 from ...files.writing import write_text
+from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
+from .pictures import draw_threads, draw_token
 from .routing import benchmark_routing
+from .threads import benchmark_threads
+from .token import benchmark_token
 
 COLUMNS = {
     "kernels": ("format", "bits", "path", "seconds", "gigabytes_per_second", "bandwidth_ratio", "spread"),
@@ -26,28 +32,50 @@ COLUMNS = {
         *("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
         *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
     ),
+    "threads": ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio"),
+    "token": ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token"),
     "routing": ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread"),
 }
 
 
+PICTURES = {"threads": draw_threads, "token": draw_token}
+
+
 def run(settings: Benchmark) -> int:
     out = None if settings.json is None else output_path(settings.json)
+    picture = picture_path(settings)
     machine = f"{platform.platform()}, {platform.processor() or platform.machine()}"
     rows = [row | {"machine": machine} for row in measure(settings)]
     Console(width=160).print(table_of(rows, COLUMNS[settings.what]))
-    bandwidth = statistics.median(row["read_bandwidth_gigabytes_per_second"] for row in rows)
-    print(f"read bandwidth {bandwidth:.1f} GB/s, {rows[0]['threads']} threads, {machine}")
+    threads = max(row["threads"] for row in rows)
+    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
+    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {threads} threads, {machine}")
     if out is not None:
         write_text(out, as_json({"rows": rows}))
+    if picture is not None:
+        PICTURES[settings.what](rows, picture)
     return 0
+
+
+def picture_path(settings: Benchmark) -> Path | None:
+    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
+    if not isinstance(settings, ThreadBenchmark | TokenBenchmark) or settings.picture is None:
+        return None
+    check_distinct({"--json": settings.json, "--picture": settings.picture})
+    get_pyplot()
+    return output_path(settings.picture)
 
 
 def measure(settings: Benchmark) -> list[dict[str, Any]]:
     """The rows of a benchmark."""
     if isinstance(settings, KernelBenchmark):
         return benchmark_kernels(settings)
+    if isinstance(settings, ThreadBenchmark):
+        return benchmark_threads(settings)
     if isinstance(settings, DecodeBenchmark):
         return benchmark_decode(settings)
+    if isinstance(settings, TokenBenchmark):
+        return benchmark_token(settings)
     return benchmark_routing(settings)
 
 

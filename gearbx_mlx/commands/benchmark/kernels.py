@@ -83,18 +83,22 @@ def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
 def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
     """Affine weights, which are stacks of one plane, and stacks of several; scales of bfloat16, groups of 64."""
     for widths in [(b,) for b in (2, 3, 4, 5, 6, 8)] + [(4, 4), (4, 1, 1, 2)]:
-        planes = split(weight.astype(mx.bfloat16), widths, GROUP)
+        yield from cases_of_stack(weight, widths, total, paths)
 
-        def product(x: mx.array, w: Many, s: mx.array, b: Many, widths: Any = widths, x_bits: int = 0) -> mx.array:
-            return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
 
-        def own(x: mx.array, w: Many, s: mx.array, b: Many, widths: Any = widths) -> mx.array:
-            return reference.planes_matmul(x, w, s, b, widths, GROUP)
+def cases_of_stack(weight: mx.array, widths: tuple[int, ...], total: int, paths: Sequence[str]) -> Iterator[Case]:
+    """A stack of planes of these widths."""
+    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
 
-        name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-        arrays = [planes.weights, planes.scales, planes.biases]
-        products = by_activations(product) | {MLX: own}
-        yield from cases_of(name, sum(widths), arrays, total, products, paths)
+    def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
+        return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
+
+    def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
+        return reference.planes_matmul(x, w, s, b, widths, GROUP)
+
+    name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
+    arrays = [planes.weights, planes.scales, planes.biases]
+    yield from cases_of(name, sum(widths), arrays, total, by_activations(product) | {MLX: own}, paths)
 
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
@@ -176,9 +180,9 @@ def native_module() -> Any:
     return module
 
 
-def bandwidth_reader(module: Any) -> Callable[[], float]:
-    """Measures GB/s of a sum over 1 GiB of words, on all threads, when called."""
-    words = mx.full((GIBIBYTE // 4,), 1, dtype=mx.uint32)
+def bandwidth_reader(module: Any, size: int = GIBIBYTE) -> Callable[[], float]:
+    """Measures GB/s of a sum over `size` bytes of words, on all threads, when called."""
+    words = mx.full((size // 4,), 1, dtype=mx.uint32)
     mx.eval(words)
 
     def read() -> float:

@@ -1,119 +1,144 @@
+// Attention over blocks of queries and spans of keys, without the matrix of all scores.
+//
+// A query's softmax is made for each span by itself, and then spans are merged in order. Spans begin at multiples of
+// SPAN, so that this order is the same for a query in a prompt and for one that is decoded.
+
 #include "attention.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <vector>
+#include <memory>
 
-#include "exponential.h"
+#include "attention_span.h"
 #include "pool.h"
-#include "simd.h"
 
 namespace gearbx {
 namespace {
 
-constexpr int64_t TAKEN = 16, MOST_PIECES = 1 << 15;  // queries per piece of work, more if there are too many pieces
+constexpr int64_t MOST_PIECES = 1 << 15;
 constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications: to wake another thread takes as long as fewer
-
-float dot(const float* a, const float* b, int64_t count) {
-  F8 even = zero8(), odd = zero8();
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    even = multiply_add8(load8(a + i), load8(b + i), even);
-    odd = multiply_add8(load8(a + i + 8), load8(b + i + 8), odd);
-  }
-  for (; i + 8 <= count; i += 8) even = multiply_add8(load8(a + i), load8(b + i), even);
-  float sum = sum8(add8(even, odd));
-  for (; i < count; i++) sum = multiply_add(a[i], b[i], sum);
-  return sum;
-}
-
-// Replaces scores by exp(score - highest), and returns the sum of these. NaN stays NaN.
-float exponentials(float* scores, int64_t count) {
-  float highest = -INFINITY;
-  for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
-  Floats sums = {};
-  for (int64_t i = 0; i < count; i += LANES) {
-    const size_t bytes = sizeof(float) * static_cast<size_t>(count - i);
-    Floats z = Floats{} - INFINITY;
-    i + LANES <= count ? std::memcpy(&z, scores + i, sizeof z) : std::memcpy(&z, scores + i, bytes);
-    z -= highest;
-    const Floats weights = z < LEAST ? Floats{} : z >= LEAST ? exponential(z >= LEAST ? z : Floats{}) : z;
-    i + LANES <= count ? std::memcpy(scores + i, &weights, sizeof z) : std::memcpy(scores + i, &weights, bytes);
-    sums += weights;
-  }
-  float sum = 0;
-  for (int k = 0; k < LANES; k++) sum += sums[k];
-  return sum;
-}
-
-// y (8 N) = factor times the weighted sum of values (count, 8 N), which are `stride` apart.
-template <int N>
-void weighted_sum(const float* weights, int64_t count, const float* values, int64_t stride, float factor, float* y) {
-  F8 sums[N];
-  for (F8& sum : sums) sum = zero8();
-  for (int64_t i = 0; i < count; i++)
-    for (int n = 0; n < N; n++) sums[n] = multiply_add8(all8(weights[i]), load8(values + i * stride + 8 * n), sums[n]);
-  for (int n = 0; n < N; n++) store8(y + 8 * n, multiply8(sums[n], all8(factor)));
-}
 
 struct Job {
   const gearbx_attention& form;
   const float *queries, *keys, *values;
   float* y;
-  int64_t taken;
+  int64_t key_heads, blocks, spans;  // key_heads of the whole batch; blocks of queries of each; spans of keys
+  int64_t pieces;
+  Sums parts;  // of each key head and span, if threads share the spans too
 };
 
-// Sets the scores of masked keys to -inf, and returns the number of keys up to the last one that is not masked. If all
-// keys are masked, sets all scores to 0.
-int64_t hide(const uint8_t* mask, int64_t stride, std::vector<float>& scores) {
-  int64_t seen = static_cast<int64_t>(scores.size());
-  while (seen > 0 && !mask[(seen - 1) * stride]) seen--;
-  if (seen == 0) {
-    std::fill(scores.begin(), scores.end(), 0.0f);
-    return static_cast<int64_t>(scores.size());
-  }
-  for (int64_t i = 0; i < seen; i++)
-    if (!mask[i * stride]) scores[static_cast<size_t>(i)] = -INFINITY;
-  return seen;
-}
-
-// One query of one head, which sees at most the first `seen` keys.
-void attend(const Job& job, int64_t batch, int64_t head, int64_t position, int64_t seen, std::vector<float>& weights) {
+Block block_of(const Job& job, int64_t key_head, int64_t block) {
   const gearbx_attention& f = job.form;
-  const auto start = [&](const int64_t* strides, int64_t h) { return batch * strides[0] + h * strides[1]; };
-  const float* query = job.queries + start(f.query_strides, head) + position * f.query_strides[2];
-  const float* keys = job.keys + start(f.key_strides, head / f.shared);
-  const float* values = job.values + start(f.value_strides, head / f.shared);
-  float* y = job.y + ((batch * f.heads + head) * f.length + position) * f.width;
-  const int64_t stride = f.value_strides[2];
-  weights.resize(static_cast<size_t>(seen));
-  for (int64_t i = 0; i < seen; i++)
-    weights[static_cast<size_t>(i)] = f.scale * dot(query, keys + i * f.key_strides[2], f.width);
-  if (f.mask) {
-    const int64_t* strides = f.mask_strides;
-    seen = hide(f.mask + start(strides, head) + position * strides[2], strides[3], weights);
-  }
-  const float factor = 1.0f / exponentials(weights.data(), seen);
-  int64_t d = 0;
-  for (; d + 64 <= f.width; d += 64) weighted_sum<8>(weights.data(), seen, values + d, stride, factor, y + d);
-  for (; d + 16 <= f.width; d += 16) weighted_sum<2>(weights.data(), seen, values + d, stride, factor, y + d);
-  for (; d < f.width; d++) {
-    float sum = 0;
-    for (int64_t i = 0; i < seen; i++) sum = multiply_add(weights[static_cast<size_t>(i)], values[i * stride + d], sum);
-    y[d] = sum * factor;
+  const int64_t heads = f.heads / f.shared, batch = key_head / heads, head = key_head % heads;
+  const int64_t first = block * BLOCK, count = std::min(BLOCK, f.shared * f.length - first);
+  const float* keys = job.keys + batch * f.key_strides[0] + head * f.key_strides[1];
+  return {f, batch, head, first, count, job.queries, keys, job.values + batch * f.value_strides[0] + head * f.value_strides[1]};
+}
+
+// total += part, for each query.
+void merge(const Sums& part, int64_t queries, int64_t wide, const Sums& total) {
+  for (int64_t row = 0; row < queries; row++) {
+    const Softmax& one = part.softmax[row];
+    Softmax& both = total.softmax[row];
+    if (!one.any) continue;
+    const float highest = std::max(one.highest, both.highest);
+    float factors[LANES] = {both.highest - highest, one.highest - highest};
+    store(factors, exponential(load(factors)));
+    const Floats kept = all(factors[0]), added = all(factors[1]);
+    const auto add = [&](const float* from, float* to, int64_t count) {
+      for (int64_t i = 0; i < count; i += LANES) store(to + i, multiply_add(load(from + i), added, load(to + i) * kept));
+    };
+    add(one.sums, both.sums, PARTS);
+    add(part.values + row * wide, total.values + row * wide, wide);
+    both.highest = highest;
+    both.any = true;
   }
 }
 
-void do_piece(const void* context, int piece) {
+// The result of a query that sees no key.
+void mean_of_values(const Block& block, float* y) {
+  const gearbx_attention& f = block.form;
+  std::fill_n(y, f.width, 0.0f);
+  for (int64_t key = 0; key < f.keys; key++)
+    for (int64_t i = 0; i < f.width; i++) y[i] += block.values[key * f.value_strides[2] + i];
+  for (int64_t i = 0; i < f.width; i++) y[i] /= static_cast<float>(f.keys);
+}
+
+void write(const Block& block, const Sums& total, float* all_y) {
+  const gearbx_attention& f = block.form;
+  for (int64_t row = 0; row < block.count; row++) {
+    float* y = all_y + ((block.batch * f.heads + block.head(row)) * f.length + block.position(row)) * f.width;
+    const float* sums = total.softmax[row].sums;
+    const float factor = 1.0f / sum8(add8(load8(sums), load8(sums + 8)));
+    const float* values = total.values + row * round_up(f.width);
+    for (int64_t i = 0; i < f.width; i++) y[i] = values[i] * factor;
+    if (!total.softmax[row].any) mean_of_values(block, y);
+  }
+}
+
+// One block of queries over all spans, which `sums_of` gives one after another.
+template <class SumsOf>
+void attend_block(const Job& job, const Block& block, SumsOf sums_of) {
+  static thread_local Softmax softmax[BLOCK];
+  static thread_local Memory memory;
+  const int64_t wide = round_up(job.form.width);
+  const Sums total = {softmax, memory.of(BLOCK * wide)};
+  std::fill_n(total.softmax, block.count, Softmax());
+  std::fill_n(total.values, block.count * wide, 0.0f);
+  for (int64_t span = 0; span < job.spans; span++) merge(sums_of(span), block.count, wide, total);
+  write(block, total, job.y);
+}
+
+Space& space_for(const Block& block) {
+  static thread_local Space space;
+  space.prepare(round_up(block.form.width));
+  scale_queries(block, space);
+  return space;
+}
+
+// Blocks of queries; the last ones, which see the most keys, first.
+void attend_blocks(const void* context, int piece) {
   const Job& job = *static_cast<const Job*>(context);
-  const gearbx_attention& f = job.form;
-  static thread_local std::vector<float> weights;
-  const int64_t first = piece * job.taken, all = f.batch * f.heads * f.length;
-  for (int64_t query = first; query < first + job.taken && query < all; query++) {
-    const int64_t head = query / f.length, i = query % f.length;
-    attend(job, head / f.heads, head % f.heads, i, f.causal ? f.keys - f.length + i + 1 : f.keys, weights);
+  static thread_local Softmax softmax[BLOCK];
+  static thread_local Memory memory;
+  const Sums part = {softmax, memory.of(BLOCK * round_up(job.form.width))};
+  const int64_t all = job.key_heads * job.blocks;
+  for (int64_t i = piece * all / job.pieces; i < (piece + 1) * all / job.pieces; i++) {
+    const Block block = block_of(job, i % job.key_heads, job.blocks - 1 - i / job.key_heads);
+    Space& space = space_for(block);
+    attend_block(job, block, [&](int64_t span) {
+      attend_span(block, span * SPAN, space, part);
+      return part;
+    });
   }
+}
+
+// Where the sums of a key head's only block over a span lie.
+Sums part_of(const Job& job, int64_t key_head, int64_t span) {
+  const int64_t first = (key_head * job.spans + span) * job.form.shared * job.form.length;
+  return {job.parts.softmax + first, job.parts.values + first * round_up(job.form.width)};
+}
+
+void attend_spans(const void* context, int piece) {
+  const Job& job = *static_cast<const Job*>(context);
+  const int64_t key_head = piece / job.spans, span = piece % job.spans;
+  const Block block = block_of(job, key_head, 0);
+  attend_span(block, span * SPAN, space_for(block), part_of(job, key_head, span));
+}
+
+void merge_spans(const void* context, int key_head) {
+  const Job& job = *static_cast<const Job*>(context);
+  attend_block(job, block_of(job, key_head, 0), [&](int64_t span) { return part_of(job, key_head, span); });
+}
+
+// Few queries over many keys: threads share the spans too.
+void attend_few(Job& job) {
+  static thread_local std::unique_ptr<Softmax[]> softmax;
+  static thread_local int64_t held = 0;
+  static thread_local Memory memory;
+  const int64_t count = job.key_heads * job.spans * job.form.shared * job.form.length;
+  if (count > held) softmax = std::make_unique<Softmax[]>(static_cast<size_t>(held = count));
+  job.parts = {softmax.get(), memory.of(count * round_up(job.form.width))};
+  share_out(static_cast<int>(job.key_heads * job.spans), attend_spans, &job);
+  share_out(static_cast<int>(job.key_heads), merge_spans, &job);
 }
 
 }  // namespace
@@ -122,9 +147,12 @@ void do_piece(const void* context, int piece) {
 extern "C" void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys,
                               const float* values, float* y) {
   using namespace gearbx;
-  const int64_t all = form->batch * form->heads * form->length;
-  const int64_t some = form->length < TAKEN ? form->length : TAKEN, least = (all + MOST_PIECES - 1) / MOST_PIECES;
-  const bool shared = all * form->keys * form->width >= WORTH_SHARING;
-  const Job job = {*form, queries, keys, values, y, !shared ? all : some > least ? some : least};
-  share_out(static_cast<int>((all + job.taken - 1) / job.taken), do_piece, &job);
+  const int64_t key_heads = form->batch * form->heads / form->shared;
+  const int64_t blocks = (form->shared * form->length + BLOCK - 1) / BLOCK, spans = (form->keys + SPAN - 1) / SPAN;
+  Job job = {*form, queries, keys, values, y, key_heads, blocks, spans, 1, {}};
+  const bool shared = form->batch * form->heads * form->length * form->keys * form->width >= WORTH_SHARING;
+  const bool few = blocks == 1 && spans > 1 && key_heads < 4 * thread_count() && key_heads * spans < MOST_PIECES;
+  if (shared && few && thread_count() > 1) return attend_few(job);
+  if (shared) job.pieces = std::min(key_heads * blocks, MOST_PIECES);
+  share_out(static_cast<int>(job.pieces), attend_blocks, &job);
 }

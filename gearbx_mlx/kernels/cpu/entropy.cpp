@@ -13,46 +13,38 @@ constexpr float LARGEST = 3.4028235e38f;
 
 // NaN counts as 0, +inf as 1e4 and -inf as -1e4 (GEARBX 10.1).
 inline Floats sane(Floats z) {
-  z = z == z ? z : Floats{};
-  z = z > LARGEST ? Floats{} + 1e4f : z;
-  return z < -LARGEST ? Floats{} - 1e4f : z;
+  z = z == z ? z : all(0);
+  z = z > all(LARGEST) ? all(1e4f) : z;
+  return z < all(-LARGEST) ? all(-1e4f) : z;
 }
 
 // Numbers i to i + LANES of a row; -inf after its end.
-inline Floats load(const float* row, int64_t i, int64_t count) {
-  Floats z;
-  if (i + LANES <= count) {
-    std::memcpy(&z, row + i, sizeof z);
-    return sane(z);
-  }
-  z = Floats{} - INFINITY;
-  for (int64_t k = i; k < count; k++) z[k - i] = sane(Floats{} + row[k])[0];
-  return z;
+inline Floats load_sane(const float* row, int64_t i, int64_t count) {
+  if (i + LANES <= count) return sane(load(row + i));
+  float numbers[LANES];
+  store(numbers, sane(load_some(row + i, count - i, 0)));
+  return load_some(numbers, count - i, -INFINITY);
 }
 
 double sum_of(Floats lanes) {
+  float numbers[LANES];
+  store(numbers, lanes);
   double sum = 0;
-  for (int i = 0; i < LANES; i++) sum += static_cast<double>(lanes[i]);
+  for (const float number : numbers) sum += static_cast<double>(number);
   return sum;
 }
 
 float entropy_of_row(const float* row, int64_t count) {
-  Floats highest_lanes = Floats{} - LARGEST;
-  for (int64_t i = 0; i < count; i += LANES) {
-    const Floats z = load(row, i, count);
-    highest_lanes = z > highest_lanes ? z : highest_lanes;
-  }
-  float highest = highest_lanes[0];
-  for (int i = 1; i < LANES; i++) highest = highest_lanes[i] > highest ? highest_lanes[i] : highest;
+  Floats highest_lanes = all(-LARGEST);
+  for (int64_t i = 0; i < count; i += LANES) highest_lanes = larger(load_sane(row, i, count), highest_lanes);
+  const Floats highest = all(largest(highest_lanes));
 
   // The sums of exp(z) and of exp(z) z, where z is the distance to the highest number.
-  Floats total = {}, weighted = {};
+  Floats total = all(0), weighted = all(0);
   for (int64_t i = 0; i < count; i += LANES) {
-    const Floats below = load(row, i, count) - highest;
-    const Floats z = below >= LEAST ? below : Floats{} + LEAST;
-    const Floats weight = below >= LEAST ? exponential(z) : Floats{};
-    total += weight;
-    weighted += weight * z;
+    const Floats z = load_sane(row, i, count) - highest, weight = exponential(z);
+    total = total + weight;
+    weighted = weighted + weight * larger(z, all(LEAST));
   }
   const double sum = sum_of(total);
   const double bits = std::log2(sum) - sum_of(weighted) / (sum * 0.6931471805599453);

@@ -1,40 +1,109 @@
 #include "fused.h"
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <vector>
 
 #include "exponential.h"
 #include "matvec.h"
-#include "simd.h"
+#include "pool.h"
+#include "sincos.h"
 
 namespace gearbx {
 namespace {
 
+constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers: to wake another thread takes as long as fewer
+
+// Calls work(first, end) for ranges of 0 to `count`, on several threads if there are enough numbers.
+template <class Work>
+void share_ranges(int64_t count, int64_t numbers_each, const Work& work) {
+  struct Job {
+    const Work& work;
+    int64_t count, pieces;
+  };
+  const Job job = {work, count, std::min<int64_t>(count, 4 * thread_count())};
+  if (count * numbers_each < WORTH_SHARING) return work(0, count);
+  const auto piece = [](const void* context, int i) {
+    const Job& j = *static_cast<const Job*>(context);
+    j.work(i * j.count / j.pieces, (i + 1) * j.count / j.pieces);
+  };
+  share_out(static_cast<int>(job.pieces), piece, &job);
+}
+
 float sum_of_squares(const float* x, int64_t count) {
-  F8 sums = zero8();
+  F16 sums[2] = {join(zero8(), zero8()), join(zero8(), zero8())};
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) sums = multiply_add8(load8(x + i), load8(x + i), sums);
-  float sum = sum8(sums);
+  for (; i + 32 <= count; i += 32)
+    for (int k = 0; k < 2; k++) sums[k] = multiply_add16(load16(x + i + 16 * k), load16(x + i + 16 * k), sums[k]);
+  const EvenOdd one = in_halves(sums[0]), two = in_halves(sums[1]);
+  F8 both = add8(add8(one.even, two.even), add8(one.odd, two.odd));
+  for (; i + 8 <= count; i += 8) both = multiply_add8(load8(x + i), load8(x + i), both);
+  float sum = sum8(both);
   for (; i < count; i++) sum = multiply_add(x[i], x[i], sum);
   return sum;
 }
 
 template <class Weight>
+void norm_row(const float* x, int64_t columns, const Weight* weight, float eps, float* y) {
+  const float factor = 1.0f / std::sqrt(sum_of_squares(x, columns) / static_cast<float>(columns) + eps);
+  int64_t i = 0;
+  for (; i + LANES <= columns; i += LANES) store(y + i, load(x + i) * all(factor) * load(weight + i));
+  for (; i < columns; i++) y[i] = x[i] * factor * to_float(weight[i]);
+}
+
+template <class Weight>
 void norm_rows(const float* x, int64_t rows, int64_t columns, const Weight* weight, float eps, float* y) {
-  for (int64_t row = 0; row < rows; row++, x += columns, y += columns) {
-    const float factor = 1.0f / std::sqrt(sum_of_squares(x, columns) / static_cast<float>(columns) + eps);
-    int64_t i = 0;
-    for (; i + 8 <= columns; i += 8)
-      store8(y + i, multiply8(multiply8(load8(x + i), all8(factor)), load8(weight + i)));
-    for (; i < columns; i++) y[i] = x[i] * factor * to_float(weight[i]);
+  share_ranges(rows, columns, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) norm_row(x + row * columns, columns, weight, eps, y + row * columns);
+  });
+}
+
+// Turns the pairs i to i + count, at most eight, of a vector whose numbers are `stride` apart.
+void turn_pairs(const gearbx_rotation& r, F8 cosines, F8 sines, int64_t i, int64_t count, const float* x,
+                int64_t stride, float* y) {
+  // Pair i is the numbers at first * i and first * i + second.
+  const int64_t first = r.traditional ? 2 : 1, second = r.traditional ? 1 : r.dims / 2;
+  if (count == 8 && stride == 1 && first == 1) {
+    const F8 a = load8(x + i), b = load8(x + i + second);
+    store8(y + i, a * cosines - b * sines);
+    store8(y + i + second, a * sines + b * cosines);
+    return;
+  }
+  for (int64_t k = 0; k < count; k++) {
+    const int64_t one = first * (i + k), two = one + second;
+    const float a = x[one * stride], b = x[two * stride];
+    y[one] = a * cosines[k] - b * sines[k];
+    y[two] = a * sines[k] + b * cosines[k];
   }
 }
 
+// All vectors of position t.
+void turn_position(const gearbx_rotation& r, int64_t t, const float* x, float* y) {
+  const int64_t length = r.shape[2], width = r.shape[3], half = r.dims / 2, stride = r.strides[3];
+  const float position = (static_cast<float>(t) + static_cast<float>(r.offset)) * r.scale;
+  const auto each_vector = [&](auto work) {
+    for (int64_t row = 0; row < r.shape[0] * r.shape[1]; row++)
+      work(x + row / r.shape[1] * r.strides[0] + row % r.shape[1] * r.strides[1] + t * r.strides[2],
+           y + (row * length + t) * width);
+  };
+  for (int64_t i = 0; i < half; i += 8) {
+    const int64_t count = std::min<int64_t>(8, half - i);
+    float angles[8] = {};
+    for (int64_t k = 0; k < count; k++) angles[k] = position * r.frequencies[i + k];
+    F8 cosines, sines;
+    sine_and_cosine(load8(angles), sines, cosines);
+    each_vector([&](const float* from, float* to) { turn_pairs(r, cosines, sines, i, count, from, stride, to); });
+  }
+  if (r.dims == width) return;
+  each_vector([&](const float* from, float* to) {
+    for (int64_t i = r.dims; i < width; i++) to[i] = from[i * stride];
+  });
+}
+
 Floats swiglu(Floats gate, Floats up) {
-  const Floats size = gate < 0 ? gate : -gate;  // -|gate|, or NaN
-  const Floats e = exponential(size < LEAST ? Floats{} + LEAST : size);
-  return gate * ((gate < 0 ? e : Floats{} + 1.0f) / (e + 1.0f)) * up;
+  const Floats zero = all(0), one = all(1);
+  const Floats size = larger(all(LEAST), gate < zero ? gate : zero - gate);  // -|gate|, or NaN
+  const Floats e = exponential(size);
+  return gate * ((gate < zero ? e : one) / (e + one)) * up;
 }
 
 }  // namespace
@@ -52,40 +121,20 @@ extern "C" void gearbx_rms_norm(const float* x, int64_t rows, int64_t columns, c
 }
 
 extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y) {
-  const auto& [shape, strides, frequencies, dims, traditional, scale, offset] = *rotation;
-  const int64_t length = shape[2], width = shape[3], half = dims / 2;
-  // Pair i is the numbers at first * i and first * i + second.
-  const int64_t first = traditional ? 2 : 1, second = traditional ? 1 : half;
-  std::vector<float> cosines(static_cast<size_t>(half)), sines(static_cast<size_t>(half));
-  for (int64_t t = 0; t < length; t++) {
-    const float position = (static_cast<float>(t) + static_cast<float>(offset)) * scale;
-    for (int64_t i = 0; i < half; i++) {
-      cosines[static_cast<size_t>(i)] = std::cos(position * frequencies[i]);
-      sines[static_cast<size_t>(i)] = std::sin(position * frequencies[i]);
-    }
-    for (int64_t row = 0; row < shape[0] * shape[1]; row++) {
-      const float* from = x + row / shape[1] * strides[0] + row % shape[1] * strides[1] + t * strides[2];
-      float* to = y + (row * length + t) * width;
-      for (int64_t i = 0; i < half; i++) {
-        const float a = from[first * i * strides[3]], b = from[(first * i + second) * strides[3]];
-        const float c = cosines[static_cast<size_t>(i)], s = sines[static_cast<size_t>(i)];
-        to[first * i] = a * c - b * s;
-        to[first * i + second] = a * s + b * c;
-      }
-      for (int64_t i = dims; i < width; i++) to[i] = from[i * strides[3]];
-    }
-  }
+  const gearbx_rotation& r = *rotation;
+  gearbx::share_ranges(r.shape[2], r.shape[0] * r.shape[1] * r.shape[3], [&](int64_t first, int64_t end) {
+    for (int64_t t = first; t < end; t++) gearbx::turn_position(r, t, x, y);
+  });
 }
 
 extern "C" void gearbx_swiglu(const float* gate, const float* up, int64_t count, float* y) {
   using namespace gearbx;
-  Floats a = {}, b = {};
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    std::memcpy(&a, gate + i, sizeof a);
-    std::memcpy(&b, up + i, sizeof b);
-    const Floats made = swiglu(a, b);
-    std::memcpy(y + i, &made, sizeof made);
-  }
-  for (; i < count; i++) y[i] = swiglu(Floats{} + gate[i], Floats{} + up[i])[0];
+  share_ranges((count + LANES - 1) / LANES, LANES, [&](int64_t first, int64_t end) {
+    for (int64_t i = first * LANES; i < end * LANES; i += LANES) {
+      if (i + LANES <= count)
+        store(y + i, swiglu(load(gate + i), load(up + i)));
+      else
+        store_some(y + i, count - i, swiglu(load_some(gate + i, count - i, 0), load_some(up + i, count - i, 0)));
+    }
+  });
 }

@@ -1,6 +1,6 @@
 #include "pool.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -24,17 +24,19 @@ inline void breathe() {
 #endif
 }
 
-// Polls ready() and returns true once it does; false after PATIENCE.
+// Polls ready() and returns true once it does; false after PATIENCE. The clock is read only where that takes a while.
 template <class Ready>
 bool spin_until(Ready ready) {
-  const auto end = std::chrono::steady_clock::now() + PATIENCE;
-  do {
+  std::chrono::steady_clock::time_point end{};
+  for (;;) {
     for (int i = 0; i < 64; i++) {
       if (ready()) return true;
       breathe();
     }
-  } while (std::chrono::steady_clock::now() < end);
-  return false;
+    const auto now = std::chrono::steady_clock::now();
+    if (end == std::chrono::steady_clock::time_point{}) end = now + PATIENCE;
+    if (now >= end) return false;
+  }
 }
 
 class Pool {
@@ -47,44 +49,44 @@ class Pool {
     work_ = work;
     context_ = context;
     unfinished_.store(pieces, std::memory_order_relaxed);
-    turn_++;
-    ticket_.store(static_cast<uint64_t>(turn_) << 32 | static_cast<uint64_t>(pieces) << 16);
+    ticket_.store(static_cast<uint64_t>(pieces) << 32);
     if (asleep_.load() > 0) {
       { std::lock_guard lock(mutex_); }
       awake_.notify_all();
     }
-    while (take_piece()) {
-    }
     const auto finished = [this] { return unfinished_.load() == 0; };
+    take_pieces();
     if (spin_until(finished)) return;
     std::unique_lock lock(mutex_);
+    waiting_.store(true);
     finished_.wait(lock, finished);
+    waiting_.store(false);
   }
 
  private:
-  // A ticket is turn << 32 | pieces << 16 | next piece, in one word. So a piece that a thread takes belongs to the turn
-  // that the thread has read, and work_ and context_ cannot change before that piece is finished.
-  static bool is_open(uint64_t ticket) { return (ticket & 0xffff) < ((ticket >> 16) & 0xffff); }
+  // A ticket is pieces << 32 | next piece, in one word. A thread that adds 1 to it owns the piece that it found there,
+  // whichever call of run() the ticket is from by then: work_ and context_ were written before the ticket, and cannot
+  // change before that piece is finished. Threads look before they add, so that each adds once too often at most.
+  static bool is_open(uint64_t ticket) { return (ticket & 0xffffffff) < ticket >> 32; }
 
-  bool take_piece() {
-    uint64_t ticket = ticket_.load();
-    while (is_open(ticket)) {
-      if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
-      work_(context_, static_cast<int>(ticket & 0xffff));
-      if (unfinished_.fetch_sub(1) == 1) {
-        { std::lock_guard lock(mutex_); }
-        finished_.notify_one();
-      }
-      return true;
+  // Does pieces until none is left, and counts them at the end: each count takes a cache line from another thread.
+  void take_pieces() {
+    int done = 0;
+    while (is_open(ticket_.load(std::memory_order_relaxed))) {
+      const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acquire);
+      if (!is_open(ticket)) break;
+      work_(context_, static_cast<int>(ticket & 0xffffffff));
+      done++;
     }
-    return false;
+    if (done == 0 || unfinished_.fetch_sub(done) != done || !waiting_.load()) return;
+    { std::lock_guard lock(mutex_); }
+    finished_.notify_one();
   }
 
   void serve() {
     const auto open = [this] { return is_open(ticket_.load()); };
     for (;;) {
-      while (take_piece()) {
-      }
+      take_pieces();
       if (spin_until(open)) continue;
       std::unique_lock lock(mutex_);
       asleep_++;
@@ -93,34 +95,42 @@ class Pool {
     }
   }
 
+  static constexpr size_t LINE = 64;  // bytes: what a thread that works writes does not delay one that polls
+
+  alignas(LINE) std::atomic<uint64_t> ticket_{0};
   void (*work_)(const void*, int) = nullptr;
   const void* context_ = nullptr;
-  uint32_t turn_ = 0;
-  std::atomic<uint64_t> ticket_{0};
-  std::atomic<int> unfinished_{0};
-  std::atomic<int> asleep_{0};
+  alignas(LINE) std::atomic<int> unfinished_{0};
+  alignas(LINE) std::atomic<int> asleep_{0};
+  std::atomic<bool> waiting_{false};  // whether the caller sleeps
   std::mutex mutex_;
   std::condition_variable awake_, finished_;
 };
 
-// Never destroyed, because its threads may run while the process ends. A forked child has no such threads and makes its
-// own.
+// Never destroyed, because its threads may run while the process ends.
 struct Shared {
-  std::mutex busy;
+  std::atomic_flag busy = ATOMIC_FLAG_INIT;
   Pool pool{thread_count()};
-  pid_t process = getpid();
 };
 
 std::atomic<Shared*> shared{nullptr};
 std::mutex* making = new std::mutex;
 
+// A forked child has no such threads, and makes its own.
+void forget_threads() {
+  shared.store(nullptr);
+  making = new std::mutex;
+}
+
+const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
+
 Shared* get_shared() {
-  Shared* now = shared.load();
-  if (now && now->process == getpid()) return now;
+  Shared* now = shared.load(std::memory_order_acquire);
+  if (now || registered != 0) return now;
   std::unique_lock lock(*making, std::try_to_lock);
   if (!lock) return nullptr;
   now = shared.load();
-  if (!now || now->process != getpid()) shared.store(now = new Shared);
+  if (!now) shared.store(now = new Shared);
   return now;
 }
 
@@ -139,10 +149,9 @@ int thread_count() {
 
 void share_out(int pieces, void (*work)(const void*, int), const void* context) {
   Shared* now = pieces > 1 && thread_count() > 1 ? get_shared() : nullptr;
-  std::unique_lock<std::mutex> lock;
-  if (now) lock = std::unique_lock(now->busy, std::try_to_lock);
-  if (lock) {
+  if (now && !now->busy.test_and_set(std::memory_order_acquire)) {
     now->pool.run(pieces, work, context);
+    now->busy.clear(std::memory_order_release);
     return;
   }
   for (int i = 0; i < pieces; i++) work(context, i);

@@ -1,0 +1,70 @@
+"""Pictures of benchmarks. matplotlib is the extra `plots`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...files.writing import replacing
+from ...telemetry.colors import SERIES, gear_color, gear_marker
+from ...telemetry.report import get_pyplot
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def draw_threads(rows: Rows, path: Path) -> None:
+    """Products per second, relative to one thread, and the share of the read bandwidth, both over threads.
+
+    Args:
+        rows: of `benchmark threads`.
+        path: a png or svg file, which is replaced.
+    """
+    pyplot = get_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    widths = list(dict.fromkeys(row["bits"] for row in rows))
+    for index, bits in enumerate(widths):
+        some = [row for row in rows if row["bits"] == bits]
+        style = {"color": gear_color(index, len(widths)), "marker": gear_marker(index), "label": f"{bits} bits"}
+        threads, speedups = [row["threads"] for row in some], [row["speedup"] for row in some]
+        spread = [[abs(row["spread"][end] - speedup) for row, speedup in zip(some, speedups)] for end in (0, 1)]
+        left.errorbar(threads, speedups, spread, capsize=3, **style)
+        right.plot(threads, [row["bandwidth_ratio"] for row in some], **style)
+    most = max(row["threads"] for row in rows)
+    left.plot([1, most], [1, most], color="0.6", linestyle="--", linewidth=1, label="ideal")
+    left.set(xlabel="threads", ylabel="products per second, one thread = 1")
+    right.set(xlabel="threads", ylabel="share of the read bandwidth of as many threads")
+    for axes in (left, right):
+        axes.set_xticks(sorted({row["threads"] for row in rows}))
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_token(rows: Rows, path: Path) -> None:
+    """A bar for each gear, of the milliseconds of each part of a token; parts below 0 are left out.
+
+    Args:
+        rows: of `benchmark token`.
+        path: a png or svg file, which is replaced.
+    """
+    pyplot = get_pyplot()
+    gears = list(dict.fromkeys(row["gear"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.7 * len(gears)), layout="constrained")
+    ends = dict.fromkeys(gears, 0.0)
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    for part, color in zip(parts, SERIES[1:]):
+        some = [row for row in rows if row["part"] == part]
+        sizes = [max(0.0, 1e3 * row["seconds"]) for row in some]
+        starts = [ends[row["gear"]] for row in some]
+        axes.barh([f"{row['gear']}, {row['bits']} bits" for row in some], sizes, left=starts, color=color, label=part)
+        ends = {gear: start + size for gear, start, size in zip(gears, starts, sizes)}
+    axes.set(xlabel="milliseconds of a token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, dpi=110, format=path.suffix[1:])
+    get_pyplot().close(figure)

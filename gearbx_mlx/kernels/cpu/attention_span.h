@@ -1,0 +1,191 @@
+// What some queries get from one span of keys and values.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+
+#include "attention.h"
+#include "attention_tile.h"
+#include "exponential.h"
+
+namespace gearbx {
+
+constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it, whoever asks
+constexpr int64_t AHEAD = 32;   // keys that are fetched early, because processors do not foresee the order of a tile
+constexpr int64_t BLOCK = 96;   // queries of a piece of work
+constexpr int64_t PARTS = 16;   // sums of weights side by side: of keys i, i + 16, ...
+
+inline int64_t round_up(int64_t count) { return (count + PARTS - 1) / PARTS * PARTS; }
+
+// The softmax of a query over some keys, before it is divided by the sum of its weights.
+struct Softmax {
+  float sums[PARTS] = {};      // of exp(score - highest)
+  float highest = -INFINITY;   // score
+  bool any = false;            // whether it has seen a key
+};
+
+// Of several queries: their softmax, and the sums of values times weights, (queries, round_up(width)).
+struct Sums {
+  Softmax* softmax;
+  float* values;
+};
+
+// Memory for floats, aligned to cache lines, that grows when more is asked for.
+class Memory {
+ public:
+  float* of(int64_t count) {
+    if (count > count_) {
+      held_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(round_up(count)) * sizeof(float))));
+      if (!held_) std::abort();
+      count_ = count;
+    }
+    return held_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> held_;
+  int64_t count_ = 0;
+};
+
+// At most BLOCK queries of heads that share their keys and values. Query i is of position i / shared.
+struct Block {
+  const gearbx_attention& form;
+  int64_t batch, key_head, first, count;
+  const float *queries, *keys, *values;
+
+  int64_t head(int64_t row) const { return key_head * form.shared + (first + row) % form.shared; }
+  int64_t position(int64_t row) const { return (first + row) / form.shared; }
+  int64_t place(const int64_t* strides, int64_t row) const {
+    return batch * strides[0] + head(row) * strides[1] + position(row) * strides[2];
+  }
+  const uint8_t* mask(int64_t row, int64_t key) const {
+    return form.mask + place(form.mask_strides, row) + key * form.mask_strides[3];
+  }
+};
+
+// Work space of one thread. scores: (BLOCK, SPAN), which become weights.
+struct Space {
+  float *queries, *scores, *padded;
+  int64_t seen[BLOCK];  // of each query, the keys of the span up to the last one that it sees
+  Memory memory;
+
+  void prepare(int64_t wide) {
+    queries = memory.of(BLOCK * wide + BLOCK * SPAN + SPAN * wide);
+    scores = queries + BLOCK * wide;
+    padded = scores + BLOCK * SPAN;
+  }
+};
+
+// Copies vectors of `width` numbers, `stride` apart, into rows of round_up(width) numbers, with zeros at the end.
+inline void copy_rows(const float* from, int64_t stride, int64_t count, int64_t width, float* to) {
+  for (int64_t i = 0; i < count; i++, to += round_up(width)) {
+    std::copy_n(from + i * stride, width, to);
+    std::fill_n(to + width, round_up(width) - width, 0.0f);
+  }
+}
+
+// Copies queries that may lie apart into rows, times the scale.
+inline void scale_queries(const Block& block, Space& space) {
+  const int64_t width = block.form.width, wide = round_up(width);
+  for (int64_t row = 0; row < block.count; row++) {
+    float* to = space.queries + row * wide;
+    copy_rows(block.queries + block.place(block.form.query_strides, row), 0, 1, width, to);
+    for (int64_t i = 0; i < width; i++) to[i] *= block.form.scale;
+  }
+}
+
+// Fills in `seen` for the span from key `start` on, and returns the largest.
+inline int64_t find_seen(const Block& block, int64_t start, Space& space) {
+  const gearbx_attention& f = block.form;
+  int64_t most = 0;
+  for (int64_t row = 0; row < block.count; row++) {
+    const int64_t end = f.causal ? f.keys - f.length + block.position(row) + 1 : f.keys;
+    int64_t seen = std::clamp<int64_t>(end - start, 0, SPAN);
+    while (f.mask && seen > 0 && !*block.mask(row, start + seen - 1)) seen--;
+    space.seen[row] = seen;
+    most = std::max(most, seen);
+  }
+  return most;
+}
+
+// scores = queries times the first `most` keys of the span. Behind them, up to a multiple of 16, may be anything.
+inline void score(const Block& block, int64_t start, int64_t most, Space& space) {
+  const int64_t width = block.form.width, wide = round_up(width), stride = block.form.key_strides[2];
+  for (int64_t key = 0; key < most; key += PARTS) {
+    const float* keys = block.keys + (start + key) * stride;
+    for (int64_t i = AHEAD; i < AHEAD + PARTS; i++)
+      for (int64_t line = 0; line < width; line += 16) __builtin_prefetch(keys + i * stride + line, 0, 2);
+    int64_t first = 0;  // query that sees one of these keys
+    while (space.seen[first] <= key) first++;
+    const bool whole = width == wide && key + PARTS <= most;
+    if (!whole) copy_rows(keys, stride, std::min(PARTS, most - key), width, space.padded);
+    score16(block.count - first, space.queries + first * wide, wide, whole ? keys : space.padded, whole ? stride : wide,
+            space.scores + first * SPAN + key, SPAN);
+  }
+}
+
+// Replaces the scores of the first `seen` keys by exp(score - highest), or 0 if they are masked. NaN stays NaN.
+inline Softmax weigh(const Block& block, int64_t start, int64_t row, int64_t seen, float* scores) {
+  Softmax made;
+  const int64_t count = round_up(seen);
+  std::fill(scores + seen, scores + count, -INFINITY);
+  if (block.form.mask) {
+    const uint8_t* mask = block.mask(row, start);
+    for (int64_t i = 0; i < seen; i++)
+      if (!mask[i * block.form.mask_strides[3]]) scores[i] = -INFINITY;
+  }
+  Floats highest = all(-INFINITY), sums[PARTS / LANES] = {};
+  for (int64_t i = 0; i < count; i += LANES) highest = larger(load(scores + i), highest);
+  made.highest = largest(highest);
+  made.any = true;
+  for (int64_t i = 0; i < count; i += PARTS)
+    for (int64_t part = 0; part < PARTS / LANES; part++) {
+      float* some = scores + i + part * LANES;
+      const Floats weights = exponential(load(some) - all(made.highest));
+      store(some, weights);
+      sums[part] = sums[part] + weights;
+    }
+  for (int64_t part = 0; part < PARTS / LANES; part++) store(made.sums + part * LANES, sums[part]);
+  return made;
+}
+
+// sums.values = weights times values. No query meets a value after the last key that it sees, be it NaN.
+inline void add_values(const Block& block, int64_t start, int64_t most, Space& space, const Sums& sums) {
+  const int64_t width = block.form.width, wide = round_up(width);
+  int64_t stride = block.form.value_strides[2];
+  const float* values = block.values + start * stride;
+  if (width < wide) {
+    copy_rows(values, stride, most, width, space.padded);
+    values = space.padded;
+    stride = wide;
+  }
+  std::fill_n(sums.values, block.count * wide, 0.0f);
+  for (int64_t row = 0; row < block.count; row += TILE_ROWS) {
+    const int64_t rows = std::min<int64_t>(TILE_ROWS, block.count - row);
+    const int64_t least = *std::min_element(space.seen + row, space.seen + row + rows);
+    const float* weights = space.scores + row * SPAN;
+    multiply_rows(rows, weights, SPAN, values, stride, least, sums.values + row * wide, wide, wide);
+    for (int64_t r = 0; r < rows; r++)
+      multiply_rows(1, weights + r * SPAN + least, SPAN, values + least * stride, stride, space.seen[row + r] - least,
+                    sums.values + (row + r) * wide, wide, wide);
+  }
+}
+
+// The sums of a block of queries over the span that begins with key `start`.
+inline void attend_span(const Block& block, int64_t start, Space& space, const Sums& sums) {
+  const int64_t most = find_seen(block, start, space);
+  if (most > 0) score(block, start, most, space);
+  for (int64_t row = 0; row < block.count; row++) {
+    const int64_t seen = space.seen[row];
+    sums.softmax[row] = seen > 0 ? weigh(block, start, row, seen, space.scores + row * SPAN) : Softmax();
+  }
+  if (most > 0) add_values(block, start, most, space, sums);
+}
+
+}  // namespace gearbx

@@ -1,0 +1,88 @@
+// Vectors of as many float32 as the processor adds at once: sixteen with AVX-512, else eight (simd.h). For operations
+// on each number by itself, whose results do not depend on how many lie side by side.
+
+#pragma once
+
+#include "sixteen.h"
+
+namespace gearbx {
+
+#ifdef GEARBX_AVX512
+
+typedef __m512 Floats;
+
+template <class T>
+inline Floats load(const T* p) {
+  return load16(p);
+}
+inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+inline Floats all(float value) { return _mm512_set1_ps(value); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+// a where z is at least `least` or NaN, else 0.
+inline Floats unless_less(Floats z, float least, Floats a) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, all(least), _CMP_NLT_UQ), a);
+}
+
+#else
+
+typedef F8 Floats;
+
+template <class T>
+inline Floats load(const T* p) {
+  return load8(p);
+}
+inline void store(float* p, Floats a) { store8(p, a); }
+inline Floats all(float value) { return all8(value); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return multiply_add8(a, b, c); }
+
+#ifdef GEARBX_AVX2
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats unless_less(Floats z, float least, Floats a) {
+  return _mm256_and_ps(_mm256_cmp_ps(z, all(least), _CMP_NLT_UQ), a);
+}
+#else
+// The larger of each pair; b where one of the two is NaN.
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats unless_less(Floats z, float least, Floats a) { return z < all(least) ? Floats{} : a; }
+#endif
+
+#endif
+
+constexpr int LANES = sizeof(Floats) / 4;
+typedef uint32_t Ints __attribute__((vector_size(sizeof(Floats))));
+
+inline Floats as_floats(Ints a) {
+  Floats b;
+  std::memcpy(&b, &a, sizeof b);
+  return b;
+}
+inline Ints as_ints(Floats a) {
+  Ints b;
+  std::memcpy(&b, &a, sizeof b);
+  return b;
+}
+
+// The first `count` of p, below LANES; `rest` behind them.
+inline Floats load_some(const float* p, int64_t count, float rest) {
+  float numbers[LANES];
+  store(numbers, all(rest));
+  std::memcpy(numbers, p, sizeof(float) * static_cast<size_t>(count));
+  return load(numbers);
+}
+
+inline void store_some(float* p, int64_t count, Floats a) {
+  float numbers[LANES];
+  store(numbers, a);
+  std::memcpy(p, numbers, sizeof(float) * static_cast<size_t>(count));
+}
+
+// The largest number; NaN counts as none.
+inline float largest(Floats a) {
+  float numbers[LANES], found = -__builtin_inff();
+  store(numbers, a);
+  for (const float number : numbers) found = number > found ? number : found;
+  return found;
+}
+
+}  // namespace gearbx
