@@ -46,28 +46,35 @@ struct Rows {
   int64_t count, columns;
   const T* end;
 
-  Prefetch prefetch() const { return {reinterpret_cast<const char*>(w) + Prefetch::AHEAD, end}; }
+  Prefetch prefetch(int64_t row) const { return {reinterpret_cast<const char*>(w + row * columns) + Prefetch::AHEAD, end}; }
 };
 
-// A row's product: adds the columns after the last multiple of 16, eight at a time to the first sum, and then one by
-// one.
+// The sum of sixteen sums, of the products of the columns after the last multiple of 16, if there are any: eight at a
+// time, added to the first sums, and then one by one.
 template <class T>
-float finish_row(const T* w, const float* x, int64_t columns, EvenOdd sums) {
+float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
   int64_t i = whole_blocks(columns);
-  for (; i + 8 <= columns; i += 8) sums.even = multiply_add8(load8(w + i), load8(x + i), sums.even);
+  for (; i + 8 <= columns; i += 8) even = multiply_add8(load8(w + i), load8(x + i), even);
   float rest = 0.0f;
   for (; i < columns; i++) rest = multiply_add(to_float(w[i]), x[i], rest);
-  return sum8(add8(sums.even, sums.odd)) + rest;
+  return sum8(add8(even, odd)) + rest;
 }
 
 template <class T>
-float multiply_row(const T* w, const float* x, int64_t columns, Prefetch& prefetch) {
-  F16 sums = {};
+float multiply_row(const T* w, const float* x, int64_t columns, Prefetch prefetch) {
+  Lanes sums[PARTS] = {};
   for (int64_t i = 0; i < whole_blocks(columns); i += 16) {
     prefetch.ask<1, T>();
-    sums = multiply_add16(load16(w + i), load16(x + i), sums);
+#pragma GCC unroll 2
+    for (int p = 0; p < PARTS; p++) {
+      Lanes weights, one;
+      load(w + i + p * LANES, weights);
+      load(x + i + p * LANES, one);
+      sums[p] = multiply_add(weights, one, sums[p]);
+    }
   }
-  return finish_row(w, x, columns, in_halves(sums));
+  const EvenOdd both = join_parts(sums);
+  return finish_row(w, x, columns, both.even, both.odd);
 }
 
 // Adds the products of columns `from` to `to`, multiples of 16, of R rows with V vectors; `x` is packed. There are
@@ -75,6 +82,7 @@ float multiply_row(const T* w, const float* x, int64_t columns, Prefetch& prefet
 template <int R, int V, class T>
 GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int64_t from, int64_t to,
                                Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
+  Prefetch local = prefetch;  // in registers
   for (int p = 0; p < PARTS; p++) {
     const float* part = x + p * (whole_blocks(columns) / PARTS) * V;
     Lanes s[R][V];
@@ -83,7 +91,7 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int6
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
     for (int64_t i = from; i < to; i += 16) {
-      if (p == 0) prefetch.ask<R, T>();
+      if (p == 0) local.ask<R, T>();
       Lanes rows[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
@@ -104,6 +112,7 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int6
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) sums[r][v][p] = s[r][v];
   }
+  prefetch = local;
 }
 
 // The results of a row for V vectors, `stride` apart; `x` is as it came.
@@ -111,7 +120,10 @@ template <int V, class T>
 void finish_vectors(const T* w, const float* x, int64_t columns, const Lanes (&sums)[V][PARTS], float* y,
                     int64_t stride) {
   if (columns % 16) {
-    for (int v = 0; v < V; v++) y[v * stride] = finish_row(w, x + v * columns, columns, join_parts(sums[v]));
+    for (int v = 0; v < V; v++) {
+      const EvenOdd both = join_parts(sums[v]);
+      y[v * stride] = finish_row(w, x + v * columns, columns, both.even, both.odd);
+    }
     return;
   }
   F8 halves[8] = {};
@@ -160,16 +172,15 @@ auto group_kernel(int64_t vectors) {
 template <class T>
 void multiply_rows(const Rows<T>& rows, const Activations& a, float* y, int64_t stride) {
   if (a.vectors == 1) {
-    Prefetch prefetch = rows.prefetch();
     for (int64_t r = 0; r < rows.count; r++)
-      y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, prefetch);
+      y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, rows.prefetch(r));
     return;
   }
   const int64_t groups = a.groups();
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = a.first(g), end = a.first(g + 1);
     const Prefetch next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
-    group_kernel<T>(end - first)(rows, g ? next : rows.prefetch(), a.packed_group(g), a.x + first * rows.columns,
+    group_kernel<T>(end - first)(rows, g ? next : rows.prefetch(0), a.packed_group(g), a.x + first * rows.columns,
                                  y + first * stride, stride);
   }
 }
