@@ -20,6 +20,8 @@ inline EvenOdd join_parts(const F8* parts) { return {parts[0], parts[1]}; }
 #endif
 constexpr int LANES = sizeof(Lanes) / sizeof(float), PARTS = 16 / LANES;
 
+constexpr int64_t MOST_PACKED = 512;  // vectors at once: more would take much memory, and gain nothing
+
 inline int64_t whole_blocks(int64_t columns) { return columns / 16 * 16; }
 
 // Vectors (vectors, columns), in groups of at most TILE_VECTORS whose sizes differ by at most one.

@@ -1,10 +1,13 @@
 // Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
 
+#include "chunks.h"
 #include "products.h"
 #include "tile.h"
 
 namespace gearbx {
 namespace {
+
+constexpr int64_t AHEAD = 32 << 10;  // distance of the prefetch, in bytes
 
 int64_t row_bytes(const gearbx_dense& m) { return m.columns * (m.type == GEARBX_FLOAT32 ? 4 : 2); }
 
@@ -14,7 +17,9 @@ void multiply_piece(const gearbx_dense& m, const Activations& x, int64_t row, in
   const int64_t height = block_rows(m.rows, row_bytes(m), x.vectors);
   for (; row < end; row += height) {
     const int64_t count = end - row < height ? end - row : height;
-    multiply_rows<T>({w + row * m.columns, count, m.columns, w + m.rows * m.columns}, x, y + row, m.rows);
+    const T* rows = w + row * m.columns;
+    const Prefetch next = {reinterpret_cast<const char*>(rows) + AHEAD, w + m.rows * m.columns};
+    multiply_rows<T>({rows, count, m.columns, next}, x, y + row, m.rows);
   }
 }
 
@@ -24,17 +29,22 @@ void multiply_piece(const gearbx_dense& m, const Activations& x, int64_t row, in
 extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  const Activations activations(x, vectors, matrices[0]->columns);
-  const auto pieces_of = [&](int i) {
-    const gearbx_dense& m = *matrices[i];
-    return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), vectors), vectors);
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations activations(x + first * columns, n, columns);
+    const auto pieces_of = [&](int i) {
+      const gearbx_dense& m = *matrices[i];
+      return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), n), n);
+    };
+    share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
+      const gearbx_dense& m = *matrices[i];
+      const auto multiply = m.type == GEARBX_BFLOAT16  ? multiply_piece<Bf16>
+                            : m.type == GEARBX_FLOAT16 ? multiply_piece<Fp16>
+                                                       : multiply_piece<float>;
+      multiply(m, activations, row, end, y[i] + first * m.rows);
+    });
   };
-  share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
-    const auto multiply = matrices[i]->type == GEARBX_BFLOAT16  ? multiply_piece<Bf16>
-                          : matrices[i]->type == GEARBX_FLOAT16 ? multiply_piece<Fp16>
-                                                                : multiply_piece<float>;
-    multiply(*matrices[i], activations, row, end, y[i]);
-  });
+  in_chunks(vectors, some, MOST_PACKED);
 }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "chunks.h"
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
 #include "exact_planes_avx512.h"
@@ -71,7 +72,7 @@ struct Multiply {
     for (; row < end; row += height) {
       const int64_t count = end - row < height ? end - row : height;
       for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
-      multiply_rows<float>({weights, count, m.columns, nullptr}, x, y + row, m.rows);
+      multiply_rows<float>({weights, count, m.columns, {}}, x, y + row, m.rows);
     }
   }
 };
@@ -116,12 +117,17 @@ TilePieces pieces_of(const gearbx_exact& m, int64_t vectors) {
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  const Activations activations(x, vectors, matrices[0]->columns);
-  share_rows(
-      count, [&](int i) { return pieces_of(*matrices[i], vectors); },
-      [&](int i, int64_t row, int64_t end) {
-        find_work<Multiply>(*matrices[i])(*matrices[i], activations, row, end, y[i]);
-      });
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations activations(x + first * columns, n, columns);
+    share_rows(
+        count, [&](int i) { return pieces_of(*matrices[i], n); },
+        [&](int i, int64_t row, int64_t end) {
+          const gearbx_exact& m = *matrices[i];
+          find_work<Multiply>(m)(m, activations, row, end, y[i] + first * m.rows);
+        });
+  };
+  in_chunks(vectors, some, MOST_PACKED);
 }
 
 extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y) {

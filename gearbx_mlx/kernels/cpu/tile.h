@@ -25,10 +25,9 @@ inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
 // into the second cache: the first one waits for fewer lines at a time, and processors foresee one sequence of addresses
 // better than several.
 struct Prefetch {
-  static constexpr int64_t AHEAD = 32 << 10;  // bytes
+  const char *next = nullptr, *end = nullptr;
 
-  const char *next, *end;
-
+  Prefetch() = default;
   Prefetch(const void* from, const void* to) : next(static_cast<const char*>(from)), end(static_cast<const char*>(to)) {}
 
   // `count` times 16 numbers of type T.
@@ -39,14 +38,12 @@ struct Prefetch {
   }
 };
 
-// Consecutive rows of weights. `end`: of the weights in memory that follow; null if all are in a cache.
+// Consecutive rows of weights, and what is read after them.
 template <class T>
 struct Rows {
   const T* w;
   int64_t count, columns;
-  const T* end;
-
-  Prefetch prefetch(int64_t row) const { return {reinterpret_cast<const char*>(w + row * columns) + Prefetch::AHEAD, end}; }
+  Prefetch next;
 };
 
 // The sum of sixteen sums, of the products of the columns after the last multiple of 16, if there are any: eight at a
@@ -61,7 +58,8 @@ float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
 }
 
 template <class T>
-float multiply_row(const T* w, const float* x, int64_t columns, Prefetch prefetch) {
+float multiply_row(const T* w, const float* x, int64_t columns, Prefetch& next) {
+  Prefetch prefetch = next;  // in registers
   Lanes sums[PARTS] = {};
   for (int64_t i = 0; i < whole_blocks(columns); i += 16) {
     prefetch.ask<1, T>();
@@ -73,6 +71,7 @@ float multiply_row(const T* w, const float* x, int64_t columns, Prefetch prefetc
       sums[p] = multiply_add(weights, one, sums[p]);
     }
   }
+  next = prefetch;
   const EvenOdd both = join_parts(sums);
   return finish_row(w, x, columns, both.even, both.odd);
 }
@@ -84,13 +83,13 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int6
                                Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
   Prefetch local = prefetch;  // in registers
   for (int p = 0; p < PARTS; p++) {
-    const float* part = x + p * (whole_blocks(columns) / PARTS) * V;
+    const float* each = x + (p * whole_blocks(columns) + from) / PARTS * V;
     Lanes s[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
-    for (int64_t i = from; i < to; i += 16) {
+    for (int64_t i = from; i < to; i += 16, each += LANES * V) {
       if (p == 0) local.ask<R, T>();
       Lanes rows[R];
 #pragma GCC unroll 8
@@ -101,7 +100,7 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int6
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         Lanes one;
-        load(part + i / PARTS * V + v * LANES, one);
+        load(each + v * LANES, one);
         one = hold(one);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) s[r][v] = multiply_add(rows[r], one, s[r][v]);
@@ -167,20 +166,20 @@ auto group_kernel(int64_t vectors) {
   return multiply_group<V, T>;
 }
 
-// Rows times all vectors, whose results are `stride` apart. The rows are read from memory for the first group of
-// vectors, and from a cache for the others, while the activations of the next group are on their way.
+// Rows times all vectors, whose results are `stride` apart. While the first group of vectors is multiplied, what follows
+// the rows is on its way; then it is the activations of the next group.
 template <class T>
 void multiply_rows(const Rows<T>& rows, const Activations& a, float* y, int64_t stride) {
   if (a.vectors == 1) {
-    for (int64_t r = 0; r < rows.count; r++)
-      y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, rows.prefetch(r));
+    Prefetch next = rows.next;
+    for (int64_t r = 0; r < rows.count; r++) y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, next);
     return;
   }
   const int64_t groups = a.groups();
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = a.first(g), end = a.first(g + 1);
     const Prefetch next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
-    group_kernel<T>(end - first)(rows, g ? next : rows.prefetch(0), a.packed_group(g), a.x + first * rows.columns,
+    group_kernel<T>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
                                  y + first * stride, stride);
   }
 }
