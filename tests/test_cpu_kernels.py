@@ -116,19 +116,19 @@ class TestNumbers:
         changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
         seed=st.integers(0, 1 << 30),
     )
-    def test_dense_bits_in_any_company(self, native, dtype, rows, columns, vectors, changes, seed):
+    def test_dense_bits_in_any_company(self, dtype, rows, columns, vectors, changes, seed):
         random = np.random.default_rng(seed)
         weight, x = (random.standard_normal((n, columns)).astype(np.float32) for n in (rows, vectors))
         for place, value in changes:
             x.flat[place % x.size] = value
         dense = mx.array(weight).astype(dtype)
-        y = np.array(native.dense_matvec(mx.array(x), dense))
+        y = np.array(dispatch.dense_product(mx.array(x), dense))
         chosen = [0, vectors // 2, vectors - 1]
-        alone = np.concatenate([np.array(native.dense_matvec(mx.array(x[v : v + 1]), dense)) for v in chosen])
+        alone = np.concatenate([np.array(dispatch.dense_product(mx.array(x[v : v + 1]), dense)) for v in chosen])
         assert (np.isnan(y[chosen]) == np.isnan(alone)).all()
         assert np.nan_to_num(y[chosen]).tobytes() == np.nan_to_num(alone).tobytes()
 
-    @pytest.mark.parametrize("threads", [1, 2, 3])
+    @pytest.mark.parametrize("threads", [1, 3])
     def test_dense_bits_with_any_number_of_threads(self, native, threads):
         environment = os.environ | {"GEARBX_THREADS": str(threads)}
         done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, env=environment)
