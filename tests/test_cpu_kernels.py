@@ -1,7 +1,11 @@
 """Native CPU kernels: against float64, and bit by bit over batches."""
 
+import contextlib
+import io
+import os
 import platform
 import subprocess
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +24,22 @@ from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
+
+PRODUCTS = """
+import zlib
+
+import mlx.core as mx
+import numpy as np
+
+from gearbx_mlx.kernels import cpu
+
+mx.set_default_device(mx.cpu)
+random = np.random.default_rng(0)
+weight, x = (mx.array(random.standard_normal((n, 600)).astype(np.float32)) for n in (1500, 100))
+for count in (1, 5, 16, 100):
+    y = cpu.native().dense_matvec(x[:count], weight.astype(mx.bfloat16))
+    print(zlib.crc32(np.array(y).tobytes()))
+"""
 
 pytestmark = ON_A_CPU
 
@@ -86,6 +106,35 @@ class TestNumbers:
             for vectors in range(1, 17):
                 together = product(x[16 - vectors :])
                 assert mx.array_equal(together, mx.concatenate(alone[16 - vectors :])).item()
+
+    @settings(max_examples=40)
+    @given(
+        dtype=st.sampled_from(TYPES),
+        rows=st.integers(1, 80),
+        columns=st.integers(1, 1200),
+        vectors=st.integers(2, 17) | st.sampled_from([100, 512, 513]),
+        changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_dense_bits_in_any_company(self, dtype, rows, columns, vectors, changes, seed):
+        random = np.random.default_rng(seed)
+        weight, x = (random.standard_normal((n, columns)).astype(np.float32) for n in (rows, vectors))
+        for place, value in changes:
+            x.flat[place % x.size] = value
+        dense = mx.array(weight).astype(dtype)
+        y = np.array(dispatch.dense_product(mx.array(x), dense))
+        chosen = [0, vectors // 2, vectors - 1]
+        alone = np.concatenate([np.array(dispatch.dense_product(mx.array(x[v : v + 1]), dense)) for v in chosen])
+        assert (np.isnan(y[chosen]) == np.isnan(alone)).all()
+        assert np.nan_to_num(y[chosen]).tobytes() == np.nan_to_num(alone).tobytes()
+
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_dense_bits_with_any_number_of_threads(self, native, threads):
+        environment = os.environ | {"GEARBX_THREADS": str(threads)}
+        done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, env=environment)
+        with contextlib.redirect_stdout(io.StringIO()) as own:
+            exec(PRODUCTS, {})
+        assert done.stdout == own.getvalue(), done.stderr
 
     def test_activations_and_weights_that_are_not_in_rows(self, native):
         weight = mx.random.normal((48, 64))

@@ -257,6 +257,36 @@ static void check_products(int64_t vectors) {
   free(expert);
 }
 
+/* Several matrices of different types and heights with the same activations: each vector of each as it is alone. */
+static void check_matrices(int64_t columns, int64_t vectors) {
+  enum { MATRICES = 4 };
+  static const int64_t heights[MATRICES] = {5, 0, 130, 1};
+  gearbx_dense made[MATRICES];
+  const gearbx_dense* matrices[MATRICES];
+  float *x = random_x(vectors * columns), *y[MATRICES];
+  x[columns / 2] = INFINITY; /* in the first vector alone */
+  for (int i = 0; i < MATRICES; i++) {
+    const int64_t rows = heights[i];
+    double* values = malloc((size_t)(rows * columns + 1) * 8);
+    made[i] = (gearbx_dense){rows, columns, random_values((size_t)(rows * columns), i % 3, values), i % 3};
+    matrices[i] = &made[i];
+    y[i] = malloc((size_t)(vectors * rows + 1) * 4);
+    free(values);
+  }
+  gearbx_dense_products(matrices, MATRICES, x, vectors, y);
+  for (int i = 0; i < MATRICES; i++) {
+    const int64_t rows = heights[i];
+    float* alone = malloc((size_t)(vectors * rows + 1) * 4);
+    for (int64_t v = 0; v < vectors; v++) gearbx_dense_matvec(&made[i], x + v * columns, 1, alone + v * rows);
+    for (int64_t r = 0; r < rows; r++) failures += isfinite(y[i][r]) != 0; /* NaN keeps the sign of one operand */
+    same_bits("several matrices", y[i] + rows, alone + rows, (vectors - 1) * rows);
+    free(alone);
+    free((void*)made[i].weights);
+    free(y[i]);
+  }
+  free(x);
+}
+
 int main(void) {
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
                                   {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
@@ -293,6 +323,9 @@ int main(void) {
   check_products(1);
   check_products(17);
   check_products(100);
+  for (int64_t columns = 1; columns <= 1100; columns = 2 * columns + 7)
+    for (int64_t vectors = 1; vectors <= 40; vectors += vectors < 17 ? 1 : 23) check_matrices(columns, vectors);
+  check_matrices(48, 1100); /* more than are prepared at once */
   printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
   return failures != 0;
 }

@@ -123,6 +123,17 @@ static void check(int planes, int bits, int group, int64_t rows, int64_t groups,
     right &= bits_of(y[i]) == bits_of(exact[i]) || (isnan(y[i]) && isnan(exact[i]));
   expect(right, "products", &m, vectors);
 
+  const gearbx_exact* const twice[] = {&m, &m};
+  float* second = malloc((size_t)(vectors * rows) * 4);
+  float* const both[] = {y, second};
+  memset(y, 0, (size_t)(vectors * rows) * 4);
+  gearbx_exact_products(twice, 2, x, vectors, both);
+  for (int64_t i = 0; i < vectors * rows; i++)
+    for (int k = 0; k < 2; k++)
+      right &= bits_of(both[k][i]) == bits_of(exact[i]) || (isnan(both[k][i]) && isnan(exact[i]));
+  expect(right, "several matrices", &m, vectors);
+  free(second);
+
   for (int64_t row = 0; row <= rows; row++) { /* offsets that lie: nothing is read where nothing is */
     const uint32_t kept = offsets[row];
     offsets[row] = random_bits() % 2 ? kept - 1 - random_bits() % 40 : random_bits();

@@ -1,39 +1,56 @@
 // Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
 
-#include "matvec.h"
-#include "pool.h"
-#include "split.h"
+#include "chunks.h"
+#include "products.h"
 #include "tile.h"
 
 namespace gearbx {
 namespace {
 
-struct Job {
-  const gearbx_dense* matrix;
-  const float* x;
-  int vectors;
-  float* y;
-  Pieces pieces;
-};
+constexpr int64_t AHEAD = 32 << 10;  // distance of the prefetch, in bytes
+
+int64_t row_bytes(const gearbx_dense& m) { return m.columns * (m.type == GEARBX_FLOAT32 ? 4 : 2); }
 
 template <class T>
-void do_piece(const void* context, int piece) {
-  const Job& job = *static_cast<const Job*>(context);
-  const gearbx_dense& m = *job.matrix;
-  const int64_t row = job.pieces.first(piece), count = job.pieces.first(piece + 1) - row;
-  const T* w = static_cast<const T*>(m.weights) + row * m.columns;
-  multiply_rows<T>({w, job.x, m.columns, job.y + row, m.rows, true}, count, job.vectors);
+void multiply_piece(const gearbx_dense& m, const Activations& x, int64_t row, int64_t end, float* y) {
+  const T* w = static_cast<const T*>(m.weights);
+  const int64_t height = block_rows(m.rows, row_bytes(m), x.vectors);
+  for (; row < end; row += height) {
+    const int64_t count = end - row < height ? end - row : height;
+    const T* rows = w + row * m.columns;
+    const Prefetch next = {reinterpret_cast<const char*>(rows) + AHEAD, w + m.rows * m.columns};
+    multiply_rows<T>({rows, count, m.columns, next}, x, y + row, m.rows);
+  }
 }
 
 }  // namespace
 }  // namespace gearbx
 
-extern "C" void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y) {
+extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
+                                      float* const* y) {
   using namespace gearbx;
-  const int size = matrix->type == GEARBX_FLOAT32 ? 4 : 2;
-  const Job job = {matrix, x, vectors, y, Pieces(matrix->rows, matrix->columns * size, vectors)};
-  const auto work = matrix->type == GEARBX_BFLOAT16  ? do_piece<Bf16>
-                    : matrix->type == GEARBX_FLOAT16 ? do_piece<Fp16>
-                                                     : do_piece<float>;
-  share_out(job.pieces.count, work, &job);
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations activations(x + first * columns, n, columns);
+    const auto pieces_of = [&](int i) {
+      const gearbx_dense& m = *matrices[i];
+      return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), n), n);
+    };
+    share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
+      const gearbx_dense& m = *matrices[i];
+      const auto multiply = m.type == GEARBX_BFLOAT16  ? multiply_piece<Bf16>
+                            : m.type == GEARBX_FLOAT16 ? multiply_piece<Fp16>
+                                                       : multiply_piece<float>;
+      multiply(m, activations, row, end, y[i] + first * m.rows);
+    });
+  };
+  in_chunks(vectors, some, MOST_PACKED);
+}
+
+extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {
+  gearbx_dense_products(&matrix, 1, x, vectors, &y);
+}
+
+extern "C" void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y) {
+  gearbx_dense_products(&matrix, 1, x, vectors, &y);
 }

@@ -36,6 +36,10 @@ typedef struct {
 // leave `high`, or that needs more bytes than it has, gives NaN.
 void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y);
 
+// As gearbx_dense_products.
+void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
+                           float* const* y);
+
 // y (count, rows). `first` is the first expert's matrix; the others follow it, and share `high`.
 void gearbx_exact_experts(const gearbx_exact* first, const gearbx_pairs* pairs, const float* x, float* y);
 

@@ -14,7 +14,6 @@ namespace {
 
 void multiply(const gearbx_stack& m, const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); }
 void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
-
 void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
 
 // How many vectors the kernel of a matrix takes at once.
@@ -22,6 +21,7 @@ template <class Matrix>
 constexpr int64_t most_vectors(const Matrix&) {
   return GEARBX_MAX_VECTORS;
 }
+constexpr int64_t most_vectors(const gearbx_dense&) { return 512; }
 constexpr int64_t most_vectors(const gearbx_exact&) { return 512; }
 
 // The address after the first `count` of `values`.
@@ -97,7 +97,7 @@ void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float
       multiply(m, some_x.data(), n, some_y.data());
       for (int v = 0; v < n; v++)
         std::memcpy(y + mine[from + v] * rows, some_y.data() + v * rows, static_cast<size_t>(rows) * 4);
-    });
+    }, most);
   }
 }
 
@@ -106,9 +106,6 @@ void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float
 
 extern "C" {
 void gearbx_stack_product(const gearbx_stack* m, const float* x, int64_t vectors, float* y) {
-  gearbx::product(*m, x, vectors, y);
-}
-void gearbx_dense_product(const gearbx_dense* m, const float* x, int64_t vectors, float* y) {
   gearbx::product(*m, x, vectors, y);
 }
 void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, const float* x, float* y) {

@@ -13,6 +13,11 @@ extern "C" {
 void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t vectors, float* y);
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
+// y[i] = x times the transposed matrix i, for matrices of equal columns. Each result has the bits of a product of its
+// own; threads start once for all matrices, and the activations are prepared once.
+void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
+                           float* const* y);
+
 // The products to compute: pair p is vector `vector[p]` of x times the matrix of expert `expert[p]`.
 typedef struct {
   int64_t count;

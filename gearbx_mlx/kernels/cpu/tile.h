@@ -3,104 +3,184 @@
 
 #pragma once
 
-#include "sixteen.h"
+#include "activations.h"
+#include "parts.h"
 
 namespace gearbx {
 
-constexpr int TILE_ROWS = 3;
-#ifdef GEARBX_AVX512
-typedef F16 Wide;
-constexpr int TILE_VECTORS = 8;
-inline EvenOdd both(const F16 (&sums)[1]) { return in_halves(sums[0]); }
-template <class T>
-inline void load(const T* p, F16& out) {
-  out = load16(p);
-}
-inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
-#else
-typedef F8 Wide;
-constexpr int TILE_VECTORS = 2;
-#endif
-inline EvenOdd both(const F8 (&sums)[2]) { return {sums[0], sums[1]}; }
 template <class T>
 inline void load(const T* p, F8& out) {
   out = load8(p);
 }
 inline F8 multiply_add(F8 a, F8 b, F8 c) { return multiply_add8(a, b, c); }
-
-constexpr int AHEAD = 1024;  // distance of the prefetch, in weights
-
-// Where a tile reads and writes: rows of weights and vectors of activations of `columns` numbers each, and results,
-// `rows` numbers from vector to vector.
+#ifdef GEARBX_AVX512
 template <class T>
-struct TileOf {
-  const T* w;
-  const float* x;
-  int64_t columns;
-  float* y;
-  int64_t rows;
-  bool from_memory;  // the weights, and not from a cache
+inline void load(const T* p, F16& out) {
+  out = load16(p);
+}
+inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
+#endif
+
+// Asks for what is read soon, from `next` to `end`. It goes through memory in order, whatever rows a tile reads, and
+// into the second cache: the first one waits for fewer lines at a time, and processors foresee one sequence of addresses
+// better than several.
+struct Prefetch {
+  const char *next = nullptr, *end = nullptr;
+
+  Prefetch() = default;
+  Prefetch(const void* from, const void* to) : next(static_cast<const char*>(from)), end(static_cast<const char*>(to)) {}
+
+  // `count` times 16 numbers of type T.
+  template <int count, class T>
+  GEARBX_INLINE void ask() {
+    if (next >= end) return;
+    for (int i = 0; i < count; i++, next += 16 * sizeof(T)) __builtin_prefetch(next, 0, 2);
+  }
 };
 
-// Adds the columns after the last multiple of 16: eight at a time to the first sum, and then one by one.
+// Consecutive rows of weights, and what is read after them.
 template <class T>
-float add_tail(const T* w, const float* x, int64_t from, int64_t columns, EvenOdd sums) {
-  int64_t i = from;
-  for (; i + 8 <= columns; i += 8) sums.even = multiply_add8(load8(w + i), load8(x + i), sums.even);
+struct Rows {
+  const T* w;
+  int64_t count, columns;
+  Prefetch next;
+};
+
+// The sum of sixteen sums, of the products of the columns after the last multiple of 16, if there are any: eight at a
+// time, added to the first sums, and then one by one.
+template <class T>
+float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
+  int64_t i = whole_blocks(columns);
+  for (; i + 8 <= columns; i += 8) even = multiply_add8(load8(w + i), load8(x + i), even);
   float rest = 0.0f;
   for (; i < columns; i++) rest = multiply_add(to_float(w[i]), x[i], rest);
-  return sum8(add8(sums.even, sums.odd)) + rest;
+  return sum8(add8(even, odd)) + rest;
 }
 
-// R rows times V vectors, in registers of eight or sixteen lanes. There are sixteen sums for each row and vector, so
-// that an addition need not wait for the one before.
-template <class Lanes, int R, int V, class T>
-void multiply_tile(const TileOf<T>& t) {
-  constexpr int WIDTH = sizeof(Lanes) / sizeof(float), PARTS = 16 / WIDTH;
-  const int64_t columns = t.columns, whole = columns / 16 * 16;
-  Lanes sums[R][V][PARTS] = {};
-  for (int64_t i = 0; i < whole; i += 16) {
-    for (int r = 0; t.from_memory && r < R; r++) __builtin_prefetch(t.w + r * columns + i + AHEAD);
+template <class T>
+float multiply_row(const T* w, const float* x, int64_t columns, Prefetch& next) {
+  Prefetch prefetch = next;  // in registers
+  Lanes sums[PARTS] = {};
+  for (int64_t i = 0; i < whole_blocks(columns); i += 16) {
+    prefetch.ask<1, T>();
+#pragma GCC unroll 2
     for (int p = 0; p < PARTS; p++) {
-      const int64_t at = i + p * WIDTH;
-      Lanes x[V];
-      for (int v = 0; v < V; v++) {
-        load(t.x + v * columns + at, x[v]);
-        x[v] = hold(x[v]);
-      }
-      for (int r = 0; r < R; r++) {
-        Lanes row;
-        load(t.w + r * columns + at, row);
-        row = hold(row);
-        for (int v = 0; v < V; v++) sums[r][v][p] = multiply_add(row, x[v], sums[r][v][p]);
-      }
+      Lanes weights, one;
+      load(w + i + p * LANES, weights);
+      load(x + i + p * LANES, one);
+      sums[p] = multiply_add(weights, one, sums[p]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < V; v++)
-      t.y[v * t.rows + r] = add_tail(t.w + r * columns, t.x + v * columns, whole, columns, both(sums[r][v]));
+  next = prefetch;
+  const EvenOdd both = join_parts(sums);
+  return finish_row(w, x, columns, both.even, both.odd);
 }
 
-// The first V of `vectors`, as often as there are V; then the same with half of V.
+// Adds the products of columns `from` to `to`, multiples of 16, of R rows with V vectors; `x` is packed. There are
+// sixteen sums for each row and vector, so that an addition need not wait for the one before.
 template <int R, int V, class T>
-void multiply_vectors(TileOf<T> t, int64_t vectors) {
-  for (; vectors >= V; vectors -= V, t.x += V * t.columns, t.y += V * t.rows, t.from_memory = false)
-    multiply_tile<Wide, R, V>(t);
-  if constexpr (V > 1) multiply_vectors<R, V / 2>(t, vectors);
+GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int64_t from, int64_t to,
+                               Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
+  Prefetch local = prefetch;  // in registers
+  for (int p = 0; p < PARTS; p++) {
+    const float* each = x + (p * whole_blocks(columns) + from) / PARTS * V;
+    Lanes s[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
+    for (int64_t i = from; i < to; i += 16, each += LANES * V) {
+      if (p == 0) local.ask<R, T>();
+      Lanes rows[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        load(w + r * columns + i + p * LANES, rows[r]);
+        rows[r] = hold(rows[r]);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        Lanes one;
+        load(each + v * LANES, one);
+        one = hold(one);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) s[r][v] = multiply_add(rows[r], one, s[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) sums[r][v][p] = s[r][v];
+  }
+  prefetch = local;
 }
 
-// `count` rows times `vectors` vectors. The weights are read from memory for the first vectors, and from the cache for
-// the others. For a single vector, memory is slower than vectors of eight, and these read it faster than wide ones.
+// The results of a row for V vectors, `stride` apart; `x` is as it came.
+template <int V, class T>
+void finish_vectors(const T* w, const float* x, int64_t columns, const Lanes (&sums)[V][PARTS], float* y,
+                    int64_t stride) {
+  if (columns % 16) {
+    for (int v = 0; v < V; v++) {
+      const EvenOdd both = join_parts(sums[v]);
+      y[v * stride] = finish_row(w, x + v * columns, columns, both.even, both.odd);
+    }
+    return;
+  }
+  F8 halves[8] = {};
+  for (int v = 0; v < V; v++) {
+    const EvenOdd both = join_parts(sums[v]);
+    halves[v] = add8(both.even, both.odd);
+  }
+  float results[8];
+  store8(results, add8(sums8(halves), zero8()));  // + 0: as finish_row, which never gives -0
+  for (int v = 0; v < V; v++) y[v * stride] = results[v];
+}
+
+// R rows times V vectors. Where sums are in several parts, these take turns over columns that stay in the first cache.
+template <int R, int V, class T>
+void multiply_tile(const T* w, int64_t columns, const float* packed, const float* x, Prefetch& prefetch, float* y,
+                   int64_t stride) {
+  const int64_t whole = whole_blocks(columns), chunk = PARTS == 1 ? whole : 512;
+  Lanes sums[R][V][PARTS] = {};
+  for (int64_t from = 0; from < whole; from += chunk)
+    add_columns<R, V>(w, columns, packed, from, from + chunk < whole ? from + chunk : whole, prefetch, sums);
+  for (int r = 0; r < R; r++) finish_vectors<V>(w + r * columns, x, columns, sums[r], y + r, stride);
+}
+
+// Rows times V vectors, whose results are `stride` apart.
+template <int V, class T>
+void multiply_group(const Rows<T>& rows, Prefetch prefetch, const float* packed, const float* x, float* y,
+                    int64_t stride) {
+  const int64_t columns = rows.columns;
+  int64_t r = 0;
+  for (; r + TILE_ROWS <= rows.count; r += TILE_ROWS)
+    multiply_tile<TILE_ROWS, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
+  for (; r < rows.count; r++)
+    multiply_tile<1, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
+}
+
+// The function for a number of vectors.
+template <class T, int V = TILE_VECTORS>
+auto group_kernel(int64_t vectors) {
+  if constexpr (V > 2)
+    if (vectors < V) return group_kernel<T, V - 1>(vectors);
+  return multiply_group<V, T>;
+}
+
+// Rows times all vectors, whose results are `stride` apart. While the first group of vectors is multiplied, what follows
+// the rows is on its way; then it is the activations of the next group.
 template <class T>
-void multiply_rows(TileOf<T> t, int64_t count, int64_t vectors) {
-  const auto next = [&](int64_t rows) { t.w += rows * t.columns, t.y += rows, count -= rows; };
-  if (vectors > 1)
-    for (; count >= TILE_ROWS; next(TILE_ROWS)) multiply_vectors<TILE_ROWS, TILE_VECTORS>(t, vectors);
-  for (; count > 0; next(1)) {
-    if (vectors > 1)
-      multiply_vectors<1, TILE_VECTORS>(t, vectors);
-    else
-      multiply_tile<F8, 1, 1>(t);
+void multiply_rows(const Rows<T>& rows, const Activations& a, float* y, int64_t stride) {
+  if (a.vectors == 1) {
+    Prefetch next = rows.next;
+    for (int64_t r = 0; r < rows.count; r++) y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, next);
+    return;
+  }
+  const int64_t groups = a.groups();
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t first = a.first(g), end = a.first(g + 1);
+    const Prefetch next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
+    group_kernel<T>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
+                                 y + first * stride, stride);
   }
 }
 
