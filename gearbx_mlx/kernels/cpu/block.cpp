@@ -1,16 +1,13 @@
 #include "block.h"
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 
-#include "pool.h"
 #include "simd.h"
 
 namespace gearbx {
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers: to wake another thread takes as long as fewer
 constexpr int64_t KEPT = 1 << 20;           // numbers of scratch memory that a thread keeps from block to block
 
 // Memory for what comes and goes within a block. Not filled with zeros.
@@ -33,25 +30,6 @@ class Scratch {
   std::unique_ptr<float[]> own_;
   float* next_;
 };
-
-// Calls work(first, count) for all vectors, of `width` numbers each; several threads do so if it is worth it.
-template <class Work>
-void each(int64_t vectors, int64_t width, const Work& work) {
-  const int64_t some = std::max<int64_t>(1, WORTH_SHARING / std::max<int64_t>(1, width));
-  if (vectors < 2 * some) return work(0, vectors);
-  struct Job {
-    const Work& work;
-    int64_t vectors, some;
-  };
-  const int64_t height = std::max(some, (vectors + 1023) / 1024);
-  const Job job = {work, vectors, height};
-  const auto run = [](const void* context, int piece) {
-    const Job& j = *static_cast<const Job*>(context);
-    const int64_t first = piece * j.some;
-    j.work(first, std::min(j.some, j.vectors - first));
-  };
-  share_out(static_cast<int>((vectors + height - 1) / height), run, &job);
-}
 
 template <class Bias>
 void add_bias(const Bias* bias, int64_t rows, int64_t vectors, float* y) {
@@ -81,24 +59,33 @@ void multiply(const Linear& linear, const float* x, int64_t vectors, float* y) {
   add_bias(linear, vectors, y);
 }
 
-int64_t rows_of(const std::vector<Linear>& linears) {
-  int64_t rows = 0;
-  for (const Linear& linear : linears) rows += linear.rows();
-  return rows;
+constexpr size_t MOST_TOGETHER = 3;
+
+// Computes the products of all layers at once, if all have matrices of this kind.
+template <class Matrix>
+bool multiply_together(void (*product)(const Matrix* const*, int, const float*, int64_t, float* const*),
+                       const std::vector<Linear>& linears, const float* x, int64_t vectors, float* const* y) {
+  const Matrix* matrices[MOST_TOGETHER];
+  for (size_t i = 0; i < linears.size(); i++)
+    if (!(matrices[i] = std::get_if<Matrix>(&linears[i].matrix))) return false;
+  product(matrices, static_cast<int>(linears.size()), x, vectors, y);
+  return true;
 }
 
 // The results of several matrices for the same x, one matrix after the other: y (vectors, rows) of each.
 void multiply(const std::vector<Linear>& linears, const float* x, int64_t vectors, float* y) {
-  for (const Linear& linear : linears) {
-    multiply(linear, x, vectors, y);
-    y += vectors * linear.rows();
+  float* results[MOST_TOGETHER];
+  for (size_t i = 0; i < linears.size(); y += vectors * linears[i++].rows()) results[i] = y;
+  const bool done = multiply_together(gearbx_dense_products, linears, x, vectors, results) ||
+                    multiply_together(gearbx_exact_products, linears, x, vectors, results);
+  for (size_t i = 0; i < linears.size(); i++) {
+    if (!done) std::visit(Product{x, vectors, results[i]}, linears[i].matrix);
+    add_bias(linears[i], vectors, results[i]);
   }
 }
 
-void norm(const Norm& norm, const float* x, int64_t rows, int64_t columns, float* y) {
-  each(rows, columns, [&](int64_t first, int64_t count) {
-    gearbx_rms_norm(x + first * columns, count, columns, norm.weight, norm.type, norm.eps, y + first * columns);
-  });
+void norm(const Norm& by, const float* x, int64_t rows, int64_t columns, float* y) {
+  gearbx_rms_norm(x, rows, columns, by.weight, by.type, by.eps, y);
 }
 
 // Results of the projections to one kind of heads: `first`, and the distance from vector to vector.
@@ -109,12 +96,8 @@ struct Projected {
 
 void norm_heads(const Norm& by, const Projected& from, int64_t vectors, int64_t heads, int64_t width) {
   if (!by.weight) return;
-  each(vectors, heads * width, [&](int64_t first, int64_t count) {
-    for (int64_t v = first; v < first + count; v++) {
-      float* x = from.first + v * from.stride;
-      gearbx_rms_norm(x, heads, width, by.weight, by.type, by.eps, x);
-    }
-  });
+  if (from.stride == heads * width) return norm(by, from.first, vectors * heads, width, from.first);
+  for (int64_t v = 0; v < vectors; v++) norm(by, from.first + v * from.stride, heads, width, from.first + v * from.stride);
 }
 
 void copy_heads(const Positions& at, int64_t heads, int64_t width, const float* from, const int64_t (&strides)[3],
@@ -126,39 +109,36 @@ void copy_heads(const Positions& at, int64_t heads, int64_t width, const float* 
                     from + b * strides[0] + h * strides[1] + t * strides[2], static_cast<size_t>(width) * 4);
 }
 
+// scratch: as many numbers as there are in these heads.
 void rotate(const Rotation& by, const Positions& at, const Projected& from, int64_t heads, int64_t width,
-            const Heads& to) {
-  // A few positions at a time: that is as much as a thread turns in place of its scratch memory.
-  each(at.length, at.batch * heads * width, [&](int64_t first, int64_t count) {
-    std::vector<float> turned(static_cast<size_t>(at.batch * heads * count * width));
-    gearbx_rotation rotation = {{at.batch, heads, count, width},
-                                {at.length * from.stride, width, from.stride, 1},
-                                by.frequencies, by.dims, by.traditional, by.scale, at.offset + first};
-    gearbx_rope(&rotation, from.first + first * from.stride, turned.data());
-    copy_heads({at.batch, count, 0}, heads, width, turned.data(), {heads * count * width, count * width, width},
-               {to.first + first * width, to.batch_stride, to.head_stride});
-  });
+            float* scratch, const Heads& to) {
+  const gearbx_rotation rotation = {{at.batch, heads, at.length, width},
+                                    {at.length * from.stride, width, from.stride, 1},
+                                    by.frequencies, by.dims, by.traditional, by.scale, at.offset};
+  gearbx_rope(&rotation, from.first, scratch);
+  const int64_t head = at.length * width;
+  copy_heads(at, heads, width, scratch, {heads * head, head, width}, to);
 }
 
 void add(const float* a, const float* b, int64_t count, float* sum) {
-  each(count, 1, [&](int64_t first, int64_t some) {
-    for (int64_t i = first; i < first + some; i++) sum[i] = a[i] + b[i];
-  });
+  for (int64_t i = 0; i < count; i++) sum[i] = a[i] + b[i];
 }
 
 // silu(gate) * up for each vector; `projected` is what multiply wrote for block.gates.
 void gate(const Block& block, const float* projected, int64_t vectors, float* y) {
   const int64_t hidden = block.hidden();
-  const bool joined = block.gates.size() == 1;
-  const int64_t stride = joined ? 2 * hidden : hidden;
-  const float* up = projected + (joined ? hidden : vectors * hidden);
-  each(vectors, hidden, [&](int64_t first, int64_t count) {
-    for (int64_t v = first; v < first + count; v++)
-      gearbx_swiglu(projected + v * stride, up + v * stride, hidden, y + v * hidden);
-  });
+  if (block.gates.size() == 2) return gearbx_swiglu(projected, projected + vectors * hidden, vectors * hidden, y);
+  for (int64_t v = 0; v < vectors; v++, projected += 2 * hidden)
+    gearbx_swiglu(projected, projected + hidden, hidden, y + v * hidden);
 }
 
 }  // namespace
+
+int64_t rows_of(const std::vector<Linear>& linears) {
+  int64_t rows = 0;
+  for (const Linear& linear : linears) rows += linear.rows();
+  return rows;
+}
 
 int64_t Linear::rows() const {
   return std::visit([](const auto& m) { return m.rows; }, matrix);
@@ -171,7 +151,7 @@ int64_t Linear::inputs() const {
 
 void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values) {
   const int64_t n = at.count(), width = block.width, rows = rows_of(block.projections);
-  Scratch scratch(n * (block.inputs() + rows));
+  Scratch scratch(n * (block.inputs() + rows + block.heads * width));
   float* normed = scratch.take(n * block.inputs());
   norm(block.before_attention, x, n, block.inputs(), normed);
   float* y = scratch.take(n * rows);
@@ -184,8 +164,9 @@ void project(const Block& block, const Positions& at, const float* x, Heads quer
                   v = {y + each_first * (own + shared), joined ? rows : shared};
   norm_heads(block.of_queries, q, n, block.heads, width);
   norm_heads(block.of_keys, k, n, block.key_heads, width);
-  rotate(block.rotation, at, q, block.heads, width, queries);
-  rotate(block.rotation, at, k, block.key_heads, width, keys);
+  float* turned = scratch.take(n * own);
+  rotate(block.rotation, at, q, block.heads, width, turned, queries);
+  rotate(block.rotation, at, k, block.key_heads, width, turned, keys);
   copy_heads(at, block.key_heads, width, v.first, {at.length * v.stride, width, v.stride}, values);
 }
 

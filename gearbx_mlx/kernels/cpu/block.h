@@ -25,6 +25,8 @@ struct Linear {
   int64_t inputs() const;
 };
 
+int64_t rows_of(const std::vector<Linear>& linears);
+
 struct Norm {
   const void* weight = nullptr;  // none: there is no norm here
   int type = GEARBX_FLOAT32;

@@ -97,16 +97,11 @@ class BlockProgram {
 
   void check() const {
     const Block& b = block_;
-    const auto rows = [](const std::vector<Linear>& parts) {
-      int64_t sum = 0;
-      for (const Linear& part : parts) sum += part.rows();
-      return sum;
-    };
     require(b.width * b.heads == b.output.inputs() && b.rotation.dims <= b.width, "heads and the output do not fit");
     require((b.projections.size() == 1 || b.projections.size() == 3) &&
-                rows(b.projections) == b.width * (b.heads + 2 * b.key_heads),
+                rows_of(b.projections) == b.width * (b.heads + 2 * b.key_heads),
             "projections and heads do not fit");
-    require((b.gates.size() == 1 || b.gates.size() == 2) && rows(b.gates) == 2 * b.hidden(), "gates do not fit");
+    require((b.gates.size() == 1 || b.gates.size() == 2) && rows_of(b.gates) == 2 * b.hidden(), "gates do not fit");
     for (const auto& parts : {b.projections, b.gates})
       for (const Linear& part : parts) require(part.inputs() == b.inputs(), "a matrix has another width than x");
     require(b.down.rows() == b.inputs(), "the last matrix has another number of rows than x is wide");
