@@ -23,6 +23,7 @@ MODELS = [
     ("qwen2", {}),
     ("qwen3", {}),
     ("phi3", {}),
+    ("gemma3_text", {}),
 ]
 FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
 
@@ -227,7 +228,7 @@ class TestModules:
         assert high > low
 
     def test_experts_and_other_blocks_run_as_they_did(self, calls):
-        for architecture in ("gemma3_text", "qwen3_moe"):
+        for architecture in ("gpt_neox", "qwen3_moe"):
             box = boxed(architecture)
             calls.native = 0
             assert mx.isfinite(box.model(PROMPT)).all().item()

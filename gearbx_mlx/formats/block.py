@@ -12,11 +12,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, phi3, qwen3
+from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..kernels.dispatch import block_kernels
-from .fused import ORIGIN, NativeLlama3RoPE, NativeRMSNorm, NativeRoPE, inverse_frequencies
+from .fused import (
+    ORIGIN,
+    NativeGeGLU,
+    NativeLlama3RoPE,
+    NativeRMSNorm,
+    NativeRoPE,
+    NativeShiftedNorm,
+    inverse_frequencies,
+)
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 PROGRAMS = "_gearbx_programs"
@@ -30,16 +38,26 @@ def code_of(kind: type) -> Code:
     return (code.co_code, code.co_consts, code.co_names, code.co_argcount, code.co_flags) if code else (kind,)
 
 
-BLOCK = code_of(llama.TransformerBlock)
-THREE = ("q_proj", "k_proj", "v_proj")
+# Norms of a block: before attention and its MLP; behind them, if there are some.
+BLOCKS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
+    code_of(llama.TransformerBlock): (("input_layernorm", "post_attention_layernorm"), ()),
+    code_of(gemma3_text.TransformerBlock): (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+THREE, OF_HEADS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 ATTENTION: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
     code_of(llama.Attention): (THREE, ()),
-    code_of(qwen3.Attention): (THREE, ("q_norm", "k_norm")),
+    code_of(qwen3.Attention): (THREE, OF_HEADS),
+    code_of(gemma3_text.Attention): (THREE, OF_HEADS),
     code_of(phi3.Attention): (("qkv_proj",), ()),
 }
+GELU = code_of(gemma3_text.MLP)
 MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
     code_of(llama.MLP): ("gate_proj", "up_proj"),
     code_of(phi3.MLP): ("gate_up_proj",),
+    GELU: ("gate_proj", "up_proj"),
 }
 
 
@@ -74,12 +92,18 @@ class NativeBlock(nn.Module):
         return super().__call__(x, mask, cache) if y is None else y
 
 
+ADDED: dict[Code, type] = {  # code of a class to what makes it native
+    **dict.fromkeys(BLOCKS, NativeBlock),
+    code_of(gemma3_text.RMSNorm): NativeShiftedNorm,
+    GELU: NativeGeGLU,
+}
+
+
 @functools.cache
-def block_class(kind: Any) -> type[nn.Module] | None:
-    """A subclass of mlx-lm's class `kind` that runs as one native operation; None for classes of other code."""
-    if not issubclass(kind, nn.Module) or issubclass(kind, NativeBlock) or code_of(kind) != BLOCK:
-        return None
-    return type(f"Native{kind.__name__}", (NativeBlock, kind), {ORIGIN: kind})
+def coded_class(kind: Any) -> type[nn.Module] | None:
+    """A native subclass of mlx-lm's class `kind`, which is known by its code; None for classes of other code."""
+    added = ADDED.get(code_of(kind))
+    return None if added is None else type(f"Native{kind.__name__}", (added, kind), {ORIGIN: kind})
 
 
 def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
@@ -150,19 +174,21 @@ def programs_of(layer: nn.Module) -> Programs:
 def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
     """The native program of a block over the modules that it has; None if one of them is not known."""
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
-    known, gates = ATTENTION.get(code_of(type(attention))), MLP.get(code_of(type(mlp)))
+    known, gates = ATTENTION.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
         return None
-    projections, norms_of_heads = known
+    native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may have derived a class
+    (before, after), (projections, of_heads) = BLOCKS[code_of(vars(native)[ORIGIN])], known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
     parts = [part_of(module, kernels) for module in linears]
-    own = layer["input_layernorm"], layer["post_attention_layernorm"], *(attention[name] for name in norms_of_heads)
-    norms = [norm_of(module, kernels) for module in own]
+    modules = *(layer[name] for name in (*before, *after)), *(attention[name] for name in of_heads)
+    norms = [norm_of(module, kernels) for module in modules]
     rotation = rotation_of(attention["rope"])
     if None in parts or None in norms or rotation is None:
         return None
     count = len(projections)
-    of_queries, of_keys = norms[2:] or (None, None)
+    behind = norms[2 : 2 + len(after)] or (None, None)
+    queries, keys = norms[2 + len(after) :] or (None, None)
     return kernels.block(
         before_attention=norms[0],
         projections=parts[:count],
@@ -170,13 +196,21 @@ def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
         before_mlp=norms[1],
         gates=parts[count + 1 : -1],
         down=parts[-1],
-        of_queries=of_queries,
-        of_keys=of_keys,
+        after_attention=behind[0],
+        after_mlp=behind[1],
+        of_queries=queries,
+        of_keys=keys,
         heads=attention.n_heads,
         key_heads=attention.n_kv_heads,
+        gelu=stock_code(mlp) == GELU,
         **rotation,
         scale=attention.scale,
     )
+
+
+def stock_code(module: Any) -> Code:
+    """The code of mlx-lm's class for a module, which may be of the native class for this code."""
+    return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 
 def part_of(module: nn.Module, kernels: ModuleType) -> Any:
@@ -187,7 +221,13 @@ def part_of(module: nn.Module, kernels: ModuleType) -> Any:
 
 def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
     """A norm as a part of a block; None if it is another."""
-    return kernels.norm_part(module["weight"], module.eps) if type(module) is NativeRMSNorm else None
+    if type(module) is NativeRMSNorm:
+        return kernels.norm_part(module["weight"], module.eps)
+    if not isinstance(module, NativeShiftedNorm) or ORIGIN not in vars(type(module)):
+        return None
+    multiplier = module.multiplier
+    mx.eval(multiplier)
+    return kernels.norm_part(multiplier, module.eps, kept=True)
 
 
 def rotation_of(rope: nn.Module) -> dict[str, Any] | None:

@@ -58,6 +58,26 @@ def inverse_frequencies(dims: int, base: float) -> mx.array:
     return frequencies
 
 
+class NativeShiftedNorm(nn.Module):
+    """What a native norm adds to mlx-lm's class of Gemma, whose weight is one below what it multiplies by."""
+
+    @property
+    def multiplier(self) -> mx.array:
+        """What the normed vectors are multiplied by, (D,), of the weight's type."""
+        return 1.0 + self["weight"]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return dispatch.rms_norm(x, self.multiplier, self.eps)
+
+
+class NativeGeGLU(nn.Module):
+    """What one native operation for the gate adds to mlx-lm's class of an MLP that gates by an approximate GELU."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = dispatch.geglu(self.gate_proj(x), self.up_proj(x))
+        return super().__call__(x) if y is None else self.down_proj(y)
+
+
 class NativeSwiGLU(SwiGLU):
     """The SwiGLU of a mixture's experts that one native operation computes."""
 

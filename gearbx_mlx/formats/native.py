@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..kernels.dispatch import dense_product, stack_product
 from ..kernels.experts import dense_experts, stack_experts
-from .block import block_class
+from .block import coded_class
 from .fused import FUSED, native_class, stock_class
 
 
@@ -113,7 +113,7 @@ def with_kernels(module: nn.Module, native: bool) -> nn.Module:
     if native kernels do not read the type of its weights.
     """
     own: Any = type(module)
-    kind = NATIVE.get(own) or block_class(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
+    kind = NATIVE.get(own) or coded_class(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
     if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     return as_class(module, kind)

@@ -7,7 +7,7 @@
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
 | attention, rotary positions, CPU; Metal: 16 tokens | native                                                       |
-| norm, SwiGLU, CPU                                  | native                                                       |
+| norm, SwiGLU, GeGLU, CPU                           | native                                                       |
 | a whole transformer block of a known form, CPU     | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
@@ -228,6 +228,12 @@ def rope(
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     """silu(gate) * up, of gate's type; None if there is no kernel for it."""
     kernel = fused_kernel("swiglu") if gate.shape == up.shape and gate.size > 0 else None
+    return None if kernel is None else kernel(gate, up).astype(gate.dtype)
+
+
+def geglu(gate: mx.array, up: mx.array) -> mx.array | None:
+    """gelu(gate) * up with the approximation by tanh, of gate's type; None if there is no kernel for it."""
+    kernel = fused_kernel("geglu") if gate.shape == up.shape and gate.size > 0 else None
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 

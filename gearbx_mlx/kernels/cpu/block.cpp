@@ -120,16 +120,19 @@ void rotate(const Rotation& by, const Positions& at, const Projected& from, int6
   copy_heads(at, heads, width, scratch, {heads * head, head, width}, to);
 }
 
-void add(const float* a, const float* b, int64_t count, float* sum) {
-  for (int64_t i = 0; i < count; i++) sum[i] = a[i] + b[i];
+// sum = x + the branch's result (vectors, columns), which is normed before if the block does so.
+void add(const float* x, const Norm& by, float* branch, int64_t vectors, int64_t columns, float* sum) {
+  if (by.weight) norm(by, branch, vectors, columns, branch);
+  for (int64_t i = 0; i < vectors * columns; i++) sum[i] = x[i] + branch[i];
 }
 
-// silu(gate) * up for each vector; `projected` is what multiply wrote for block.gates.
+// silu(gate) * up, or gelu(gate) * up, for each vector; `projected` is what multiply wrote for block.gates.
 void gate(const Block& block, const float* projected, int64_t vectors, float* y) {
   const int64_t hidden = block.hidden();
-  if (block.gates.size() == 2) return gearbx_swiglu(projected, projected + vectors * hidden, vectors * hidden, y);
+  const auto gated = block.gelu ? gearbx_geglu : gearbx_swiglu;
+  if (block.gates.size() == 2) return gated(projected, projected + vectors * hidden, vectors * hidden, y);
   for (int64_t v = 0; v < vectors; v++, projected += 2 * hidden)
-    gearbx_swiglu(projected, projected + hidden, hidden, y + v * hidden);
+    gated(projected, projected + hidden, hidden, y + v * hidden);
 }
 
 }  // namespace
@@ -185,14 +188,14 @@ void finish(const Block& block, const gearbx_attention& attention, const float* 
   }
   float *branch = scratch.take(n * size), *sum = scratch.take(n * size);
   multiply(block.output, by_vector, n, branch);
-  add(x, branch, n * size, sum);
+  add(x, block.after_attention, branch, n, size, sum);
 
   norm(block.before_mlp, sum, n, size, branch);
   float *projected = scratch.take(n * rows_of(block.gates)), *gated = scratch.take(n * hidden);
   multiply(block.gates, branch, n, projected);
   gate(block, projected, n, gated);
   multiply(block.down, gated, n, branch);
-  add(sum, branch, n * size, y);
+  add(sum, block.after_mlp, branch, n, size, y);
 }
 
 }  // namespace gearbx

@@ -40,10 +40,11 @@ struct Rotation {
 };
 
 struct Block {
-  Norm before_attention, before_mlp, of_queries, of_keys;
+  Norm before_attention, after_attention, before_mlp, after_mlp, of_queries, of_keys;
   std::vector<Linear> projections;  // to queries, keys and values: three matrices, or one with the rows of all
   Linear output;
   std::vector<Linear> gates;  // gate and up: two matrices, or one with the rows of both
+  bool gelu;                  // what gates: gelu, or else silu
   Linear down;
   int64_t heads, key_heads, width;  // numbers of a head
   Rotation rotation;

@@ -60,20 +60,24 @@ nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& s
   return linear_part(form.matrix(arrays, 0), arrays, bias);
 }
 
-nb::capsule norm_part(const mx::array& weight, float eps) {
+// kept: no module has the weight.
+nb::capsule norm_part(const mx::array& weight, float eps, bool kept) {
   require(weight.ndim() == 1, "the weight of a norm must be a vector");
   NormPart made;
   made.value = {note(weight, made.memory).data<void>(), type_of(weight), eps};
+  if (kept) made.kept.push_back(weight.data_shared_ptr());
   return in_capsule(NORM, std::move(made));
 }
 
 nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> projections, nb::capsule output,
                        nb::capsule before_mlp, std::vector<nb::capsule> gates, nb::capsule down,
+                       std::optional<nb::capsule> after_attention, std::optional<nb::capsule> after_mlp,
                        std::optional<nb::capsule> of_queries, std::optional<nb::capsule> of_keys, int heads,
-                       int key_heads, const mx::array& frequencies, bool traditional, float rotation_scale,
+                       int key_heads, const mx::array& frequencies, bool gelu, bool traditional, float rotation_scale,
                        float scale) {
-  const BlockParts parts = {before_attention, projections, output, before_mlp, gates, down, of_queries, of_keys};
-  const Sizes sizes = {heads, key_heads, traditional, rotation_scale, scale};
+  const BlockParts parts = {before_attention, projections, output,     before_mlp, gates,
+                            down,             after_attention, after_mlp, of_queries, of_keys};
+  const Sizes sizes = {heads, key_heads, gelu, traditional, rotation_scale, scale};
   return in_capsule<Program>(BLOCK, std::make_shared<const BlockProgram>(parts, sizes, frequencies));
 }
 
@@ -87,10 +91,11 @@ void bind_block_parts(nb::module_& m) {
   m.def("dense_part", &dense_part, "weight"_a, "bias"_a = nb::none());
   m.def("exact_part", &exact_part, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "widths"_a,
         "group"_a, "bias"_a = nb::none());
-  m.def("norm_part", &norm_part, "weight"_a, "eps"_a);
+  m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "kept"_a = false);
   m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
-        "gates"_a, "down"_a, "of_queries"_a.none(), "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a,
-        "traditional"_a, "rotation_scale"_a, "scale"_a);
+        "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
+        "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
+        "scale"_a);
 }
 
 }  // namespace gearbx

@@ -28,6 +28,7 @@ template <class Value>
 struct Part {
   Value value;
   Memory memory;
+  Kept kept;  // memory that no module has
 };
 typedef Part<Linear> LinearPart;
 typedef Part<Norm> NormPart;
@@ -39,12 +40,12 @@ struct BlockParts {
   nb::capsule output, before_mlp;
   std::vector<nb::capsule> gates;
   nb::capsule down;
-  std::optional<nb::capsule> of_queries, of_keys;
+  std::optional<nb::capsule> after_attention, after_mlp, of_queries, of_keys;
 };
 
 struct Sizes {
   int heads, key_heads;
-  bool traditional;
+  bool gelu, traditional;
   float rotation_scale, scale;
 };
 
@@ -53,16 +54,18 @@ class BlockProgram {
   // Throws std::invalid_argument if the parts do not fit each other.
   BlockProgram(const BlockParts& parts, const Sizes& sizes, const mx::array& frequencies)
       : frequencies_(frequencies) {
-    const auto& [before_attention, projections, output, before_mlp, gates, down, of_queries, of_keys] = parts;
-    block_.before_attention = norm(before_attention);
-    block_.before_mlp = norm(before_mlp);
-    if (of_queries) block_.of_queries = norm(*of_queries);
-    if (of_keys) block_.of_keys = norm(*of_keys);
-    for (const auto& part : projections) block_.projections.push_back(linear(part));
-    for (const auto& part : gates) block_.gates.push_back(linear(part));
-    block_.output = linear(output);
-    block_.down = linear(down);
-    const auto [heads, key_heads, traditional, rotation_scale, scale] = sizes;
+    block_.before_attention = norm(parts.before_attention);
+    block_.before_mlp = norm(parts.before_mlp);
+    block_.after_attention = norm(parts.after_attention);
+    block_.after_mlp = norm(parts.after_mlp);
+    block_.of_queries = norm(parts.of_queries);
+    block_.of_keys = norm(parts.of_keys);
+    for (const auto& part : parts.projections) block_.projections.push_back(linear(part));
+    for (const auto& part : parts.gates) block_.gates.push_back(linear(part));
+    block_.output = linear(parts.output);
+    block_.down = linear(parts.down);
+    const auto [heads, key_heads, gelu, traditional, rotation_scale, scale] = sizes;
+    block_.gelu = gelu;
     require(heads > 0 && key_heads > 0 && heads % key_heads == 0, "heads must be a multiple of the heads of keys");
     block_.heads = heads;
     block_.key_heads = key_heads;
@@ -90,10 +93,12 @@ class BlockProgram {
   template <class Value>
   const Value& take(const Part<Value>& part) {
     memory_.insert(memory_.end(), part.memory.begin(), part.memory.end());
+    kept_.insert(kept_.end(), part.kept.begin(), part.kept.end());
     return part.value;
   }
   const Linear& linear(const nb::capsule& part) { return take(from_capsule<LinearPart>(LINEAR, part)); }
   const Norm& norm(const nb::capsule& part) { return take(from_capsule<NormPart>(NORM, part)); }
+  Norm norm(const std::optional<nb::capsule>& part) { return part ? norm(*part) : Norm{}; }
 
   void check() const {
     const Block& b = block_;
@@ -109,6 +114,7 @@ class BlockProgram {
 
   Block block_{};
   Memory memory_;
+  Kept kept_;
   mx::array frequencies_;  // kept: no gear changes them
 };
 

@@ -99,11 +99,31 @@ void turn_position(const gearbx_rotation& r, int64_t t, const float* x, float* y
   });
 }
 
-Floats swiglu(Floats gate, Floats up) {
+// gate / (1 + exp(-z)) * up.
+Floats gated(Floats gate, Floats z, Floats up) {
   const Floats zero = all(0), one = all(1);
-  const Floats size = larger(all(LEAST), gate < zero ? gate : zero - gate);  // -|gate|, or NaN
+  const Floats size = larger(all(LEAST), z < zero ? z : zero - z);  // -|z|, or NaN
   const Floats e = exponential(size);
-  return gate * ((gate < zero ? e : one) / (e + one)) * up;
+  return gate * ((z < zero ? e : one) / (e + one)) * up;
+}
+
+Floats swiglu(Floats gate, Floats up) { return gated(gate, gate, up); }
+
+Floats geglu(Floats gate, Floats up) {
+  constexpr float SLOPE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  return gated(gate, all(SLOPE) * (gate + all(0.044715f) * (gate * gate * gate)), up);
+}
+
+template <Floats (*WORK)(Floats, Floats)>
+void each_number(const float* a, const float* b, int64_t count, float* y) {
+  share_ranges((count + LANES - 1) / LANES, LANES, [&](int64_t first, int64_t end) {
+    for (int64_t i = first * LANES; i < end * LANES; i += LANES) {
+      if (i + LANES <= count)
+        store(y + i, WORK(load(a + i), load(b + i)));
+      else
+        store_some(y + i, count - i, WORK(load_some(a + i, count - i, 0), load_some(b + i, count - i, 0)));
+    }
+  });
 }
 
 }  // namespace
@@ -128,13 +148,9 @@ extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, flo
 }
 
 extern "C" void gearbx_swiglu(const float* gate, const float* up, int64_t count, float* y) {
-  using namespace gearbx;
-  share_ranges((count + LANES - 1) / LANES, LANES, [&](int64_t first, int64_t end) {
-    for (int64_t i = first * LANES; i < end * LANES; i += LANES) {
-      if (i + LANES <= count)
-        store(y + i, swiglu(load(gate + i), load(up + i)));
-      else
-        store_some(y + i, count - i, swiglu(load_some(gate + i, count - i, 0), load_some(up + i, count - i, 0)));
-    }
-  });
+  gearbx::each_number<gearbx::swiglu>(gate, up, count, y);
+}
+
+extern "C" void gearbx_geglu(const float* gate, const float* up, int64_t count, float* y) {
+  gearbx::each_number<gearbx::geglu>(gate, up, count, y);
 }

@@ -1,4 +1,4 @@
-// Fused operations: RMS norms, rotary positions, and SwiGLU. Plain C, so that a test can call them without Python.
+// Fused operations: RMS norms, rotary positions, SwiGLU and GeGLU. Plain C, so that a test can call them without Python.
 //
 // On a CPU, MLX makes ten to twenty-five operations of a norm or a rotation; for one token, their number decides how
 // long they take. Of SwiGLU it makes one, with an exponential that takes 20 ns per number.
@@ -29,6 +29,10 @@ void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y);
 
 // y = gate / (1 + exp(-gate)) * up, for `count` numbers. The bits of a result do not depend on its place.
 void gearbx_swiglu(const float* gate, const float* up, int64_t count, float* y);
+
+// y = gelu(gate) * up, where gelu is approximated by tanh: 0.5 gate (1 + tanh(z / 2)) = gate / (1 + exp(-z)) with
+// z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+void gearbx_geglu(const float* gate, const float* up, int64_t count, float* y);
 
 #ifdef __cplusplus
 }

@@ -63,21 +63,29 @@ class Rope : public Operation {
   int64_t offset_;
 };
 
+typedef void (*Gated)(const float* gate, const float* up, int64_t count, float* y);
+
 // Inputs: gate, up.
-class SwiGlu : public Operation {
+class GatedUnit : public Operation {
  public:
-  using Operation::Operation;
+  GatedUnit(mx::Stream s, Gated gated) : Operation(s), gated_(gated) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const int64_t count = static_cast<int64_t>(inputs[0].size());
-    dispatch(inputs, outputs[0], [count, second = Rows(inputs[1])](const float* gate, float* y) {
+    const auto run = [count, gated = gated_, second = Rows(inputs[1])](const float* gate, float* y) {
       std::vector<float> copy;
-      gearbx_swiglu(gate, second.read(copy), count, y);
-    });
+      gated(gate, second.read(copy), count, y);
+    };
+    dispatch(inputs, outputs[0], run);
   }
 
-  const char* name() const override { return "GearbxSwiGlu"; }
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  const char* name() const override { return gated_ == gearbx_swiglu ? "GearbxSwiGlu" : "GearbxGeGlu"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return gated_ == static_cast<const GatedUnit&>(other).gated_;
+  }
+
+ private:
+  Gated gated_;
 };
 
 mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
@@ -98,18 +106,23 @@ mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditiona
                 {in_float32(x, s), in_rows(frequencies, s)});
 }
 
-mx::array swiglu(const mx::array& gate, const mx::array& up) {
+mx::array gated_unit(const mx::array& gate, const mx::array& up, Gated gated) {
   const auto s = mx::default_stream(mx::Device::cpu);
   require(gate.shape() == up.shape() && gate.ndim() > 0 && gate.size() > 0,
           "gate and up must have the same shape, and not be empty");
-  return output(gate.shape(), gate.shape(-1), std::make_shared<SwiGlu>(s), {in_float32(gate, s), in_float32(up, s)});
+  const auto unit = std::make_shared<GatedUnit>(s, gated);
+  return output(gate.shape(), gate.shape(-1), unit, {in_float32(gate, s), in_float32(up, s)});
 }
+
+mx::array swiglu(const mx::array& gate, const mx::array& up) { return gated_unit(gate, up, gearbx_swiglu); }
+mx::array geglu(const mx::array& gate, const mx::array& up) { return gated_unit(gate, up, gearbx_geglu); }
 
 }  // namespace
 
 void bind_fused(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &swiglu, "gate"_a, "up"_a);
+  m.def("geglu", &geglu, "gate"_a, "up"_a);
   m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a);
 }
 
