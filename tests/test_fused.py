@@ -106,26 +106,35 @@ class TestRotaryPositions:
 
 
 @pytest.mark.usefixtures("native")
-class TestSwiGLU:
+class TestGatedUnits:
     @settings(max_examples=40)
-    @given(st.integers(1, 5), st.integers(1, 40), st.sampled_from(TYPES), st.integers(0, 1 << 30))
-    def test_is_that_of_exact_arithmetic(self, rows, width, dtype, seed):
+    @given(
+        st.sampled_from(["swiglu", "geglu"]),
+        st.integers(1, 5),
+        st.integers(1, 40),
+        st.sampled_from(TYPES),
+        st.integers(0, 1 << 30),
+    )
+    def test_are_those_of_exact_arithmetic(self, unit, rows, width, dtype, seed):
         gate, up = ((10 * normal(rows, width, seed=seed + i)).astype(dtype) for i in range(2))
-        y = dispatch.swiglu(gate, up)
-        exact = float64(gate) / (1 + np.exp(-float64(gate))) * float64(up)
+        y, x = getattr(dispatch, unit)(gate, up), float64(gate)
+        tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+        exact = (x / (1 + np.exp(-x)) if unit == "swiglu" else x * (1 + tanh) / 2) * float64(up)
         rounding = {mx.float32: 1e-6, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
         assert y.dtype == dtype
         np.testing.assert_allclose(float64(y), exact, rtol=rounding, atol=1e-6)
 
-    def test_has_the_same_bits_wherever_a_number_lies(self):
+    @pytest.mark.parametrize("unit", [dispatch.swiglu, dispatch.geglu])
+    def test_have_the_same_bits_wherever_a_number_lies(self, unit):
         gate, up = normal(3, 21), normal(3, 21, seed=1)
-        together = dispatch.swiglu(gate, up)
-        assert mx.array_equal(dispatch.swiglu(gate.T, up.T), together.T).item()
-        assert mx.array_equal(dispatch.swiglu(gate[:, 20:], up[:, 20:]), together[:, 20:]).item()
+        together = unit(gate, up)
+        assert mx.array_equal(unit(gate.T, up.T), together.T).item()
+        assert mx.array_equal(unit(gate[:, 20:], up[:, 20:]), together[:, 20:]).item()
 
-    def test_of_what_is_large_or_no_number(self):
+    @pytest.mark.parametrize("unit", [dispatch.swiglu, dispatch.geglu])
+    def test_of_what_is_large_or_no_number(self, unit):
         gate = mx.array([[200.0, -200.0, 0.0, float("nan"), float("inf")]])
-        y = dispatch.swiglu(gate, mx.full((1, 5), 2.0))[0]
+        y = unit(gate, mx.full((1, 5), 2.0))[0]
         assert y[0].item() == 400
         assert abs(y[1].item()) < 1e-30
         assert y[2].item() == 0
@@ -133,8 +142,9 @@ class TestSwiGLU:
         assert y[4].item() == float("inf")
 
     def test_of_nothing_and_of_other_shapes_goes_to_mlx(self):
-        assert dispatch.swiglu(mx.zeros((0, 4)), mx.zeros((0, 4))) is None
-        assert dispatch.swiglu(mx.zeros((2, 4)), mx.zeros((1, 4))) is None
+        for unit in (dispatch.swiglu, dispatch.geglu):
+            assert unit(mx.zeros((0, 4)), mx.zeros((0, 4))) is None
+            assert unit(mx.zeros((2, 4)), mx.zeros((1, 4))) is None
         gate, up = mx.ones((2, 4)), mx.ones((1, 4))
         assert mx.array_equal(fused.swiglu(gate, up), swiglu(gate, up)).item()
 
