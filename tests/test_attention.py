@@ -80,6 +80,20 @@ def test_masks(shape):
     assert mx.allclose(dispatch.attention(queries, keys, values, 0.5, mask), expected, atol=1e-5).item()
 
 
+def test_a_window_over_many_keys():
+    """The kernel takes keys in spans of 256; a window hides some of them whole, and what they contain is not read."""
+    length, keys, window = 30, 900, 40
+    queries, k, v = normal(1, 4, length, 64), normal(1, 2, keys, 64, seed=1), normal(1, 2, keys, 64, seed=2)
+    last, key = mx.arange(keys - length, keys)[:, None], mx.arange(keys)
+    mask = (key <= last) & (key > last - window)
+    hidden = mx.arange(keys)[:, None] < 256
+    broken = (mx.where(hidden, float("nan"), array) for array in (k, v))
+    y = dispatch.attention(queries, *broken, 0.125, mask)
+    assert mx.allclose(y, mx.fast.scaled_dot_product_attention(queries, k, v, scale=0.125, mask=mask), atol=1e-5).item()
+    alone = dispatch.attention(queries[:, :, 7:8], k, v, 0.125, mask[7:8])
+    assert mx.array_equal(alone, y[:, :, 7:8]).item()
+
+
 def test_a_mask_that_hides_the_last_keys_leaves_the_bits_of_the_others():
     queries, keys, values = normal(1, 4, 1, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
     mask = mx.arange(300)[None] < 123

@@ -1,6 +1,8 @@
 """The benchmark command at sizes that say nothing of speed: what it writes, and what it refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,43 @@ def test_kernels(command, tmp_path):
         assert row["read_bandwidth_gigabytes_per_second"] > 0.1
         assert row["machine"]
     assert "| affine" in result.out
+
+
+def test_threads(command, tmp_path):
+    file, picture = tmp_path / "t.json", tmp_path / "t.svg"
+    sizes = "--rows", 64, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
+    result = command("benchmark", "threads", *sizes, "--json", file, "--picture", picture)
+    assert result.status == 0, result.err
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["bits"], row["threads"]) for row in rows] == [(4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)]
+    for row in rows:
+        assert row["spread"][0] <= row["speedup"] <= row["spread"][1]
+        assert row["products_per_second"] > 0
+        assert row["bandwidth_ratio"] > 0
+        assert row["speedup"] == 1 or row["threads"] > 1
+    assert "share of the read bandwidth" in texts_of(picture)
+
+
+def test_token(command, tmp_path):
+    file, picture = tmp_path / "t.json", tmp_path / "t.svg"
+    model = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 2, "--context", 40
+    result = command("benchmark", "token", *model, "--json", file, "--picture", picture)
+    assert result.status == 0, result.err
+    rows = json.loads(file.read_text())["rows"]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    assert [(row["gear"], row["part"]) for row in rows] == [(gear, part) for gear in ("low", "high") for part in parts]
+    assert "products" in parts
+    assert "attention" in parts
+    for row in rows:
+        assert row["spread"][0] <= row["share"] <= row["spread"][1]
+        assert row["seconds"] > 0 or row["part"] == "rest (MLX)"
+        assert row["context"] == 40
+    assert "low, 4 bits" in texts_of(picture)
+
+
+def texts_of(picture: Path) -> str:
+    """The comments of an svg file, in which matplotlib repeats each text that it draws as curves."""
+    return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
 
 def test_routing(command, tmp_path):
@@ -122,6 +161,12 @@ def test_decode(command, tmp_path):
         (("kernels", "--cols", 64 * 10**30), "a matrix of this size needs at least"),
         (("kernels", "--megabytes", 2**20), "a matrix of this size needs at least 1.1"),
         (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
+        (("threads", "--cols", 100), "--cols is 100; give a multiple of 64"),
+        (("threads", "--most", 0), "--most is 0"),
+        (("threads", "--picture", "t.pdf"), "--picture t.pdf: give a file that ends in .png or .svg"),
+        (("token", "--picture", "/nowhere/t.png"), "there is no directory"),
+        (("token", "--json", "t.svg", "--picture", "t.svg"), "t.svg"),
+        (("token", "--shape", "65536x100000"), "of memory, and"),
     ],
 )
 def test_bad_input_is_one_line(command, arguments, words):

@@ -58,6 +58,7 @@ def draw_token(rows: Rows, path: Path) -> None:
         starts = [ends[row["gear"]] for row in some]
         axes.barh([f"{row['gear']}, {row['bits']} bits" for row in some], sizes, left=starts, color=color, label=part)
         ends = {gear: start + size for gear, start, size in zip(gears, starts, sizes)}
+    axes.invert_yaxis()  # the first gear on top
     axes.set(xlabel="milliseconds of a token")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
