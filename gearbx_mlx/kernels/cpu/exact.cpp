@@ -106,7 +106,7 @@ auto find_work(const gearbx_exact& m) {
   return m.group == 64 ? Kernel<PlanesDecoder<64>>::rows : Kernel<PlanesDecoder<128>>::rows;
 }
 
-TilePieces pieces_of(const gearbx_exact& m, int64_t vectors) {
+TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   const int64_t row_bytes = m.columns * 27 / 16;  // about
   return TilePieces(m.rows, row_bytes, block_rows(m.rows, 4 * m.columns, vectors), vectors);
 }
