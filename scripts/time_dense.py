@@ -1,4 +1,4 @@
-"""Time products over dense bfloat16 weights for docs/performance.md: what more vectors cost, beside reading the weights.
+"""Time products over dense bfloat16 weights for docs/performance.md: what more vectors cost, beside reading them.
 
     GEARBX_THREADS=1 python scripts/time_dense.py --page docs/performance.md
 

@@ -55,9 +55,7 @@ void decode_row(const gearbx_exact& m, int64_t row, float* weights) {
 // The memory of a thread for decoded rows.
 float* decoded_rows(int64_t rows, int64_t columns) {
   static thread_local std::vector<float> memory;
-  const auto needed = static_cast<size_t>(rows * columns);
-  if (memory.size() < needed) memory.resize(needed);
-  return memory.data();
+  return reserve(memory, rows * columns);
 }
 
 template <class Codes>
