@@ -24,6 +24,14 @@ constexpr int64_t MOST_PACKED = 512;  // vectors at once: more would take much m
 
 inline int64_t whole_blocks(int64_t columns) { return columns / 16 * 16; }
 
+// Room for `count` floats in `memory`, from the beginning of a line of the cache on, so that no load needs two lines.
+inline float* reserve(std::vector<float>& memory, int64_t count) {
+  constexpr size_t LINE = 64;
+  const size_t needed = static_cast<size_t>(count) + LINE / sizeof(float);
+  if (memory.size() < needed) memory.resize(needed);
+  return memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(float);
+}
+
 // Vectors (vectors, columns), in groups of at most TILE_VECTORS whose sizes differ by at most one.
 //
 // Packed, the vectors of a group are neighbours: first the first LANES of the first 16 columns, vector after vector,
@@ -38,9 +46,7 @@ struct Activations {
   Activations(const float* from, int64_t count, int64_t width) : x(from), vectors(count), columns(width) {
     if (vectors == 1) return;
     static thread_local std::vector<float> memory;
-    const auto needed = static_cast<size_t>(vectors * whole_blocks(columns));
-    if (memory.size() < needed) memory.resize(needed);
-    packed = memory.data();
+    packed = reserve(memory, vectors * whole_blocks(columns));
     share_out(static_cast<int>(groups()), pack_group, this);
   }
 

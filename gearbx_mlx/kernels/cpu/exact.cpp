@@ -55,9 +55,7 @@ void decode_row(const gearbx_exact& m, int64_t row, float* weights) {
 // The memory of a thread for decoded rows.
 float* decoded_rows(int64_t rows, int64_t columns) {
   static thread_local std::vector<float> memory;
-  const auto needed = static_cast<size_t>(rows * columns);
-  if (memory.size() < needed) memory.resize(needed);
-  return memory.data();
+  return reserve(memory, rows * columns);
 }
 
 template <class Codes>
@@ -106,7 +104,7 @@ auto find_work(const gearbx_exact& m) {
   return m.group == 64 ? Kernel<PlanesDecoder<64>>::rows : Kernel<PlanesDecoder<128>>::rows;
 }
 
-TilePieces pieces_of(const gearbx_exact& m, int64_t vectors) {
+TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   const int64_t row_bytes = m.columns * 27 / 16;  // about
   return TilePieces(m.rows, row_bytes, block_rows(m.rows, 4 * m.columns, vectors), vectors);
 }

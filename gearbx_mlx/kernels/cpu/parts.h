@@ -27,8 +27,10 @@ struct TilePieces {
   int64_t rows;
   Pieces tiles;
 
-  TilePieces(int64_t rows, int64_t row_bytes, int64_t block, int64_t vectors)
-      : rows(rows), tiles((rows + TILE_ROWS - 1) / TILE_ROWS, TILE_ROWS * row_bytes, few(vectors), least(row_bytes, block)) {}
+  TilePieces(int64_t rows, int64_t row_bytes, int64_t block, int vectors)
+      : rows(rows),
+        tiles((rows + TILE_ROWS - 1) / TILE_ROWS, TILE_ROWS * row_bytes, vectors,
+              least(row_bytes, block)) {}
 
   int count() const { return tiles.count; }
   int64_t first(int piece) const {
@@ -37,10 +39,10 @@ struct TilePieces {
   }
 
  private:
-  static int few(int64_t vectors) { return static_cast<int>(vectors < 1024 ? vectors : 1024); }
   int64_t least(int64_t row_bytes, int64_t block) const {
     constexpr int64_t MOST_BYTES = 512 << 10;
-    const int64_t share = rows / (4 * thread_count()), most = MOST_BYTES / (row_bytes + 1), some = share < most ? share : most;
+    const int64_t share = rows / (4 * thread_count()), most = MOST_BYTES / (row_bytes + 1);
+    const int64_t some = share < most ? share : most;
     return (some > block ? some : block) / TILE_ROWS;
   }
 };

@@ -28,12 +28,13 @@ inline EvenOdd in_halves(EvenOdd a) { return a; }
 // sum8 of each of eight vectors.
 #ifdef GEARBX_AVX2
 inline F8 sums8(const F8 (&a)[8]) {
-  F8 fours[4], pairs[2];
-  for (int i = 0; i < 4; i++)  // v[0] + v[4] and so on, of vectors 2 i and 2 i + 1
-    fours[i] = add8(_mm256_permute2f128_ps(a[2 * i], a[2 * i + 1], 0x20), _mm256_permute2f128_ps(a[2 * i], a[2 * i + 1], 0x31));
-  for (int i = 0; i < 2; i++)  // of vectors 4 i, 4 i + 2, 4 i + 1 and 4 i + 3
-    pairs[i] = add8(_mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0x44), _mm256_shuffle_ps(fours[2 * i], fours[2 * i + 1], 0xee));
-  const F8 sums = add8(_mm256_shuffle_ps(pairs[0], pairs[1], 0x88), _mm256_shuffle_ps(pairs[0], pairs[1], 0xdd));
+  // Adds two halves of both vectors: a lane and the fourth after it, the second after it, and the next one.
+  const auto fours = [](F8 x, F8 y) {
+    return add8(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+  };
+  const auto twos = [](F8 x, F8 y) { return add8(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xee)); };
+  const auto ones = [](F8 x, F8 y) { return add8(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xdd)); };
+  const F8 sums = ones(twos(fours(a[0], a[1]), fours(a[2], a[3])), twos(fours(a[4], a[5]), fours(a[6], a[7])));
   return _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 #else

@@ -21,14 +21,14 @@ inline void load(const T* p, F16& out) {
 inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
 #endif
 
-// Asks for what is read soon, from `next` to `end`. It goes through memory in order, whatever rows a tile reads, and
-// into the second cache: the first one waits for fewer lines at a time, and processors foresee one sequence of addresses
-// better than several.
+// Asks for what is read soon, from `next` to `end`. It goes through memory in order, since several rows at once are
+// read more slowly than one after the other, and into the second cache, which can wait for more lines than the first.
 struct Prefetch {
   const char *next = nullptr, *end = nullptr;
 
   Prefetch() = default;
-  Prefetch(const void* from, const void* to) : next(static_cast<const char*>(from)), end(static_cast<const char*>(to)) {}
+  Prefetch(const void* from, const void* to)
+      : next(static_cast<const char*>(from)), end(static_cast<const char*>(to)) {}
 
   // `count` times 16 numbers of type T.
   template <int count, class T>
@@ -166,8 +166,8 @@ auto group_kernel(int64_t vectors) {
   return multiply_group<V, T>;
 }
 
-// Rows times all vectors, whose results are `stride` apart. While the first group of vectors is multiplied, what follows
-// the rows is on its way; then it is the activations of the next group.
+// Rows times all vectors, whose results are `stride` apart. What follows the rows is on its way while the first group
+// of vectors is multiplied; then it is the activations of the next group.
 template <class T>
 void multiply_rows(const Rows<T>& rows, const Activations& a, float* y, int64_t stride) {
   if (a.vectors == 1) {
