@@ -65,6 +65,7 @@ class GenerateSettings:
             "gears": self.layout.gears,
             "curve": self.mode.curve,
             "draft_length": self.mode.draft_length,
+            "cost": self.mode.cost,
             "telemetry_only": self.mode.telemetry_only,
             "gear": self.mode.gear,
         }
