@@ -9,8 +9,10 @@ from ..gears.ladder import Gear
 from ..gears.streaming import Stream
 from ..routing.acceptance import DraftRule, ProductRule
 from ..routing.draft_costs import CostRule
-from ..routing.pass_costs import BYTES, Costs, FixedCosts, LearnedCosts, PassCosts
+from ..routing.draft_file import DraftTimes
+from ..routing.pass_costs import BYTES, Costs, FixedCosts, PassCosts
 from ..routing.rounds import Rounds
+from .draft_times import learned_from
 
 
 class StreamCosts(FixedCosts):
@@ -40,8 +42,8 @@ class StreamCosts(FixedCosts):
 
 def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
     """Bytes of weights that passes read."""
-    top = gearbox.ladder.top
-    return Costs(lambda: gearbox.weight_bytes_per_token(draft), lambda rows: gearbox.weight_bytes_per_token(top, rows))
+    top, low = gearbox.ladder.top, gearbox.weight_bytes_per_token(draft)
+    return Costs(lambda: low, lambda rows: gearbox.weight_bytes_per_token(top, rows))
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Plan:
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Plan]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
 
-def plan_of(rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_looked_up: int) -> Plan:
+def plan_of(
+    rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_looked_up: int, times: DraftTimes | None = None
+) -> Plan:
     """How to draft at the costs of this machine.
 
     Where the top gear is streamed, these are bytes at measured speeds, whatever the unit.
@@ -65,6 +69,7 @@ def plan_of(rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_look
         draft: the gear that drafts.
         unit: one of COSTS. Seconds are measured while texts are written.
         most_looked_up: tokens that the text may propose at once; 0: none.
+        times: seconds that were measured before.
     """
     stream, has_curve = gearbox.residency, isinstance(rule, ProductRule | CostRule)
     if isinstance(stream, Stream):
@@ -73,7 +78,7 @@ def plan_of(rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_look
         return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up, has_curve))
     known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
     if key not in known:
-        costs = LearnedCosts()
+        costs = learned_from(times, gearbox)
         known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up))
     return known[key]
 

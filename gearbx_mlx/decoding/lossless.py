@@ -15,7 +15,7 @@ from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.pass_costs import COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .draft_costs import plan_of
-from .draft_rules import find_rule
+from .draft_rules import find_file, find_rule
 from .governor import Governor
 from .lossless_model import LosslessModel, drafting_gear
 from .mode import Mode
@@ -79,12 +79,13 @@ class Lossless(Mode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
-        rule, draft = self.rule, None
-        if rule is None:
-            rule, draft = find_rule(gearbox, self.curve if self.draft_length is None else self.draft_length)
+        how = self.rule or self.draft_length or self.curve
+        made = find_file(gearbox, how)
+        rule, draft = find_rule(gearbox, made or how)
         prompt = encoded(tokenizer, prompt)
         gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
-        plan = plan_of(rule, gearbox, gear, self.cost, self.most_looked_up)
+        times = made.times if made is not None and gear.bits == made.draft else None
+        plan = plan_of(rule, gearbox, gear, self.cost, self.most_looked_up, times)
         wrapped = LosslessModel(
             gearbox,
             plan.rule,

@@ -166,8 +166,9 @@ class LosslessModel(ModelWrapper):
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
         verified = Verified(tokens, proposal.source, rows, noise, list(cache))
         ran = [self.draft] * proposal.drafted + [self.top]
-        read = proposal.drafted * self.gearbox.weight_bytes_per_token(self.draft)
-        read += self.gearbox.weight_bytes_per_token(self.top, len(tokens))
+        read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
+        if proposal.drafted:  # else the gear may not have been made yet, and to count its bytes takes long
+            read += proposal.drafted * self.gearbox.weight_bytes_per_token(self.draft)
         self.step = Step(
             self.top,
             proposal.entropies,

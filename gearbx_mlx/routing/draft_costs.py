@@ -6,14 +6,25 @@ so the bound on p is c / (a g). The dearer a verification, the larger g, and the
 on the bound; both settle in a few drafts, on the bound that costs least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from .acceptance import MOST_DRAFTED
+from .acceptance import MOST_DRAFTED, replay_drafts
 from .pass_costs import PassCosts, RoundCounts
 
 KEPT = 0.95  # of the weight of earlier drafts in g, at each further draft
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
+
+
+def predicted_cost(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    agreement: Callable[[float], float],
+    costs: PassCosts,
+) -> float:
+    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
+    done = replay_drafts(sequences, CostRule(agreement, costs))
+    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
+    return (done.drafted * costs.draft() + verified) / done.tokens
 
 
 class CostRule:
