@@ -4,8 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, to_builtins
 
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, typed
@@ -84,7 +83,7 @@ class DraftFile(Struct, frozen=True):
         return self.weight_bytes_per_token_original or self.weight_bytes_per_token_top
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps(to_builtins(self), indent=2) + "\n"
 
     def rule(self) -> ProductRule:
         return ProductRule(AcceptanceCurve(tuple(self.edges), tuple(self.agreement)), self.bound)
