@@ -1,5 +1,6 @@
 """Prompt lookup in lossless mode: the text itself proposes what follows, and the text is the top gear's."""
 
+import json
 from collections import Counter
 
 import mlx.core as mx
@@ -119,6 +120,42 @@ class TestLookup:
     def test_refuses_what_does_not_exist(self, setting, says):
         with pytest.raises(GearbxError, match=says):
             Lossless(**setting)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
+        (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
+        (("--draft-length", 2), "lookup proposes nothing"),
+    ],
+)
+def test_describe_says_how_tokens_are_proposed(command, flags, says):
+    done = command("generate", "-m", 2, "--mode", "lossless", "--describe", *flags)
+    assert done.status == 0
+    assert says in done.err.replace("\n", " ")
+
+
+def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
+    summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
+    flags = ("--mode", "lossless", "--cost", "bytes", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)
+    done = command("generate", *flags, "--summary", summary, "--trace", trace)
+    assert done.status == 0
+    counted = json.loads(summary.read_text())
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    sources = Counter(row["source"] for row in rows)
+    assert counted["looked_up"] == sum(row["looked_up"] for row in rows)
+    assert counted["lookup_accepted"] == sources["lookup"] > 0
+    assert counted["accepted"] == sources["draft"]
+    assert counted["verifications"] + counted["accepted"] + counted["lookup_accepted"] == counted["tokens"]
+    assert f"{counted['looked_up']}, {counted['lookup_accepted']} accepted" in done.err
+
+
+@pytest.mark.parametrize("flag", [("--cost", "time"), ("--lookup-tokens", 3)])
+def test_the_flags_are_of_mode_lossless(command, flag):
+    done = command("generate", "-m", 2, "--mode", "static", *flag)
+    assert done.status == 2
+    assert f"{flag[0]} is for --mode lossless" in done.err.replace("\n", " ")
 
 
 def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):

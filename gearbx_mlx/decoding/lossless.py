@@ -99,6 +99,10 @@ class Lossless(Mode):
         )
         return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
 
+    def about(self) -> str:
+        looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
+        return f"lossless: drafts save {self.cost}; lookup proposes {looked_up}"
+
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
         return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
