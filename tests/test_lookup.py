@@ -1,5 +1,6 @@
 """Prompt lookup in lossless mode: the text itself proposes what follows, and the text is the top gear's."""
 
+import itertools
 import json
 from collections import Counter
 
@@ -17,6 +18,7 @@ from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.draft_costs import CostRule
 from gearbx_mlx.routing.pass_costs import Costs
 from gearbx_mlx.routing.rounds import Rounds
+from gearbx_mlx.routing.stretches import Stretches
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
@@ -173,3 +175,29 @@ def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
     tokens = [token for token, _ in generate_step(mx.array([1]), lossless, max_tokens=90, sampler=sampler)]
     assert len(tokens) == 90
     assert 0 < drafted <= 12
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "top-p"])
+def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler):
+    """A clock that makes the ways take turns: stretches in rounds and of the top gear alone follow each other."""
+    runs = []
+    for stretches in (None, Stretches(itertools.count(0.0, 1.0).__next__)):
+        geared_demo.shift("high")
+        rounds = Rounds(Costs(lambda: 0.1, lambda rows: 1.0))
+        prompt = mx.array(demo.tokenizer.encode(TWICE))
+        lossless = LosslessModel(
+            geared_demo, FixedLength(4), rounds=rounds, stretches=stretches, prompt_tokens=len(prompt)
+        )
+        alone = []
+
+        def noted(logprobs, lossless=lossless, alone=alone):
+            alone.append(lossless.stretches is not None and not lossless.stretches.in_rounds)
+            return (SAMPLERS[sampler] or (lambda values: mx.argmax(values, axis=-1)))(logprobs)
+
+        mx.random.seed(4)
+        model = geared_demo.model if stretches is None else lossless
+        tokens = [(token, np.array(p)) for token, p in generate_step(prompt, model, max_tokens=90, sampler=noted)]
+        runs.append(tokens)
+    assert [token for token, _ in runs[0]] == [token for token, _ in runs[1]]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(*runs))
+    assert 8 <= sum(alone) < 80

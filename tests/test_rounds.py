@@ -193,16 +193,22 @@ class TestLearnedCosts:
 
     def test_lie_between_those_that_were_measured_and_never_fall(self):
         found = measured({1: 1.0, 3: 2.0, 5: 1.5, 9: 4.0})
-        assert [found.verification(rows) for rows in (1, 2, 3, 4, 5, 7, 9, 16)] == [1, 1.5, 2, 2, 2, 3, 4, 4]
+        rows = (1, 2, 3, 4, 5, 7, 9, 16)
+        assert [found.verification(row) for row in rows] == [1, 1.375, 1.75, 1.75, 1.75, 2.875, 4, 4]
         assert found.draft() == 0.3
 
-    def test_are_medians_of_the_latest_passes(self):
+    def test_are_the_least_of_the_latest_passes(self):
         found = measured({1: 1.0})
-        for value in [50.0] * (REMEMBERED // 2):
+        for value in [50.0] * (REMEMBERED - 1):
             found.add_verification(1, value)
         assert found.verification(1) == 1.0
-        found.add_verification(1, 50.0)
-        assert found.verification(1) == 50.0
+        found.add_verification(1, 40.0)
+        assert found.verification(1) == 40.0
+
+    def test_one_bad_measurement_moves_its_neighbours_little(self):
+        found = measured({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+        found.add_verification(3, 20.0)
+        assert found.verification(8) < 4
 
     def test_what_is_well_known_is_measured_rarely(self):
         found = LearnedCosts()

@@ -12,6 +12,7 @@ from ..routing.draft_costs import CostRule
 from ..routing.draft_file import DraftTimes
 from ..routing.pass_costs import BYTES, Costs, FixedCosts, PassCosts
 from ..routing.rounds import Rounds
+from ..routing.stretches import Stretches
 from .draft_times import learned_from
 
 
@@ -48,10 +49,14 @@ def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
 
 @dataclass(frozen=True)
 class Plan:
-    """When a draft ends, and which rounds draft. With costs in time it is the gearbox's, and learns over texts."""
+    """When a draft ends, which rounds draft, and where there are rounds at all (None: everywhere).
+
+    With costs in time it is the gearbox's, and learns over texts.
+    """
 
     rule: DraftRule
     rounds: Rounds
+    stretches: Stretches | None = None
 
 
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Plan]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
@@ -79,7 +84,7 @@ def plan_of(
     known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
     if key not in known:
         costs = learned_from(times, gearbox)
-        known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up))
+        known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
     return known[key]
 
 

@@ -91,6 +91,7 @@ class Lossless(Mode):
             plan.rule,
             draft=gear,
             rounds=plan.rounds,
+            stretches=plan.stretches,
             sampler=kwargs.get("sampler"),
             logits_processors=kwargs.get("logits_processors") or (),
             stop_tokens=tokenizer.eos_token_ids,

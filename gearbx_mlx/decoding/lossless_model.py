@@ -31,6 +31,7 @@ from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
 from ..routing.lookup import Lookup
 from ..routing.rounds import Rounds
+from ..routing.stretches import Stretches
 from .draft_costs import note_drafts
 from .history import History
 from .rows import Rows, Verifier
@@ -98,6 +99,7 @@ class LosslessModel(ModelWrapper):
         rule: when to stop drafting; the uncalibrated one if not given.
         draft: the gear that drafts; the lowest if not given.
         rounds: where to look up tokens and where to draft; always to draft, and nothing else, if not given.
+        stretches: where to work in rounds at all; everywhere, if not given.
         sampler, logits_processors: mlx-lm's own, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
@@ -114,6 +116,7 @@ class LosslessModel(ModelWrapper):
         *,
         draft: Gear | str | int | None = None,
         rounds: Rounds | None = None,
+        stretches: Stretches | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -125,7 +128,7 @@ class LosslessModel(ModelWrapper):
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
         self.rule = rule or default_rule()
-        self.rounds = rounds
+        self.rounds, self.stretches = rounds, stretches
         self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
         self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
@@ -144,13 +147,30 @@ class LosslessModel(ModelWrapper):
         self._history.add(inputs, cache)
         if inputs.size != 1 or cache is None or kwargs:
             self._verified = None
+            if self.stretches is not None:
+                self.stretches.begin()
             read = self.gearbox.weight_bytes_per_token(self.top)
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
+        if self.stretches is not None and not self.stretches.in_rounds and not self.stretches.over:
+            return self._alone(self.stretches, inputs, cache)
         token = np.array(inputs).item()
+        if self.stretches is not None:
+            self.stretches.token()
         if self._verified is not None and self._verified.continued_by(token, cache):
             return self._next_row(self._verified)
+        if self.stretches is not None and self.stretches.over:
+            self.stretches.turn()
+            if not self.stretches.in_rounds:
+                self._count_round()
+                return self._alone(self.stretches, inputs, cache)
         return self._draft_and_verify(token, cache)
+
+    def _alone(self, stretches: Stretches, inputs: mx.array, cache: Any) -> mx.array:
+        """The top gear's logits (1, 1, V) of one token, which may still be computed: mlx-lm runs ahead."""
+        stretches.token()
+        self.step = Step(self.top, (), self.passes(self.top), self.gearbox.weight_bytes_per_token(self.top))
+        return self.run(self.top, inputs, cache)
 
     def _next_row(self, verified: Verified) -> mx.array:
         """Logits (1, 1, V) from the last verification."""

@@ -3,19 +3,18 @@
 Costs are in one unit, bytes or seconds. Rules compare them with each other and never with anything else.
 """
 
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from .acceptance import MOST_DRAFTED
+from .acceptance import MOST_DRAFTED, pool_adjacent_violators
 
 MOST_ROWS = MOST_DRAFTED + 1
 TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
-REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
+REMEMBERED = 9  # passes that count: the time of a pass changes with the context and with what else runs
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
 REFRESHED = 16  # a pass of this kind is measured once in so many
 
@@ -109,8 +108,8 @@ class RoundCounts:
         return self._drafted * costs.draft() + verified
 
 
-class RunningMedian:
-    """The lower median of the latest values, but for the first ones."""
+class LatestTimes:
+    """The least of the latest times of one kind of pass, but for the first ones: what else runs only adds to a time."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -130,14 +129,19 @@ class RunningMedian:
 
     @property
     def value(self) -> float | None:
-        return statistics.median_low(self._values) if self._values else None
+        return min(self._values, default=None)
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
 
 
 class LearnedCosts:
     """Seconds, measured while a text is written.
 
-    Rows that were not measured cost what lies between their neighbours; never less than fewer rows. Until several
-    numbers of rows are known, a pass over many costs as much as one over few: so that they are tried.
+    Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
+    regression, where a kind of pass weighs by how often it was measured. Until several numbers of rows are known, a
+    pass over many costs as much as one over few: so that they are tried.
 
     Args:
         seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
@@ -146,8 +150,8 @@ class LearnedCosts:
     measured = True
 
     def __init__(self, seconds: tuple[float, Sequence[float]] | None = None):
-        self._draft = RunningMedian()
-        self._rows: dict[int, RunningMedian] = {}
+        self._draft = LatestTimes()
+        self._rows: dict[int, LatestTimes] = {}
         self._costs = [1.0] * MOST_ROWS
         if seconds is not None:
             self._draft.add(seconds[0])
@@ -176,11 +180,12 @@ class LearnedCosts:
         self._of(rows).add(seconds)
         self._update()
 
-    def _of(self, rows: int) -> RunningMedian:
-        return self._rows.setdefault(rows, RunningMedian())
+    def _of(self, rows: int) -> LatestTimes:
+        return self._rows.setdefault(rows, LatestTimes())
 
     def _update(self) -> None:
-        known = [(rows, median.value) for rows, median in sorted(self._rows.items()) if median.value is not None]
+        known = [(rows, -times.value, times.count) for rows, times in sorted(self._rows.items()) if times.value]
         if known:
-            rows, seconds = zip(*known)
-            self._costs = np.interp(range(1, MOST_ROWS + 1), rows, np.maximum.accumulate(seconds)).tolist()
+            rows, falling, weights = zip(*known)
+            seconds = [-value for value in pool_adjacent_violators(falling, weights)]
+            self._costs = np.interp(range(1, MOST_ROWS + 1), rows, seconds).tolist()
