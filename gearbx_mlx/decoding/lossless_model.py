@@ -153,7 +153,8 @@ class LosslessModel(ModelWrapper):
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
         if self.stretches is not None and not self.stretches.in_rounds and not self.stretches.over:
-            return self._alone(self.stretches, inputs, cache)
+            self.stretches.token()
+            return self._alone(inputs, cache)
         token = np.array(inputs).item()
         if self.stretches is not None:
             self.stretches.token()
@@ -162,13 +163,12 @@ class LosslessModel(ModelWrapper):
         if self.stretches is not None and self.stretches.over:
             self.stretches.turn()
             if not self.stretches.in_rounds:
-                self._count_round()
-                return self._alone(self.stretches, inputs, cache)
+                return self._alone(inputs, cache)
         return self._draft_and_verify(token, cache)
 
-    def _alone(self, stretches: Stretches, inputs: mx.array, cache: Any) -> mx.array:
+    def _alone(self, inputs: mx.array, cache: Any) -> mx.array:
         """The top gear's logits (1, 1, V) of one token, which may still be computed: mlx-lm runs ahead."""
-        stretches.token()
+        self._count_round()
         self.step = Step(self.top, (), self.passes(self.top), self.gearbox.weight_bytes_per_token(self.top))
         return self.run(self.top, inputs, cache)
 
