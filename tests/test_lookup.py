@@ -127,7 +127,7 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
+        ((), "drafts save what the drafting file says; lookup proposes up to 15 tokens at once"),
         (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
         (("--draft-length", 2), "lookup proposes nothing"),
     ],
@@ -162,7 +162,7 @@ def test_the_flags_are_of_mode_lossless(command, flag):
 
 def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
     """Costs as on a machine where a draft takes as long as the top gear: nearly all tokens are the top gear's own."""
-    rounds = Rounds(Costs(lambda: 1.5, lambda rows: 1.0 + 0.2 * (rows - 1)), 0)
+    rounds = Rounds(Costs(lambda: 1.5, lambda rows: 1.0 + 0.2 * (rows - 1), measured=True), 0)
     rule = CostRule(lambda entropy: 0.9, rounds.costs)
     lossless = LosslessModel(geared_demo, rule, rounds=rounds, prompt_tokens=1)
     drafted = 0

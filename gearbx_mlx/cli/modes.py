@@ -45,7 +45,8 @@ class ModeSettings(Settings):
     cost: str | None = flag(
         None,
         "For --mode lossless, what drafts are to save: time, which is measured while the text is written, or bytes of "
-        "weights, as calibrated. The text is the same. Default: time",
+        "weights, as calibrated. The text is the same. Default: time, if the file of --curve has times of this "
+        "machine, else bytes",
         choices=COSTS,
     )
     lookup_tokens: int | None = flag(

@@ -76,11 +76,11 @@ def plan_of(
         most_looked_up: tokens that the text may propose at once; 0: none.
         times: seconds that were measured before.
     """
-    stream, has_curve = gearbox.residency, isinstance(rule, ProductRule | CostRule)
+    stream = gearbox.residency
     if isinstance(stream, Stream):
-        return Plan(rule, Rounds(StreamCosts(gearbox, stream, draft), most_looked_up, has_curve))
+        return Plan(rule, Rounds(StreamCosts(gearbox, stream, draft), most_looked_up))
     if unit == BYTES or not isinstance(rule, ProductRule):
-        return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up, has_curve))
+        return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up))
     known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
     if key not in known:
         costs = learned_from(times, gearbox)

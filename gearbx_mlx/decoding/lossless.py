@@ -12,10 +12,11 @@ from ..gears.output_head import vocabulary
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, FixedLength
 from ..routing.draft_file import DraftFile
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
-from ..routing.pass_costs import COSTS, TIME
+from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .draft_costs import plan_of
 from .draft_rules import find_file, find_rule
+from .draft_times import machine_of
 from .governor import Governor
 from .lossless_model import LosslessModel, drafting_gear
 from .mode import Mode
@@ -37,6 +38,7 @@ class Lossless(Mode):
             or a rule for any model.
         cost: `time` or `bytes`: what drafts are to save, where a curve says when they end. Seconds are measured while
             texts are written, and where drafts lose, the top gear goes on without. Texts do not depend on it.
+            Without it, time if the curve's file has times of this machine, else bytes.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
         window: tokens in the rolling mean that responses show.
@@ -53,7 +55,7 @@ class Lossless(Mode):
     curve: DraftFile | str | Path | None = None
     draft_length: int | None = None
     rule: DraftRule | None = None
-    cost: str = TIME
+    cost: str | None = None
     lookup_tokens: int | None = None
     window: int = DEFAULT_WINDOW
 
@@ -63,7 +65,7 @@ class Lossless(Mode):
             raise GearbxError(f"{' and '.join(given)} exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
-        if self.cost not in COSTS:
+        if self.cost is not None and self.cost not in COSTS:
             raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
         if self.lookup_tokens is not None and not 0 <= self.lookup_tokens <= MOST_DRAFTED:
             raise GearbxError(f"lookup_tokens is {self.lookup_tokens}; give 0 to {MOST_DRAFTED}")
@@ -85,7 +87,8 @@ class Lossless(Mode):
         prompt = encoded(tokenizer, prompt)
         gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
         times = made.times if made is not None and gear.bits == made.draft else None
-        plan = plan_of(rule, gearbox, gear, self.cost, self.most_looked_up, times)
+        cost = self.cost or (TIME if times is not None and times.machine == machine_of(gearbox) else BYTES)
+        plan = plan_of(rule, gearbox, gear, cost, self.most_looked_up, times)
         wrapped = LosslessModel(
             gearbox,
             plan.rule,
@@ -102,7 +105,7 @@ class Lossless(Mode):
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        return f"lossless: drafts save {self.cost}; lookup proposes {looked_up}"
+        return f"lossless: drafts save {self.cost or 'what the drafting file says'}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear

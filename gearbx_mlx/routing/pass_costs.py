@@ -3,6 +3,7 @@
 Costs are in one unit, bytes or seconds. Rules compare them with each other and never with anything else.
 """
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +15,7 @@ from .acceptance import MOST_DRAFTED, pool_adjacent_violators
 MOST_ROWS = MOST_DRAFTED + 1
 TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
-REMEMBERED = 9  # passes that count: the time of a pass changes with the context and with what else runs
+REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
 REFRESHED = 16  # a pass of this kind is measured once in so many
 
@@ -71,10 +72,11 @@ class Costs(FixedCosts):
 
     Args:
         draft: of a drafted token. verification: of a pass of the top gear over so many tokens.
+        measured: whether the functions follow what passes cost on this machine.
     """
 
-    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float]):
-        self._draft, self._verification = draft, verification
+    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
+        self._draft, self._verification, self.measured = draft, verification, measured
 
     def draft(self) -> float:
         return self._draft()
@@ -109,7 +111,7 @@ class RoundCounts:
 
 
 class LatestTimes:
-    """The least of the latest times of one kind of pass, but for the first ones: what else runs only adds to a time."""
+    """The lower median of the latest times of one kind of pass, but for the first ones."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -129,7 +131,7 @@ class LatestTimes:
 
     @property
     def value(self) -> float | None:
-        return min(self._values, default=None)
+        return statistics.median_low(self._values) if self._values else None
 
     @property
     def count(self) -> int:

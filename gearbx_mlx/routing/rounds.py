@@ -3,7 +3,8 @@
 A round ends with a verification by the top gear, which makes one token more than it accepts. Be r what a token costs
 in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where its round costs
 less than r for each token that it is expected to make; it is as long as saves most. Drafts pay while a token of theirs
-costs less than one of the top gear alone. What loses is tried once in a while, since texts and machines change.
+costs less than one of the top gear alone. What loses is tried once in a while, since texts and machines change. Costs
+that nobody measures say nothing about this machine: with them, drafts are as calibrated.
 """
 
 from .acceptance import MOST_DRAFTED
@@ -21,13 +22,12 @@ class Rounds:
     Args:
         costs: of passes.
         most_looked_up: tokens of a proposal of the text; 0: none.
-        may_rest: whether a round may go without drafts where they lose.
 
     `agreement` is of proposals of the text.
     """
 
-    def __init__(self, costs: PassCosts, most_looked_up: int = MOST_DRAFTED, may_rest: bool = True):
-        self.costs, self.most_looked_up, self.may_rest = costs, most_looked_up, may_rest
+    def __init__(self, costs: PassCosts, most_looked_up: int = MOST_DRAFTED):
+        self.costs, self.most_looked_up = costs, most_looked_up
         self.agreement = LookupAgreement()
         self._counts = RoundCounts(KEPT)
         self._since_probe = 0
@@ -57,8 +57,11 @@ class Rounds:
         return best
 
     def drafts(self) -> bool:
-        """Whether the low gear drafts in this round. Call it once for each round without a proposal of the text."""
-        if not self.may_rest:
+        """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
+
+        Call it once for each round without a proposal of the text.
+        """
+        if not self.costs.measured:
             return True
         if not self.costs.ready:
             return False
@@ -67,7 +70,7 @@ class Rounds:
         if self._since_probe < PROBED:
             return pays
         self._since_probe = 0
-        return not (pays and self.costs.measured)
+        return not pays
 
     def note_drafts(self, drafted: int, tokens: int) -> None:
         """Count a round with drafts: tokens drafted, and tokens of text that the round made."""

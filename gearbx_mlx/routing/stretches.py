@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials: at first, and where trials were in vain
-REMEMBERED = 3  # stretches of each way, of which the fastest counts: what else runs only adds to a time
+REMEMBERED = 4  # stretches of each way that count
 
 
 class Stretches:
@@ -23,7 +23,7 @@ class Stretches:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
-        self._seconds: dict[bool, deque[float]] = {way: deque(maxlen=REMEMBERED) for way in (True, False)}
+        self._timed: dict[bool, deque[tuple[float, int]]] = {way: deque(maxlen=REMEMBERED) for way in (True, False)}
         self._pause = FIRST
         self._trial = True
         self._latest: float | None = None
@@ -48,12 +48,12 @@ class Stretches:
 
     def turn(self) -> None:
         """End the stretch, and choose the way of the next one."""
-        self._seconds[self.in_rounds].append(self._spent / max(1, self._tokens))
+        self._timed[self.in_rounds].append((self._spent, self._tokens))
         other = not self.in_rounds
-        if not self._seconds[other]:
+        if not self._timed[other]:
             self._start(other, TRIAL[other])
             return
-        rounds_win = min(self._seconds[True]) <= min(self._seconds[False])
+        rounds_win = self._seconds(True) <= self._seconds(False)
         if self._trial:  # it was compared just now
             vain = rounds_win != self.in_rounds
             self._pause = min(2 * self._pause, LONGEST) if vain else FIRST
@@ -62,6 +62,11 @@ class Stretches:
         else:
             self._trial = True
             self._start(other, TRIAL[other])
+
+    def _seconds(self, way: bool) -> float:
+        """What a token took, over the latest stretches."""
+        seconds, tokens = map(sum, zip(*self._timed[way]))
+        return seconds / tokens
 
     def _start(self, in_rounds: bool, length: int) -> None:
         self.in_rounds, self._length = in_rounds, length
