@@ -1,6 +1,7 @@
 """What passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
 
 import json
+from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
@@ -9,9 +10,9 @@ from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
 from gearbx_mlx.decoding.draft_rules import shipped
-from gearbx_mlx.decoding.draft_times import learned_from, machine_of, measure_times
+from gearbx_mlx.decoding.draft_times import machine_of, measure_times, times_here
 from gearbx_mlx.routing.draft_file import DraftTimes, parse_draft_file
-from gearbx_mlx.routing.pass_costs import MOST_ROWS
+from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 
@@ -90,14 +91,25 @@ class TestUse:
     def test_times_of_this_machine_are_where_learning_begins(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
         times = times_of(machine_of(gearbox), verification=[1.0 + rows for rows in range(MOST_ROWS)])
-        costs = learned_from(times, gearbox)
+        assert times_here(times, gearbox) is times
+        costs = LearnedCosts((times.draft, times.verification))
         assert costs.ready
         assert (costs.draft(), costs.verification(1), costs.verification(16)) == (0.3, 1.0, 16.0)
 
     def test_times_of_another_machine_are_left_out_and_said_to_be(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
         with pytest.warns(GearbxWarning, match="times are of another machine .elsewhere."):
-            assert not learned_from(times_of("elsewhere"), gearbox).ready
+            assert times_here(times_of("elsewhere"), gearbox) is None
+
+    def test_drafts_save_bytes_where_the_times_are_of_another_machine(self, geared_demo, demo):
+        made = parse_draft_file(json.dumps(file_with(None)))
+        runs = []
+        for times in (None, times_of("elsewhere", draft=100.0)):
+            mode = Lossless(curve=replace(made, times=times))
+            with pytest.warns(GearbxWarning, match="they are not used") if times else nullcontext():
+                run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared_demo, mode=mode)
+                runs.append([r.passes for r in run])
+        assert runs[0] == runs[1]
 
     def test_a_machine_is_its_processor_and_its_kernels(self, tiny):
         native, plain = Gearbox(tiny, "4,16", kernels="native"), Gearbox(tiny_model(), "4,16", kernels="mlx")

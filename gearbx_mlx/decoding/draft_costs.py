@@ -10,10 +10,9 @@ from ..gears.streaming import Stream
 from ..routing.acceptance import DraftRule, ProductRule
 from ..routing.draft_costs import CostRule
 from ..routing.draft_file import DraftTimes
-from ..routing.pass_costs import BYTES, Costs, FixedCosts, PassCosts
+from ..routing.pass_costs import BYTES, Costs, FixedCosts, LearnedCosts, PassCosts
 from ..routing.rounds import Rounds
 from ..routing.stretches import Stretches
-from .draft_times import learned_from
 
 
 class StreamCosts(FixedCosts):
@@ -74,7 +73,7 @@ def plan_of(
         draft: the gear that drafts.
         unit: one of COSTS. Seconds are measured while texts are written.
         most_looked_up: tokens that the text may propose at once; 0: none.
-        times: seconds that were measured before.
+        times: seconds that were measured on this machine before.
     """
     stream = gearbox.residency
     if isinstance(stream, Stream):
@@ -83,7 +82,7 @@ def plan_of(
         return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up))
     known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
     if key not in known:
-        costs = learned_from(times, gearbox)
+        costs = LearnedCosts(None if times is None else (times.draft, times.verification))
         known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
     return known[key]
 

@@ -16,7 +16,7 @@ from ..gears.ladder import Gear
 from ..gears.output_head import vocabulary
 from ..kernels.compiler import processor_features
 from ..routing.draft_file import DraftTimes
-from ..routing.pass_costs import MOST_ROWS, LearnedCosts
+from ..routing.pass_costs import MOST_ROWS
 from .rows import Verifier
 from .snapshots import Snapshot
 
@@ -65,11 +65,10 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
     return medians[0], medians[1:]
 
 
-def learned_from(times: DraftTimes | None, gearbox: Gearbox) -> LearnedCosts:
-    """Costs in seconds: from a measurement on this machine, or to be learned while a text is written."""
-    if times is not None and times.machine == machine_of(gearbox):
-        return LearnedCosts((times.draft, times.verification))
-    if times is not None:
-        said = f"the drafting file's times are of another machine ({times.machine}), and this is {machine_of(gearbox)}"
-        warnings.warn(f"{said}: times are measured while the text is written", GearbxWarning, stacklevel=4)
-    return LearnedCosts()
+def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
+    """The times of a drafting file if they were measured on this machine; else none, and a warning says so."""
+    if times is None or times.machine == machine_of(gearbox):
+        return times
+    said = f"the drafting file's times are of another machine ({times.machine}), and this is {machine_of(gearbox)}"
+    warnings.warn(f"{said}: they are not used; calibrate --cost time here", GearbxWarning, stacklevel=4)
+    return None

@@ -16,7 +16,7 @@ from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .draft_costs import plan_of
 from .draft_rules import find_file, find_rule
-from .draft_times import machine_of
+from .draft_times import times_here
 from .governor import Governor
 from .lossless_model import LosslessModel, drafting_gear
 from .mode import Mode
@@ -86,8 +86,9 @@ class Lossless(Mode):
         rule, draft = find_rule(gearbox, made or how)
         prompt = encoded(tokenizer, prompt)
         gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
-        times = made.times if made is not None and gear.bits == made.draft else None
-        cost = self.cost or (TIME if times is not None and times.machine == machine_of(gearbox) else BYTES)
+        usable = made is not None and gear.bits == made.draft and self.cost != BYTES
+        times = times_here(made.times, gearbox) if made is not None and usable else None
+        cost = self.cost or (BYTES if times is None else TIME)
         plan = plan_of(rule, gearbox, gear, cost, self.most_looked_up, times)
         wrapped = LosslessModel(
             gearbox,
