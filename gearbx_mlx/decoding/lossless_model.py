@@ -37,27 +37,10 @@ from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
 from .snapshots import Snapshot
-from .step import DRAFT, LOOKUP, Draft, Step
+from .step import DRAFT, LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens that may follow: which of the sources in step.py proposed them, and the entropies (bits) of drafts."""
-
-    tokens: list[int]
-    source: str = ""
-    entropies: tuple[float, ...] = ()
-
-    @property
-    def drafted(self) -> int:
-        return len(self.tokens) if self.source == DRAFT else 0
-
-    @property
-    def looked_up(self) -> int:
-        return len(self.tokens) if self.source == LOOKUP else 0
 
 
 @dataclass

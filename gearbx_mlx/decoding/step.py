@@ -24,6 +24,23 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """Tokens that may follow, who proposed them (DRAFT or LOOKUP), and the entropies (bits) of drafts."""
+
+    tokens: list[int]
+    source: str = ""
+    entropies: tuple[float, ...] = ()
+
+    @property
+    def drafted(self) -> int:
+        return len(self.tokens) if self.source == DRAFT else 0
+
+    @property
+    def looked_up(self) -> int:
+        return len(self.tokens) if self.source == LOOKUP else 0
+
+
+@dataclass(frozen=True)
 class Step:
     """How the logits of one token came about.
 
