@@ -69,7 +69,7 @@ class TestDraftingFiles:
         assert told["drafted"] == sum(row["drafted"] for row in rows)
         assert told["accepted"] == sum(row["from_draft"] for row in rows)
         assert told["acceptance_rate"] == pytest.approx(told["accepted"] / told["drafted"])
-        assert told["verifications"] + told["accepted"] == told["tokens"] == 30
+        assert told["verifications"] + told["accepted"] + told["lookup_accepted"] == told["tokens"] == 30
         assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
         assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
 

@@ -27,6 +27,7 @@ from gearbx_mlx.gears.strip_reader import StripReader
 from gearbx_mlx.gears.strips import Part, Strip
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
 from gearbx_mlx.routing.draft_costs import CostRule
+from gearbx_mlx.routing.pass_costs import Costs
 
 LAYERS = 6
 MODELS = {
@@ -429,13 +430,13 @@ class TestWhenDraftsEnd:
     def test_the_rule_finds_the_best_bound(self, scale, verification):
         sequences, curve = recorded(scale)
         _, least = best_bound(sequences, curve, 1.0, verification)
-        drafting = replay_drafts(sequences, CostRule(curve, lambda: (1.0, verification)))
+        drafting = replay_drafts(sequences, CostRule(curve, Costs(lambda: 1.0, lambda rows: verification)))
         assert drafting.weight_bytes_per_token(1.0, verification) < 1.005 * least
 
     def test_drafts_get_longer_when_the_disk_gets_slower(self):
         sequences, curve = recorded(1.0)
         costs = SimpleNamespace(verification=3.0)
-        rule = CostRule(curve, lambda: (1.0, costs.verification))
+        rule = CostRule(curve, Costs(lambda: 1.0, lambda rows: costs.verification))
         lengths = []
         for costs.verification in (3.0, 30.0, 3.0):
             drafting = replay_drafts(sequences, rule)

@@ -39,6 +39,8 @@ class ModeChoice:
     gear: str | None
     curve: str | None
     draft_length: int | None
+    cost: str | None
+    lookup_tokens: int | None
 
 
 def choose_mode(settings: GenerateSettings, saved: Manifest | None) -> ModeChoice:
@@ -62,7 +64,8 @@ def choose_mode(settings: GenerateSettings, saved: Manifest | None) -> ModeChoic
         gears = gears or ",".join(map(str, made.gears))
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
             mode = KICKDOWN
-    one_mode = settings.mode.gear, curve, settings.mode.draft_length
+    own = settings.mode
+    one_mode = own.gear, curve, own.draft_length, own.cost, own.lookup_tokens
     choice = ModeChoice(mode, gears, format, routing, settings.gate, *one_mode)
     if mode is None and saved is not None and drafts_by_default(settings, choice, saved):
         choice = replace(choice, mode=LOSSLESS)
@@ -126,7 +129,8 @@ def check_flags(choice: ModeChoice) -> None:
             raise GearbxError(f"{flag_of(field)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
 
 
-FLAGS = ("gear", "curve", "draft_length", "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
+OF_LOSSLESS = ("curve", "draft_length", "cost", "lookup_tokens")
+FLAGS = ("gear", *OF_LOSSLESS, "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
 
 
 def given_flags(choice: ModeChoice) -> set[str]:
@@ -152,7 +156,8 @@ def make_mode(choice: ModeChoice, ladder: Ladder, gearbox: Gearbox | Observer, p
     """
     kind = mode_class(choice.mode or (TELEMETRY_ONLY if isinstance(gearbox, Observer) else ROUTE))
     has = settings_of_mode(kind.name)
-    values: dict[str, Any] = {"gear": choice.gear, "curve": choice.curve, "draft_length": choice.draft_length}
+    given = {name: getattr(choice, name) for name in ("gear", *OF_LOSSLESS)}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "thresholds" in has:
         model = gearbox.model
         routing = routing_for(choice.routing, choice.gate, ladder, vocabulary(model), lambda: model_fingerprint(model))

@@ -7,6 +7,7 @@ from ..decoding.modes import MODES
 from ..errors import GearbxError
 from ..gears.names import WHOLE, WHOLE_LADDER
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
+from ..routing.pass_costs import COSTS
 from .pair import SMALL_MODEL
 from .settings import Settings, flag
 
@@ -40,6 +41,21 @@ class ModeSettings(Settings):
     )
     draft_length: int | None = flag(
         None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N"
+    )
+    cost: str | None = flag(
+        None,
+        "For --mode lossless, what drafts are to save: time, which is measured while the text is written, or bytes of "
+        "weights, as calibrated. The text is the same. Default: time, if the file of --curve has times of this "
+        "machine, else bytes",
+        choices=COSTS,
+    )
+    lookup_tokens: int | None = flag(
+        None,
+        "For --mode lossless: where the last tokens of the text occurred before, up to N tokens that followed there "
+        f"are proposed, for nothing (prompt lookup); 0 turns that off. Default: {MOST_DRAFTED}; 0 with --draft-length",
+        least=0,
+        most=MOST_DRAFTED,
+        metavar="N",
     )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 

@@ -25,6 +25,7 @@ from ..gears.ladder import DENSE, Gear, Ladder
 from ..gears.saved import saved_gears
 from ..loading import model_name
 from ..routing.draft_file import DraftFile
+from ..routing.pass_costs import TIME
 from .calibration import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
@@ -51,19 +52,27 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     compared = {"gears": [str(ladder) for ladder in ladders]}
     journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[Agreement])
     files: list[DraftFile] = []
+    context = settings.target.context if settings.calibration.cost == TIME else None
     with terminal.progress_bar() as progress:
         task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
         for ladder in ladders:
             if files and get_format(gears.format).ladders:  # the gears before dropped the weights
                 model, tokenizer, _ = load_model(settings.model)
             files += files_of(
-                ladder, gears, settings.model, (model, tokenizer), prompts, journal, lambda: progress.advance(task)
+                ladder,
+                gears,
+                settings.model,
+                (model, tokenizer),
+                prompts,
+                journal,
+                lambda: progress.advance(task),
+                context,
             )
-    best = min(files, key=lambda file: file.weight_bytes_per_token)
+    best = min(files, key=cost_per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
         f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear"
-        f"{than_original(best)} (predicted)"
+        f"{than_original(best)}{faster(best)} (predicted)"
     )
     return Calibration(best, line, table=drafting_table(files, best))
 
@@ -85,6 +94,7 @@ def files_of(
     prompts: Prompts,
     journal: Journal,
     advance: Callable[[], object],
+    context: int | None = None,
 ) -> list[DraftFile]:
     """A file for each gear of a ladder that may draft.
 
@@ -92,6 +102,7 @@ def files_of(
         loaded: model and tokenizer.
         journal: gets what is recorded of each prompt.
         advance: called after every prompt.
+        context: measure what passes take after so many tokens, too.
     """
     model, tokenizer = loaded
     bits = [gear.bits for gear in ladder]
@@ -107,7 +118,8 @@ def files_of(
         for gear, agreement in zip(drafting, journal.made(f"gears {ladder}, prompt {number}", record)):
             recorded[gear].append(agreement)
         advance()
-    files = list(draft_files(gearbox, top, recorded, model_name(settings.model), gears.group_size, gears.format))
+    about = model_name(settings.model), gears.group_size, gears.format
+    files = list(draft_files(gearbox, top, recorded, *about, context))
     gearbox.shift(gearbox.ladder.top)
     return files
 
@@ -126,6 +138,16 @@ def times_fewer(weight_bytes: float, file: DraftFile) -> float:
     return file.weight_bytes_per_token_top / weight_bytes
 
 
+def cost_per_token(file: DraftFile) -> float:
+    """Seconds, where they were measured; else bytes of weights."""
+    return file.weight_bytes_per_token if file.times is None else file.times.per_token
+
+
+def faster(file: DraftFile) -> str:
+    """What is saved in time, where that was measured."""
+    return "" if file.times is None else f", {file.times.times_faster:.2f} times as fast as the top gear"
+
+
 def than_original(file: DraftFile) -> str:
     """What is saved over the original weights, where the top gear reads other bytes."""
     if file.weight_bytes_per_token_original is None:
@@ -136,7 +158,8 @@ def than_original(file: DraftFile) -> str:
 def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
     """What was compared, one line for each ladder and draft gear."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes"):
+    timed = ["times as fast"] if best.times is not None else []
+    for title in ("gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes", *timed):
         table.add_column(title, justify="left" if title == "gears" else "right", overflow="fold")
     for file in files:
         table.add_row(
@@ -147,5 +170,6 @@ def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
             f"{times_fewer(file.fixed_weight_bytes_per_token, file):.2f}",
             f"{file.bound:g}",
             f"{times_fewer(file.weight_bytes_per_token, file):.2f}",
+            *([] if file.times is None else [f"{file.times.times_faster:.2f}"]),
         )
     return table

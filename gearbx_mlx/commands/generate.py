@@ -17,6 +17,7 @@ from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.results import Draft, summary_of
 from ..cli.tables import layers_table, summary_table
+from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
@@ -44,7 +45,7 @@ def run(settings: GenerateSettings) -> int:
         gears = in_whole_weights(gears, model)
     gearbox = make_gearbox(gears, model, model_path, settings.model.dtype, settings.mode.observes)
     mode = make_mode(choice, gears.gears, gearbox, prompt)
-    announce(settings, gearbox, model_path)
+    announce(settings, gearbox, model_path, mode)
     with governor(settings.controller, gearbox, settings.output.verbose, **gears.governor_keywords()) as controller:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
@@ -77,12 +78,14 @@ def settle(settings: GenerateSettings) -> tuple[ModeChoice, GearSettings]:
     return choice, replace(gears, cap_bits=cap_bits)
 
 
-def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path: str | None) -> None:
-    """Print, before the text, that nothing shifts; and, with --describe, what every layer runs on."""
+def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path: str | None, mode: Mode) -> None:
+    """Print, before the text, that nothing shifts; and, with --describe, what every layer runs on, and how."""
     if isinstance(gearbox, Observer) and not settings.mode.observes and settings.output.verbose:
         terminal.note(f"{model_name(model_path)} is quantized already: telemetry only, no layer changes gear")
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+        if mode.about():
+            terminal.note(mode.about())
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

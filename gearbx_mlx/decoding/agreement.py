@@ -11,9 +11,12 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.output_head import vocabulary
-from ..routing.acceptance import best_bound, best_length, fit_curve
-from ..routing.draft_file import DraftFile
+from ..routing.acceptance import AcceptanceCurve, best_bound, best_length, fit_curve
+from ..routing.draft_costs import predicted_cost
+from ..routing.draft_file import DraftFile, DraftTimes
 from ..routing.entropy import entropy_bits
+from ..routing.pass_costs import LearnedCosts
+from .draft_times import machine_of, measure_times
 from .snapshots import Snapshot
 
 BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
@@ -64,9 +67,18 @@ def record_agreement(
 
 
 def draft_files(
-    gearbox: Gearbox, top: Gear, recorded: dict[Gear, list[Agreement]], name: str, group_size: int, format: str
+    gearbox: Gearbox,
+    top: Gear,
+    recorded: dict[Gear, list[Agreement]],
+    name: str,
+    group_size: int,
+    format: str,
+    context: int | None = None,
 ) -> Iterable[DraftFile]:
     """For each gear that was recorded, the curve and the bound that cost the fewest bytes of weights per token.
+
+    Args:
+        context: measure what passes take after so many tokens, too.
 
     Raises:
         GearbxError: no tokens were recorded.
@@ -100,4 +112,19 @@ def draft_files(
             best_fixed_length=length,
             fixed_weight_bytes_per_token=fixed,
             weight_bytes_per_token_original=None if original == verification else original,
+            times=None if context is None else draft_times(gearbox, top, gear, context, sequences, curve),
         )
+
+
+def draft_times(
+    gearbox: Gearbox,
+    top: Gear,
+    draft: Gear,
+    context: int,
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    curve: AcceptanceCurve,
+) -> DraftTimes:
+    """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
+    token, verifications = measure_times(gearbox, top, draft, context)
+    predicted = predicted_cost(sequences, curve, LearnedCosts((token, verifications)))
+    return DraftTimes(machine_of(gearbox), context, token, verifications, predicted)

@@ -1,13 +1,21 @@
-"""What drafting costs where the top gear is read from the disk: bytes, counted at the speeds of disk and memory."""
+"""What drafting costs here: time, or bytes of weights; of a streamed top gear bytes at measured speeds."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
 from ..routing.acceptance import DraftRule, ProductRule
 from ..routing.draft_costs import CostRule
+from ..routing.draft_file import DraftTimes
+from ..routing.pass_costs import BYTES, Costs, FixedCosts, LearnedCosts, PassCosts
+from ..routing.rounds import Rounds
+from ..routing.stretches import Stretches
 
 
-class StreamCosts:
+class StreamCosts(FixedCosts):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
     While a verification reads the disk it computes, so that the slower of both counts.
@@ -24,9 +32,59 @@ class StreamCosts:
         self._disk = [gearbox.disk_bytes_per_token(top, positions) for positions in (1, 2)]
         self._memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip((1, 2), self._disk)]
 
-    def __call__(self) -> tuple[float, float]:
+    def draft(self) -> float:
+        return self._draft
+
+    def verification(self, rows: int) -> float:
         one, two = (max(memory, disk * self._stream.slowdown) for memory, disk in zip(self._memory, self._disk))
-        return self._draft + two - one, one  # each further token of a mixture has experts of its own
+        return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
+
+
+def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
+    """Bytes of weights that passes read."""
+    top, low = gearbox.ladder.top, gearbox.weight_bytes_per_token(draft)
+    return Costs(lambda: low, lambda rows: gearbox.weight_bytes_per_token(top, rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When a draft ends, which rounds draft, and where there are rounds at all (None: everywhere).
+
+    With costs in time it is the gearbox's, and learns over texts.
+    """
+
+    rule: DraftRule
+    rounds: Rounds
+    stretches: Stretches | None = None
+
+
+LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Plan]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
+
+
+def plan_of(
+    rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_looked_up: int, times: DraftTimes | None = None
+) -> Plan:
+    """How to draft at the costs of this machine.
+
+    Where the top gear is streamed, these are bytes at measured speeds, whatever the unit.
+
+    Args:
+        rule: for bytes; only a ProductRule, which has a curve, follows other costs. Another one always drafts.
+        draft: the gear that drafts.
+        unit: one of COSTS. Seconds are measured while texts are written.
+        most_looked_up: tokens that the text may propose at once; 0: none.
+        times: seconds that were measured on this machine before.
+    """
+    stream = gearbox.residency
+    if isinstance(stream, Stream):
+        return Plan(rule, Rounds(StreamCosts(gearbox, stream, draft), most_looked_up))
+    if unit == BYTES or not isinstance(rule, ProductRule):
+        return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up))
+    known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
+    if key not in known:
+        costs = LearnedCosts(None if times is None else (times.draft, times.verification))
+        known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
+    return known[key]
 
 
 def at_measured_speeds(rule: DraftRule, gearbox: Gearbox, draft: int | None) -> DraftRule:

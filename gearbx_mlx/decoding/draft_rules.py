@@ -44,6 +44,27 @@ def check_file(made: DraftFile, gearbox: Gearbox) -> None:
     made.check([gear.bits for gear in gearbox.ladder], vocabulary(gearbox.model), gearbox.fingerprint)
 
 
+def find_file(gearbox: Gearbox, how: How = None) -> DraftFile | None:
+    """The drafting file that `how` means, as in `find_rule`; None where it means something else.
+
+    Raises:
+        GearbxError: a file for another model, vocabulary or ladder.
+    """
+    if how is None:
+        return next(fitting(gearbox), None)
+    if isinstance(how, str | Path):
+        made = read_draft_file(how)
+        try:
+            check_file(made, gearbox)
+        except GearbxError as error:
+            raise GearbxError(f"{how}: {error}; {MAKE_DRAFTING}") from error
+        return made
+    if isinstance(how, DraftFile):
+        check_file(how, gearbox)
+        return how
+    return None
+
+
 def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]:
     """When to stop drafting, and the bits of the gear that drafts (None: the lowest).
 
@@ -55,18 +76,11 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
     Raises:
         GearbxError: a file for another model, vocabulary or ladder.
     """
-    if how is None:
-        how = next(fitting(gearbox), None)
-    if isinstance(how, str | Path):
-        made = read_draft_file(how)
-        try:
-            check_file(made, gearbox)
-        except GearbxError as error:
-            raise GearbxError(f"{how}: {error}; {MAKE_DRAFTING}") from error
-        how = made
+    how = find_file(gearbox, how) or how
     if isinstance(how, DraftFile):
-        check_file(how, gearbox)
         return at_measured_speeds(how.rule(), gearbox, how.draft), how.draft
     if isinstance(how, int):
         return FixedLength(how), None
-    return how or at_measured_speeds(default_rule(), gearbox, None), None
+    rule = default_rule() if how is None else how
+    assert not isinstance(rule, str | Path)  # a path was read
+    return at_measured_speeds(rule, gearbox, None) if how is None else rule, None

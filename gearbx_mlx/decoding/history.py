@@ -1,4 +1,4 @@
-"""The tokens of a text so far, which logits processors are given."""
+"""The tokens of a text so far, which logits processors are given, and in which proposals are looked up."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ class History:
 
     def __init__(self, counted_only: bool):
         self._counted_only = counted_only
-        self._parts: list[mx.array] = []
+        self._tokens: list[int] = []
+        self._new: list[mx.array] = []  # which may still be computed
         self._count = 0
         self._cache: Any = None
         self._decoding = False
@@ -25,16 +26,18 @@ class History:
     def add(self, inputs: mx.array, cache: Any) -> None:
         """Take the tokens of a call; `cache` is the one that it was called with."""
         if cache is not self._cache or (self._decoding and inputs.size > 1):
-            self._parts, self._count = [], 0
+            self._tokens, self._new, self._count = [], [], 0
         self._cache, self._decoding = cache, inputs.size == 1
         if not self._counted_only:
-            self._parts.append(inputs.reshape(-1))
+            self._new.append(inputs.reshape(-1))
         self._count += inputs.size
 
     def __len__(self) -> int:
         return self._count
 
     def tokens(self) -> list[int]:
-        if len(self._parts) > 1:
-            self._parts = [mx.concatenate([part.astype(mx.uint32) for part in self._parts])]
-        return np.array(self._parts[0]).tolist()
+        """The tokens, in the same list as long as the text is the same; it grows at its end."""
+        for part in self._new:
+            self._tokens += np.array(part).tolist()
+        self._new = []
+        return self._tokens

@@ -9,13 +9,16 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..gears.output_head import vocabulary
-from ..routing.acceptance import DraftRule, FixedLength
+from ..routing.acceptance import MOST_DRAFTED, DraftRule, FixedLength
 from ..routing.draft_file import DraftFile
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
-from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .draft_rules import find_rule
+from ..routing.pass_costs import BYTES, COSTS, TIME
+from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
+from .draft_costs import plan_of
+from .draft_rules import find_file, find_rule
+from .draft_times import times_here
 from .governor import Governor
-from .lossless_model import LosslessModel
+from .lossless_model import LosslessModel, drafting_gear
 from .mode import Mode
 from .prompt import encoded
 from .refused import refuse_draft_model
@@ -33,20 +36,27 @@ class Lossless(Mode):
         draft_length: a fixed number of tokens to draft.
         rule: a DraftRule of your own. At most one of these three; without any, what ships for this model and ladder,
             or a rule for any model.
+        cost: `time` or `bytes`: what drafts are to save, where a curve says when they end. Seconds are measured while
+            texts are written, and where drafts lose, the top gear goes on without. Texts do not depend on it.
+            Without it, time if the curve's file has times of this machine, else bytes.
+        lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
+            (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
         window: tokens in the rolling mean that responses show.
 
     Raises:
-        GearbxError: more than one of curve, draft_length and rule.
+        GearbxError: more than one of curve, draft_length and rule; a cost or a number that does not exist.
     """
 
     name: ClassVar[str] = "lossless"
-    trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "drafted", "from_draft")
+    trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "drafted", "from_draft", "looked_up", "source")
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
     draft: str | int | None = None
     curve: DraftFile | str | Path | None = None
     draft_length: int | None = None
     rule: DraftRule | None = None
+    cost: str | None = None
+    lookup_tokens: int | None = None
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
@@ -55,19 +65,37 @@ class Lossless(Mode):
             raise GearbxError(f"{' and '.join(given)} exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
+        if self.cost is not None and self.cost not in COSTS:
+            raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
+        if self.lookup_tokens is not None and not 0 <= self.lookup_tokens <= MOST_DRAFTED:
+            raise GearbxError(f"lookup_tokens is {self.lookup_tokens}; give 0 to {MOST_DRAFTED}")
+
+    @property
+    def most_looked_up(self) -> int:
+        """The most tokens that the text itself may propose at once."""
+        if self.lookup_tokens is not None:
+            return self.lookup_tokens
+        return MOST_DRAFTED if self.rule is None and self.draft_length is None else 0
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
-        rule, draft = self.rule, None
-        if rule is None:
-            rule, draft = find_rule(gearbox, self.curve if self.draft_length is None else self.draft_length)
+        how = self.rule or self.draft_length or self.curve
+        made = find_file(gearbox, how)
+        rule, draft = find_rule(gearbox, made or how)
         prompt = encoded(tokenizer, prompt)
+        gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
+        usable = made is not None and gear.bits == made.draft and self.cost != BYTES
+        times = times_here(made.times, gearbox) if made is not None and usable else None
+        cost = self.cost or (BYTES if times is None else TIME)
+        plan = plan_of(rule, gearbox, gear, cost, self.most_looked_up, times)
         wrapped = LosslessModel(
             gearbox,
-            rule,
-            draft=draft if self.draft is None else self.draft,
+            plan.rule,
+            draft=gear,
+            rounds=plan.rounds,
+            stretches=plan.stretches,
             sampler=kwargs.get("sampler"),
             logits_processors=kwargs.get("logits_processors") or (),
             stop_tokens=tokenizer.eos_token_ids,
@@ -76,9 +104,13 @@ class Lossless(Mode):
         )
         return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
 
+    def about(self) -> str:
+        looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
+        return f"lossless: drafts save {self.cost or 'what the drafting file says'}; lookup proposes {looked_up}"
+
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
-        return draft_summary(tally, verifications) | {"near_ties": tally.near_ties}
+        return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary)
+        return draft_rows(summary) + lookup_rows(summary)

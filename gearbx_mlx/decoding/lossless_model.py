@@ -8,6 +8,9 @@ mlx-lm's own, and a wrong draft costs time and changes nothing.
 Draft and verification share their noise (GEARBX 10.1): a token is drafted with the random numbers that mlx-lm will use
 to sample its position, so that both choose the same token wherever their distributions agree.
 
+Where the text's last tokens occurred before, the text itself may propose what follows (routing/lookup.py); such tokens
+are verified in the same way, and the low gear does not run.
+
 Both gears use one KV cache. What the low gear wrote there is undone before the top gear writes. What the top gear wrote
 for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
@@ -26,12 +29,15 @@ from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
+from ..routing.lookup import Lookup
+from ..routing.rounds import Rounds
+from ..routing.stretches import Stretches
 from .draft_costs import note_drafts
 from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
 from .snapshots import Snapshot
-from .step import Draft, Step
+from .step import DRAFT, LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
@@ -39,9 +45,10 @@ NOISE = 4  # units in the last place of the largest logit: less than that betwee
 
 @dataclass
 class Verified:
-    """A token and the draft after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown."""
+    """A token and the proposal after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown."""
 
     tokens: list[int]
+    source: str
     rows: Rows
     noise: mx.array
     cache: list[Any]
@@ -58,9 +65,9 @@ class Verified:
         )
 
     def drafted(self, gear: Gear) -> Draft | None:
-        """The draft of the token that the last row shown predicts."""
+        """The proposal for the token that the last row shown predicts; `gear` drafts."""
         place = self.rows.rows
-        return Draft(self.tokens[place], gear) if place < len(self.tokens) else None
+        return Draft(self.tokens[place], gear, self.source) if place < len(self.tokens) else None
 
     def logits(self) -> mx.array:
         """(1, 1, V), of the last row shown."""
@@ -74,6 +81,8 @@ class LosslessModel(ModelWrapper):
         gearbox: of the model, with two gears or more.
         rule: when to stop drafting; the uncalibrated one if not given.
         draft: the gear that drafts; the lowest if not given.
+        rounds: where to look up tokens and where to draft; always to draft, and nothing else, if not given.
+        stretches: where to work in rounds at all; everywhere, if not given.
         sampler, logits_processors: mlx-lm's own, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
@@ -89,6 +98,8 @@ class LosslessModel(ModelWrapper):
         rule: DraftRule | None = None,
         *,
         draft: Gear | str | int | None = None,
+        rounds: Rounds | None = None,
+        stretches: Stretches | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -97,17 +108,17 @@ class LosslessModel(ModelWrapper):
     ):
         super().__init__(gearbox)
         self.top = gearbox.ladder.top
-        self.draft = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-        if self.draft == self.top:
-            raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+        self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
         self.rule = rule or default_rule()
+        self.rounds, self.stretches = rounds, stretches
+        self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
         self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
-        self._history = History(counted_only=not self.logits_processors)
+        self._history = History(counted_only=not self.logits_processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
         self._drafting = True
         self._verified: Verified | None = None
@@ -119,13 +130,30 @@ class LosslessModel(ModelWrapper):
         self._history.add(inputs, cache)
         if inputs.size != 1 or cache is None or kwargs:
             self._verified = None
+            if self.stretches is not None:
+                self.stretches.begin()
             read = self.gearbox.weight_bytes_per_token(self.top)
             self.step = Step(self.top, (), self.passes(self.top), read)
             return self.run(self.top, inputs, cache, **kwargs)
+        if self.stretches is not None and not self.stretches.in_rounds and not self.stretches.over:
+            self.stretches.token()
+            return self._alone(inputs, cache)
         token = np.array(inputs).item()
+        if self.stretches is not None:
+            self.stretches.token()
         if self._verified is not None and self._verified.continued_by(token, cache):
             return self._next_row(self._verified)
+        if self.stretches is not None and self.stretches.over:
+            self.stretches.turn()
+            if not self.stretches.in_rounds:
+                return self._alone(inputs, cache)
         return self._draft_and_verify(token, cache)
+
+    def _alone(self, inputs: mx.array, cache: Any) -> mx.array:
+        """The top gear's logits (1, 1, V) of one token, which may still be computed: mlx-lm runs ahead."""
+        self._count_round()
+        self.step = Step(self.top, (), self.passes(self.top), self.gearbox.weight_bytes_per_token(self.top))
+        return self.run(self.top, inputs, cache)
 
     def _next_row(self, verified: Verified) -> mx.array:
         """Logits (1, 1, V) from the last verification."""
@@ -134,38 +162,80 @@ class LosslessModel(ModelWrapper):
         return verified.logits()
 
     def _draft_and_verify(self, token: int, cache: Any) -> mx.array:
-        """The logits (1, 1, V) of the token itself, after drafting what follows it and verifying the draft."""
-        self._verified = None
-        drafted, entropies, rows = self._drafts_and_rows(token, cache)
-        tokens = [token, *drafted]
+        """The logits (1, 1, V) of the token itself, after proposing what follows it and verifying the proposal."""
+        self._count_round()
+        proposal, rows = self._proposal_and_rows(token, cache)
+        tokens = [token, *proposal.tokens]
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
-        verified = Verified(tokens, rows, noise, list(cache))
-        ran = [self.draft] * len(drafted) + [self.top]
-        read = len(drafted) * self.gearbox.weight_bytes_per_token(self.draft)
-        read += self.gearbox.weight_bytes_per_token(self.top, len(tokens))
-        rounding = noise if drafted else None
-        passes = self.passes(*ran)
-        self.step = Step(self.top, tuple(entropies), passes, read, verified.drafted(self.draft), len(drafted), rounding)
+        verified = Verified(tokens, proposal.source, rows, noise, list(cache))
+        ran = [self.draft] * proposal.drafted + [self.top]
+        read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
+        if proposal.drafted:  # else the gear may not have been made yet, and to count its bytes takes long
+            read += proposal.drafted * self.gearbox.weight_bytes_per_token(self.draft)
+        self.step = Step(
+            self.top,
+            proposal.entropies,
+            self.passes(*ran),
+            read,
+            verified.drafted(self.draft),
+            proposal.drafted,
+            noise if proposal.tokens else None,
+            looked_up=proposal.looked_up,
+        )
         self._verified = verified
         return verified.logits()
 
-    def _drafts_and_rows(self, token: int, cache: Any) -> tuple[list[int], list[float], Rows]:
-        """Drafted tokens, the entropies (bits) of their distributions, and the pass that verifies them.
+    def _count_round(self) -> None:
+        """Tell the rounds what became of the last draft."""
+        done, self._verified = self._verified, None
+        if self.rounds is not None and done is not None and done.source == DRAFT:
+            self.rounds.note_drafts(len(done.tokens) - 1, done.rows.rows)
+
+    def _proposal_and_rows(self, token: int, cache: Any) -> tuple[Proposal, Rows]:
+        """What may follow a token, and the pass that verifies it.
 
         A text must not end where only a draft has failed: in a server, that would end the thread. Without drafts the
         top gear goes on as mlx-lm would alone.
         """
         if self._drafting:
             try:
-                drafted, entropies = self._drafts(token, cache, self._most(token))
-                return drafted, entropies, self._verifier.rows(mx.array([[token, *drafted]]), cache)
+                proposal = self._proposal(token, cache, self._most(token))
+                return proposal, self._rows([token, *proposal.tokens], cache)
             except GearbxError:
                 raise
             except Exception as error:
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        return [], [], self._verifier.rows(mx.array([[token]]), cache)
+        return Proposal([]), self._rows([token], cache)
+
+    def _rows(self, tokens: list[int], cache: Any) -> Rows:
+        """The pass over these tokens, measured where its time is wanted: mlx-lm would wait for it a little later."""
+        start = time.perf_counter()
+        rows = self._verifier.rows(mx.array([tokens]), cache)
+        if self.rounds is not None and self.rounds.costs.wants_verification(len(tokens)):
+            mx.eval(rows.logits)
+            self.rounds.costs.add_verification(len(tokens), time.perf_counter() - start)
+        return rows
+
+    def _proposal(self, token: int, cache: Any, most: int) -> Proposal:
+        """What the text itself proposes, or else the low gear, or nobody: `most` tokens at most."""
+        if most >= 1 and self.rounds is not None:
+            found = self._looked_up(self.rounds, most)
+            if found:
+                return Proposal(found, LOOKUP)
+            if not self.rounds.drafts():
+                return Proposal([])
+        return self._drafts(token, cache, most)
+
+    def _looked_up(self, rounds: Rounds, most: int) -> list[int]:
+        """What followed where the last tokens occurred before, as far as that is likely enough to follow again."""
+        if self._lookup is None:
+            return []
+        self._lookup.follow(self._history.tokens(), self.prompt_tokens)
+        found = self._lookup.proposed(most)
+        stop = next((place for place, token in enumerate(found, 1) if token in self.stop_tokens), len(found))
+        return found[: rounds.looked_up(self._lookup.run, stop)]
 
     def _most(self, token: int) -> int:
         """The most tokens to draft: none past the end of the text."""
@@ -175,13 +245,13 @@ class LosslessModel(ModelWrapper):
         left = self.max_tokens - made if self.max_tokens >= 0 else MOST_DRAFTED
         return int(min(MOST_DRAFTED, left))
 
-    def _drafts(self, token: int, cache: Any, most: int) -> tuple[list[int], list[float]]:
-        """Drafted tokens and the entropies (bits) of their distributions; cache and random numbers do not change."""
+    def _drafts(self, token: int, cache: Any, most: int) -> Proposal:
+        """Tokens that the low gear drafts; cache and random numbers do not change."""
         drafted: list[int] = []
         entropies: list[float] = []
         self.rule.begin()
         if most < 1:
-            return drafted, entropies
+            return Proposal([])
         history = self._history.tokens() if self.logits_processors else []
         start = time.perf_counter()
         with Snapshot(cache).borrowed(), same_random_numbers():
@@ -198,8 +268,19 @@ class LosslessModel(ModelWrapper):
                 entropies.append(float(entropy))
                 if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
                     break
-        note_drafts(self.gearbox, self.draft, len(drafted), time.perf_counter() - start)
-        return drafted, entropies
+        seconds = time.perf_counter() - start
+        note_drafts(self.gearbox, self.draft, len(drafted), seconds)
+        if self.rounds is not None:
+            self.rounds.costs.add_draft(seconds / len(drafted))
+        return Proposal(drafted, DRAFT, tuple(entropies))
+
+
+def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
+    """The gear that drafts, the lowest if none is named. Raises GearbxError for the top one."""
+    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
+    if gear == gearbox.ladder.top:
+        raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+    return gear
 
 
 @contextlib.contextmanager

@@ -66,6 +66,10 @@ class Mode:
         if gearbox is not controller.gearbox:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
+    def about(self) -> str:
+        """What `--describe` says of the settings, in one line; nothing by default."""
+        return ""
+
     def summary(self, tally: Tally) -> dict[str, Any]:
         """What the mode adds to a run's summary."""
         return {}

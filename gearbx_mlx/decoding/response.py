@@ -20,6 +20,9 @@ class GearResponse(GenerationResponse):
         made several tokens stand with the first of them.
     weight_bytes: what these passes read.
     drafted: tokens drafted since the token before.
+    looked_up: lossless: tokens that the text itself proposed since the token before (prompt lookup).
+    source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
+        text; `model`, nobody but the top gear. Other modes: `model`.
     near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
         over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
         any company (docs/architecture.md).
@@ -34,6 +37,8 @@ class GearResponse(GenerationResponse):
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
+    looked_up: int = 0
+    source: str = "model"
     near_tie: bool = False
     caught_up: int = 0
     decision: Decision | None = None

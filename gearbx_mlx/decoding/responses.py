@@ -12,7 +12,7 @@ from .entropy_sampler import sampled_tokens
 from .finite import check_finite
 from .governor import Governor
 from .response import GearResponse
-from .step import SampledToken, Step
+from .step import DRAFT, SampledToken, Step
 from .wrapper import ModelWrapper
 
 
@@ -35,6 +35,8 @@ def gear_response(
         "passes": step.passes,
         "weight_bytes": step.weight_bytes,
         "drafted": step.drafted,
+        "looked_up": step.looked_up,
+        "source": step.source,
     }
     return GearResponse(**{**vars(response), **seen, **further})
 
@@ -70,6 +72,6 @@ def stream_wrapped(
         entropy, step = float(token.entropy), token.step.with_token(response.token)
         check_finite(response.logprobs, entropy, model.gearbox, token.step.gear)
         mean = monitor.update(entropy).mean
-        further = {"from_draft": step.accepted, "near_tie": bool(token.near_tie), "decision": decision}
+        further = {"from_draft": step.source == DRAFT, "near_tie": bool(token.near_tie), "decision": decision}
         yield gear_response(response, step, entropy, mean, before, **further)
         before = step.gear

@@ -8,13 +8,36 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.observer import Observer
 
+MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: the model itself, a draft, the text
+
 
 @dataclass(frozen=True)
 class Draft:
-    """A token that a gear proposed, for the top gear to verify."""
+    """A token that somebody proposed for the top gear to verify: a gear that drafts, or the text itself.
+
+    gear: that drafts. source: DRAFT or LOOKUP.
+    """
 
     token: int
     gear: Gear
+    source: str = DRAFT
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that may follow, who proposed them (DRAFT or LOOKUP), and the entropies (bits) of drafts."""
+
+    tokens: list[int]
+    source: str = ""
+    entropies: tuple[float, ...] = ()
+
+    @property
+    def drafted(self) -> int:
+        return len(self.tokens) if self.source == DRAFT else 0
+
+    @property
+    def looked_up(self) -> int:
+        return len(self.tokens) if self.source == LOOKUP else 0
 
 
 @dataclass(frozen=True)
@@ -24,8 +47,8 @@ class Step:
     gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. passes: over the
     weights, in each gear of the ladder. weight_bytes: what these passes read. draft: of this token, if there is one.
     drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
-    computed in one pass. accepted: the token is the one that was drafted. entropy: of
-    the distribution that is sampled, bits, where the model has computed it already.
+    computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
+    where the model has computed it already. looked_up: tokens that the text itself proposed in this step.
     """
 
     gear: Gear
@@ -35,14 +58,16 @@ class Step:
     draft: Draft | None = None
     drafted: int = 0
     noise: mx.array | None = None
-    accepted: bool = False
+    source: str = MODEL
     entropy: mx.array | None = None
+    looked_up: int = 0
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
         if self.draft is None or self.draft.token != token:
             return self
-        return replace(self, gear=self.draft.gear, accepted=True)
+        gear = self.draft.gear if self.draft.source == DRAFT else self.gear
+        return replace(self, gear=gear, source=self.draft.source)
 
 
 @dataclass(frozen=True)

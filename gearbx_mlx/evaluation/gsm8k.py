@@ -24,6 +24,7 @@ from .text import PROMPT
 
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 NEXT_PROBLEM = "\nQuestion:"
+DRAFTS = Lossless(cost="bytes", lookup_tokens=0)  # what it reads is compared, and is the same in every run
 
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 
@@ -64,7 +65,7 @@ def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> 
 def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str, Mode]:
     """Name to mode of each policy; every static gear is always among them, the top one first."""
     modes: dict[str, Mode] = {f"static-{gear.bits}": Static(gear.name) for gear in reversed(ladder)}
-    shifting = {"route": route, "kickdown": Kickdown(route.thresholds), "lossless": Lossless()}
+    shifting = {"route": route, "kickdown": Kickdown(route.thresholds), "lossless": DRAFTS}
     if len(ladder) < 2:
         del shifting["lossless"]
     return modes | {name: mode for name, mode in shifting.items() if name in policies}

@@ -8,8 +8,9 @@ probability that the top gear accepts all of it. The draft ends when the product
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -163,6 +164,8 @@ class Drafting:
     drafted: int = 0
     accepted: int = 0
     verifications: int = 0
+    drafts: Counter[int] = field(default_factory=Counter)
+    """Verifications by the tokens that were drafted for them."""
 
     def weight_bytes_per_token(self, draft_bytes: float, top_bytes: float) -> float:
         """Weight bytes per token, where a drafted token reads `draft_bytes` and a verification `top_bytes`."""
@@ -196,6 +199,7 @@ def replay_drafts(
             total.drafted += drafted
             total.accepted += accepted
             total.verifications += 1
+            total.drafts[drafted] += 1
             total.tokens += accepted + 1
             place += accepted + 1
     return total

@@ -6,10 +6,25 @@ so the bound on p is c / (a g). The dearer a verification, the larger g, and the
 on the bound; both settle in a few drafts, on the bound that costs least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from .acceptance import MOST_DRAFTED, replay_drafts
+from .pass_costs import PassCosts, RoundCounts
 
 KEPT = 0.95  # of the weight of earlier drafts in g, at each further draft
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
+AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
+
+
+def predicted_cost(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    agreement: Callable[[float], float],
+    costs: PassCosts,
+) -> float:
+    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
+    done = replay_drafts(sequences, CostRule(agreement, costs))
+    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
+    return (done.drafted * costs.draft() + verified) / done.tokens
 
 
 class CostRule:
@@ -17,20 +32,18 @@ class CostRule:
 
     Args:
         agreement: the function a, from the low gear's entropy (bits) to a probability.
-        costs: what a drafted token and a verification cost now, in any one unit.
+        costs: of a drafted token and of verifications, now.
     """
 
-    def __init__(self, agreement: Callable[[float], float], costs: Callable[[], tuple[float, float]]):
+    def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
         self.agreement, self.costs = agreement, costs
-        self._cost = self._tokens = 0.0
+        self._counts = RoundCounts(KEPT)
         self._agreements = self._count = 0.0
         self._begin()
 
     def begin(self) -> None:
         if self._drafted:
-            token, verification = self.costs()
-            self._cost = KEPT * self._cost + self._drafted * token + verification
-            self._tokens = KEPT * self._tokens + self._expected
+            self._counts.add(self._drafted, self._expected)
         self._begin()
 
     def goes_on(self, entropy: float) -> bool:
@@ -45,10 +58,17 @@ class CostRule:
     @property
     def bound(self) -> float:
         """The product of a(H) below which a draft ends now."""
-        token, verification = self.costs()
-        of_text = self._cost / self._tokens if self._tokens else verification  # at first as if nothing were accepted
+        of_text = self.costs.verification(1)  # at first as if nothing were accepted
+        if self._counts.tokens:
+            of_text = self._counts.spent(self.costs) / self._counts.tokens
         saved = of_text * (self._agreements / self._count if self._count else 1.0)
-        return token / saved if saved else 1.0
+        return self._one_more() / saved if saved else 1.0
+
+    def _one_more(self) -> float:
+        """The cost of one more drafted token, and of a row for it."""
+        rows = min(self._drafted + 1, MOST_DRAFTED + 1 - AHEAD)
+        row = (self.costs.verification(rows + AHEAD) - self.costs.verification(rows)) / AHEAD
+        return self.costs.draft() + row
 
     def _begin(self) -> None:
         self._product, self._drafted = 1.0, 0

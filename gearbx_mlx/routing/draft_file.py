@@ -1,16 +1,42 @@
 """The file that `calibrate --mode lossless` writes: the draft gear, its curve a(H), and the bound."""
 
 import json
+import math
 from collections.abc import Sequence
 
-from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec import Struct, to_builtins
 
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, typed
 from .acceptance import AcceptanceCurve, ProductRule
+from .pass_costs import MOST_ROWS
 
 SCHEMA, VERSION = "gearbx-mlx drafting", 1
+
+
+class DraftTimes(Struct, frozen=True):
+    """What passes take on one machine, in seconds.
+
+    machine: processor, cores and kernels. context: tokens in the KV cache. draft: a drafted token. verification: passes
+    of the top gear over 1, 2, ... 16 tokens. per_token: predicted from the calibration's tokens.
+    """
+
+    machine: str
+    context: Count
+    draft: float
+    verification: list[float]
+    per_token: float
+
+    def __post_init__(self) -> None:
+        if len(self.verification) != MOST_ROWS:
+            raise GearbxError(f"times has {len(self.verification)} verifications; {MOST_ROWS} are needed")
+        if not all(0 < seconds < math.inf for seconds in (self.draft, self.per_token, *self.verification)):
+            raise GearbxError("times has seconds that are not above 0")
+
+    @property
+    def times_faster(self) -> float:
+        """Than the top gear alone, as predicted."""
+        return self.verification[0] / self.per_token
 
 
 class DraftFile(Struct, frozen=True):
@@ -22,6 +48,7 @@ class DraftFile(Struct, frozen=True):
     predicted from these tokens; weight_bytes_per_token_top: of the top gear alone; weight_bytes_per_token_original: of
     the original weights, where the top gear reads other bytes than these.
     best_fixed_length, fixed_weight_bytes_per_token: the best fixed length of drafts, and what it reads, to compare.
+    times: what passes take, where that was measured.
     """
 
     gears: list[Count]
@@ -41,6 +68,7 @@ class DraftFile(Struct, frozen=True):
     best_fixed_length: Count
     fixed_weight_bytes_per_token: float
     weight_bytes_per_token_original: float | None = None
+    times: DraftTimes | None = None
     schema: str = SCHEMA
     version: int = VERSION
 
@@ -55,7 +83,7 @@ class DraftFile(Struct, frozen=True):
         return self.weight_bytes_per_token_original or self.weight_bytes_per_token_top
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps(to_builtins(self), indent=2) + "\n"
 
     def rule(self) -> ProductRule:
         return ProductRule(AcceptanceCurve(tuple(self.edges), tuple(self.agreement)), self.bound)

@@ -21,6 +21,8 @@ class Tally:
     recomputed: int = 0
     drafted: int = 0
     accepted: int = 0
+    looked_up: int = 0
+    from_lookup: int = 0
     near_ties: int = 0
     caught_up: int = 0
 
@@ -39,6 +41,8 @@ class Tally:
         self.recomputed += sum(response.passes) > 1
         self.drafted += response.drafted
         self.accepted += response.from_draft
+        self.looked_up += response.looked_up
+        self.from_lookup += response.source == "lookup"
         self.near_ties += response.near_tie
         self.caught_up += response.caught_up
 
@@ -59,6 +63,17 @@ def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
         "acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
         "verifications": verifications,
     }
+
+
+def lookup_summary(tally: Tally) -> dict[str, Any]:
+    """Fields of a summary: tokens that the text itself proposed, and those of them that were accepted."""
+    return {"looked_up": tally.looked_up, "lookup_accepted": tally.from_lookup}
+
+
+def lookup_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as a line of a table, if there were any."""
+    proposed, accepted = summary.get("looked_up", 0), summary.get("lookup_accepted", 0)
+    return [("looked up", f"{proposed}, {accepted} accepted ({accepted / proposed:.0%})")] if proposed else []
 
 
 def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -26,6 +26,8 @@ class Token(Protocol):
     weight_bytes: int
     drafted: int
     from_draft: bool
+    looked_up: int
+    source: str
     near_tie: bool
     caught_up: int
     decision: Any

@@ -7,6 +7,7 @@ from typing import ClassVar
 from ...errors import GearbxError
 from ...evaluation.wish import Wish
 from ...routing.calibration import check_shares
+from ...routing.pass_costs import BYTES, COSTS, TIME
 from ..floors import FloorSettings
 from ..gate import GateSettings
 from ..gears import GearFlags, LayoutSettings
@@ -58,6 +59,12 @@ class CalibrationSettings(Settings):
         "route, kickdown: thresholds. lossless: the gear that drafts, its curve, and the bound, those that read the "
         "fewest bytes of weights per token; of --gears, or of several ladders.",
         choices=MODES,
+    )
+    cost: str = flag(
+        BYTES,
+        "For --mode lossless: choose the gears that read the fewest bytes, or those that take the least time. time "
+        "also measures passes on this machine, after --context tokens, and writes what they take into the file.",
+        choices=COSTS,
     )
     top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
     method: str = flag(
@@ -120,6 +127,8 @@ class CalibrateSettings:
         mode, method = self.calibration.mode, self.calibration.method
         if self.target.wish() is None and mode != ROUTE and method != SHARE:
             raise GearbxError(f"--method {method} is for --mode route; leave it out")
+        if self.calibration.cost == TIME and (mode != LOSSLESS or self.target.wish() is not None):
+            raise GearbxError("--cost time is for --mode lossless without a target; leave it out, or give that mode")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

@@ -65,6 +65,8 @@ class GenerateSettings:
             "gears": self.layout.gears,
             "curve": self.mode.curve,
             "draft_length": self.mode.draft_length,
+            "cost": self.mode.cost,
+            "lookup_tokens": self.mode.lookup_tokens is not None,
             "telemetry_only": self.mode.telemetry_only,
             "gear": self.mode.gear,
         }

@@ -1,0 +1,193 @@
+"""What passes cost in lossless mode: a drafted token, and a verification of several tokens.
+
+Costs are in one unit, bytes or seconds. Rules compare them with each other and never with anything else.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from .acceptance import MOST_DRAFTED, pool_adjacent_violators
+
+MOST_ROWS = MOST_DRAFTED + 1
+TIME, BYTES = "time", "bytes"
+COSTS = (TIME, BYTES)
+REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
+FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
+REFRESHED = 16  # a pass of this kind is measured once in so many
+
+
+class PassCosts(Protocol):
+    """What passes cost now."""
+
+    measured: bool
+    """Whether the costs come from passes that run, so that each kind has to run once in a while."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the cost of the top gear alone is known, to which all else is compared."""
+        ...
+
+    def draft(self) -> float:
+        """Of one drafted token."""
+        ...
+
+    def verification(self, rows: int) -> float:
+        """Of one pass of the top gear over so many tokens, drafted ones and the one before them."""
+        ...
+
+    def wants_verification(self, rows: int) -> bool:
+        """Whether the time of the next pass over so many tokens would say something new; ask once for each pass."""
+        ...
+
+    def add_verification(self, rows: int, seconds: float) -> None:
+        """Take the time of a pass that was wanted."""
+        ...
+
+    def add_draft(self, seconds: float) -> None:
+        """Take the time of a drafted token."""
+        ...
+
+
+class FixedCosts:
+    """Costs that no measurement of a pass changes."""
+
+    measured, ready = False, True
+
+    def wants_verification(self, rows: int) -> bool:
+        return False
+
+    def add_verification(self, rows: int, seconds: float) -> None:
+        pass
+
+    def add_draft(self, seconds: float) -> None:
+        pass
+
+
+class Costs(FixedCosts):
+    """Costs that are functions.
+
+    Args:
+        draft: of a drafted token. verification: of a pass of the top gear over so many tokens.
+        measured: whether the functions follow what passes cost on this machine.
+    """
+
+    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
+        self._draft, self._verification, self.measured = draft, verification, measured
+
+    def draft(self) -> float:
+        return self._draft()
+
+    def verification(self, rows: int) -> float:
+        return self._verification(rows)
+
+
+class RoundCounts:
+    """What rounds with drafts came to, the latest of which weigh most.
+
+    Args:
+        kept: of the weight of earlier rounds, at each further one.
+    """
+
+    def __init__(self, kept: float):
+        self._kept = kept
+        self._drafted = self.tokens = 0.0
+        self._verified: dict[int, float] = {}
+
+    def add(self, drafted: int, tokens: float) -> None:
+        """Count a round: tokens drafted, and tokens of text that the round made."""
+        self._drafted = self._kept * self._drafted + drafted
+        self.tokens = self._kept * self.tokens + tokens
+        self._verified = {rows: self._kept * count for rows, count in self._verified.items()}
+        self._verified[drafted + 1] = self._verified.get(drafted + 1, 0.0) + 1
+
+    def spent(self, costs: PassCosts) -> float:
+        """What these rounds would cost now."""
+        verified = sum(count * costs.verification(rows) for rows, count in self._verified.items())
+        return self._drafted * costs.draft() + verified
+
+
+class LatestTimes:
+    """The lower median of the latest times of one kind of pass, but for the first ones."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._values: deque[float] = deque(maxlen=REMEMBERED)
+
+    def begun(self) -> bool:
+        """Whether the next value counts; call it once for each value that there could be."""
+        self._seen += 1
+        return self._seen > FIRST_PASSES
+
+    def wanted(self) -> bool:
+        """Whether it also says something new; to be called instead."""
+        return self.begun() and (len(self._values) < REMEMBERED or self._seen % REFRESHED == 0)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median_low(self._values) if self._values else None
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
+
+
+class LearnedCosts:
+    """Seconds, measured while a text is written.
+
+    Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
+    regression, where a kind of pass weighs by how often it was measured. Until several numbers of rows are known, a
+    pass over many costs as much as one over few: so that they are tried.
+
+    Args:
+        seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
+    """
+
+    measured = True
+
+    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None):
+        self._draft = LatestTimes()
+        self._rows: dict[int, LatestTimes] = {}
+        self._costs = [1.0] * MOST_ROWS
+        if seconds is not None:
+            self._draft.add(seconds[0])
+            for rows, value in enumerate(seconds[1], 1):
+                self._of(rows).add(value)
+            self._update()
+
+    @property
+    def ready(self) -> bool:
+        return 1 in self._rows and self._rows[1].value is not None
+
+    def draft(self) -> float:
+        return self._draft.value or 0.0
+
+    def verification(self, rows: int) -> float:
+        return self._costs[rows - 1]
+
+    def wants_verification(self, rows: int) -> bool:
+        return self._of(rows).wanted()
+
+    def add_draft(self, seconds: float) -> None:
+        if self._draft.begun():
+            self._draft.add(seconds)
+
+    def add_verification(self, rows: int, seconds: float) -> None:
+        self._of(rows).add(seconds)
+        self._update()
+
+    def _of(self, rows: int) -> LatestTimes:
+        return self._rows.setdefault(rows, LatestTimes())
+
+    def _update(self) -> None:
+        known = [(rows, -times.value, times.count) for rows, times in sorted(self._rows.items()) if times.value]
+        if known:
+            rows, falling, weights = zip(*known)
+            seconds = [-value for value in pool_adjacent_violators(falling, weights)]
+            self._costs = np.interp(range(1, MOST_ROWS + 1), rows, seconds).tolist()

@@ -1,0 +1,129 @@
+"""What passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
+
+import json
+from contextlib import nullcontext
+
+import mlx.core as mx
+import pytest
+from conftest import tiny_model
+from msgspec.structs import asdict, replace
+
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
+from gearbx_mlx.decoding.draft_rules import shipped
+from gearbx_mlx.decoding.draft_times import machine_of, measure_times, times_here
+from gearbx_mlx.routing.draft_file import DraftTimes, parse_draft_file
+from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
+
+QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
+
+
+def times_of(machine, **change):
+    values = {"machine": machine, "context": 256, "draft": 0.3, "verification": [1.0] * MOST_ROWS, "per_token": 0.5}
+    return DraftTimes(**values | change)
+
+
+def file_with(times):
+    return json.loads(next(made for made in shipped() if made.gears == [3, 16]).text()) | {"times": times}
+
+
+class TestMeasuring:
+    def test_a_pass_over_more_weights_takes_longer(self):
+        model = tiny_model(hidden_size=512, intermediate_size=2048)
+        gearbox = Gearbox(model, "4,16")
+        draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
+        assert draft > 0
+        assert len(verification) == MOST_ROWS
+        assert verification[15] > verification[0]
+        assert gearbox.gear == gearbox.ladder.top
+
+    def test_calibrate_writes_what_generate_reads(self, command, tmp_path):
+        file = tmp_path / "d.json"
+        flags = ("--mode", "lossless", "--gears", "3,16", "--format", "exact", "-m", 12, "--num-prompts", 2)
+        done = command("calibrate", *flags, "--cost", "time", "--context", 32, "--out", file)
+        assert done.status == 0
+        assert "times as fast as the top gear (predicted)" in done.out
+        times = parse_draft_file(file.read_text()).times
+        assert times.context == 32
+        assert times.times_faster == pytest.approx(times.verification[0] / times.per_token)
+        summary = tmp_path / "s.json"
+        done = command("generate", "--mode", "lossless", "--curve", file, "-m", 12, "--summary", summary)
+        assert done.status == 0
+        assert "another machine" not in done.err
+        assert json.loads(summary.read_text())["tokens"] == 12
+
+    def test_without_the_flag_there_are_none(self):
+        made = calibrate(mode="lossless", gears="4,16", max_tokens=6, num_prompts=1)
+        assert made.times is None
+
+    def test_it_is_for_mode_lossless(self, command):
+        done = command("calibrate", "--cost", "time", "--gears", "4,16")
+        assert done.status == 2
+        assert "--cost time is for --mode lossless" in done.err.replace("\n", " ")
+
+
+class TestFile:
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"verification": [1.0] * 3}, "3 verifications; 16 are needed"),
+            ({"draft": 0.0}, "not above 0"),
+            ({"per_token": float("inf")}, "not above 0"),
+            ({"verification": [1.0] * 15 + [-1.0]}, "not above 0"),
+        ],
+    )
+    def test_refuses_times_that_cannot_be(self, change, says):
+        with pytest.raises(GearbxError, match=says):
+            times_of("this", **change)
+
+    @pytest.mark.parametrize(("value", "says"), [({"draft": "1"}, "times"), ([], "times"), ({"draft": -1}, "times")])
+    def test_refuses_a_file_whose_times_are_something_else(self, value, says):
+        with pytest.raises(GearbxError, match=says):
+            parse_draft_file(json.dumps(file_with(value)))
+
+    def test_goes_out_and_in(self):
+        text = json.dumps(file_with(asdict(times_of("this"))))
+        made = parse_draft_file(text)
+        assert made.times == times_of("this")
+        assert parse_draft_file(made.text()) == made
+
+
+class TestUse:
+    def test_times_of_this_machine_are_where_learning_begins(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        times = times_of(machine_of(gearbox), verification=[1.0 + rows for rows in range(MOST_ROWS)])
+        assert times_here(times, gearbox) is times
+        costs = LearnedCosts((times.draft, times.verification))
+        assert costs.ready
+        assert (costs.draft(), costs.verification(1), costs.verification(16)) == (0.3, 1.0, 16.0)
+
+    def test_times_of_another_machine_are_left_out_and_said_to_be(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        with pytest.warns(GearbxWarning, match="times are of another machine .elsewhere."):
+            assert times_here(times_of("elsewhere"), gearbox) is None
+
+    def test_drafts_save_bytes_where_the_times_are_of_another_machine(self, geared_demo, demo):
+        made = parse_draft_file(json.dumps(file_with(None)))
+        runs = []
+        for times in (None, times_of("elsewhere", draft=100.0)):
+            mode = Lossless(curve=replace(made, times=times))
+            with pytest.warns(GearbxWarning, match="they are not used") if times else nullcontext():
+                run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared_demo, mode=mode)
+                runs.append([r.passes for r in run])
+        assert runs[0] == runs[1]
+
+    def test_a_machine_is_its_processor_and_its_kernels(self, tiny):
+        native, plain = Gearbox(tiny, "4,16", kernels="native"), Gearbox(tiny_model(), "4,16", kernels="mlx")
+        assert machine_of(native) != machine_of(plain)
+
+    def test_where_drafts_take_long_they_are_rare_and_the_text_is_the_same(self, geared_demo, demo):
+        slow = times_of(machine_of(geared_demo), draft=100.0, per_token=1.0)
+        made = parse_draft_file(json.dumps(file_with(None)))
+        runs = {}
+        for cost in ("bytes", "time"):
+            mode = Lossless(curve=replace(made, times=slow), cost=cost, lookup_tokens=0)
+            mx.random.seed(0)
+            runs[cost] = list(stream_generate(demo.model, demo.tokenizer, QUESTION, 60, gearbox=geared_demo, mode=mode))
+        assert [r.token for r in runs["time"]] == [r.token for r in runs["bytes"]]
+        drafted = {cost: sum(r.drafted > 0 for r in run) for cost, run in runs.items()}
+        assert drafted["bytes"] > 4
+        assert drafted["time"] <= 2  # a probe or two, each of which measures anew

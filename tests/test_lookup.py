@@ -1,0 +1,205 @@
+"""Prompt lookup in lossless mode: the text itself proposes what follows, and the text is the top gear's."""
+
+import itertools
+import json
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, tiny_model
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
+
+from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.routing.acceptance import FixedLength
+from gearbx_mlx.routing.draft_costs import CostRule
+from gearbx_mlx.routing.pass_costs import Costs
+from gearbx_mlx.routing.rounds import Rounds
+from gearbx_mlx.routing.stretches import Stretches
+
+TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
+
+
+def certain_lookups(most=15):
+    """Rounds that take every proposal of the text, and never draft without one."""
+    rounds = Rounds(Costs(lambda: 100.0, lambda rows: 1.0), most)
+    for run in range(2, 9):
+        for _ in range(50):
+            rounds.agreement.add(run, True)
+    return rounds
+
+
+class TestLookup:
+    """The text itself proposes what follows."""
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_bit_for_bit_on_every_architecture(self, architecture):
+        model = tiny_model(architecture)
+        prompt = mx.array([1, 5, 9, 2, 7, 1, 5, 9, 2, 7, 1, 5])
+        proposed = 0
+
+        def counted(logprobs):
+            nonlocal proposed
+            proposed += lossless.step.looked_up
+            return mx.argmax(logprobs, axis=-1)
+
+        gearbox = Gearbox(model, "6,16", kernels="native")
+        theirs = list(generate_step(prompt, model, max_tokens=40))
+        lossless = LosslessModel(gearbox, FixedLength(4), rounds=certain_lookups(), prompt_tokens=12)
+        ours = list(generate_step(prompt, lossless, max_tokens=40, sampler=counted))
+        for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
+            assert mine == token
+            assert np.array_equal(np.array(logprobs), np.array(expected))
+        assert proposed > 0
+
+    @pytest.mark.parametrize("cost", ["time", "bytes"])
+    @pytest.mark.parametrize("sampler", ["greedy", "temperature", "top-p"])
+    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, cost, sampler):
+        (theirs, after), (ours, after_ours) = both(
+            geared_demo, demo.tokenizer, TWICE, max_tokens=50, sampler=SAMPLERS[sampler], cost=cost, lookup_tokens=15
+        )
+        assert_same(told(ours), told(theirs))
+        assert after == after_ours
+        if cost == "bytes":
+            assert any(r.source == "lookup" for r in ours)
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+            {"kv_bits": 4, "quantized_kv_start": 45, "kv_group_size": 32},
+            {"prefill_step_size": 4},
+            {"max_tokens": 2},
+        ],
+    )
+    def test_with_keywords_of_mlx_lm(self, geared_demo, demo, keywords):
+        (theirs, after), (ours, after_ours) = both(
+            geared_demo, demo.tokenizer, TWICE, cost="bytes", **{"max_tokens": 40} | keywords
+        )
+        assert_same(told(ours), told(theirs))
+        assert after == after_ours
+
+    def test_every_token_has_one_source_and_what_is_looked_up_reads_no_weights(self, geared_demo, demo):
+        mode = Lossless(cost="bytes")
+        run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 40, gearbox=geared_demo, mode=mode))
+        low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
+        sources = Counter(r.source for r in run)
+        assert sources["model"] == sum(r.passes[1] for r in run)
+        assert 0 < sources["lookup"] <= sum(r.looked_up for r in run)
+        assert all(r.passes[0] == r.drafted for r in run)
+        assert all(not (r.drafted and r.looked_up) for r in run)
+        for r in run:
+            if r.passes[1]:
+                row = geared_demo.weight_bytes_per_token(geared_demo.ladder.top, 1 + r.drafted + r.looked_up) - high
+                assert r.weight_bytes == r.passes[0] * low + high + row
+            assert r.from_draft == (r.source == "draft")
+            assert r.gear == ("low" if r.from_draft else "high")
+
+    def test_the_same_text_with_costs_in_bytes_has_the_same_passes(self, geared_demo, demo):
+        runs = [
+            [
+                (r.token, r.passes, r.source)
+                for r in stream_generate(
+                    demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=Lossless(cost="bytes")
+                )
+            ]
+            for _ in range(2)
+        ]
+        assert runs[0] == runs[1]
+
+    def test_can_be_turned_off_and_bounded(self, geared_demo, demo):
+        for most in (0, 3):
+            mode = Lossless(cost="bytes", lookup_tokens=most)
+            run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=mode))
+            assert max(r.looked_up for r in run) == most
+
+    @pytest.mark.parametrize(
+        ("setting", "says"), [({"cost": "money"}, "choose from time, bytes"), ({"lookup_tokens": 16}, "give 0 to 15")]
+    )
+    def test_refuses_what_does_not_exist(self, setting, says):
+        with pytest.raises(GearbxError, match=says):
+            Lossless(**setting)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "drafts save what the drafting file says; lookup proposes up to 15 tokens at once"),
+        (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
+        (("--draft-length", 2), "lookup proposes nothing"),
+    ],
+)
+def test_describe_says_how_tokens_are_proposed(command, flags, says):
+    done = command("generate", "-m", 2, "--mode", "lossless", "--describe", *flags)
+    assert done.status == 0
+    assert says in done.err.replace("\n", " ")
+
+
+def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
+    summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
+    flags = ("--mode", "lossless", "--cost", "bytes", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)
+    done = command("generate", *flags, "--summary", summary, "--trace", trace)
+    assert done.status == 0
+    counted = json.loads(summary.read_text())
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    sources = Counter(row["source"] for row in rows)
+    assert counted["looked_up"] == sum(row["looked_up"] for row in rows)
+    assert counted["lookup_accepted"] == sources["lookup"] > 0
+    assert counted["accepted"] == sources["draft"]
+    assert counted["verifications"] + counted["accepted"] + counted["lookup_accepted"] == counted["tokens"]
+    assert f"{counted['looked_up']}, {counted['lookup_accepted']} accepted" in done.err
+
+
+@pytest.mark.parametrize("flag", [("--cost", "time"), ("--lookup-tokens", 3)])
+def test_the_flags_are_of_mode_lossless(command, flag):
+    done = command("generate", "-m", 2, "--mode", "static", *flag)
+    assert done.status == 2
+    assert f"{flag[0]} is for --mode lossless" in done.err.replace("\n", " ")
+
+
+def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
+    """Costs as on a machine where a draft takes as long as the top gear: nearly all tokens are the top gear's own."""
+    rounds = Rounds(Costs(lambda: 1.5, lambda rows: 1.0 + 0.2 * (rows - 1), measured=True), 0)
+    rule = CostRule(lambda entropy: 0.9, rounds.costs)
+    lossless = LosslessModel(geared_demo, rule, rounds=rounds, prompt_tokens=1)
+    drafted = 0
+
+    def sampler(logprobs):
+        nonlocal drafted
+        drafted += lossless.step.drafted
+        return mx.argmax(logprobs, axis=-1)
+
+    tokens = [token for token, _ in generate_step(mx.array([1]), lossless, max_tokens=90, sampler=sampler)]
+    assert len(tokens) == 90
+    assert 0 < drafted <= 12
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "top-p"])
+def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler):
+    """A clock that makes the ways take turns: stretches in rounds and of the top gear alone follow each other."""
+    runs = []
+    clock = itertools.count()
+    for stretches in (None, Stretches(clock.__next__)):
+        geared_demo.shift("high")
+        rounds = Rounds(Costs(lambda: 0.1, lambda rows: 1.0))
+        prompt = mx.array(demo.tokenizer.encode(TWICE))
+        lossless = LosslessModel(
+            geared_demo, FixedLength(4), rounds=rounds, stretches=stretches, prompt_tokens=len(prompt)
+        )
+        alone = []
+
+        def noted(logprobs, lossless=lossless, alone=alone):
+            alone.append(lossless.stretches is not None and not lossless.stretches.in_rounds)
+            return (SAMPLERS[sampler] or (lambda values: mx.argmax(values, axis=-1)))(logprobs)
+
+        mx.random.seed(4)
+        model = geared_demo.model if stretches is None else lossless
+        tokens = [(token, np.array(p)) for token, p in generate_step(prompt, model, max_tokens=90, sampler=noted)]
+        runs.append(tokens)
+    assert [token for token, _ in runs[0]] == [token for token, _ in runs[1]]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(*runs))
+    assert 8 <= sum(alone) < 80
+    assert next(clock) == len(alone)  # every token is timed once, whichever way it is written

@@ -1,0 +1,61 @@
+"""Whether a text is written in rounds or by the top gear alone, by the clock. A clock of the test's own; no model."""
+
+import itertools
+
+import pytest
+
+from gearbx_mlx.routing.stretches import FIRST, LONGEST, TRIAL, Stretches
+
+
+def written(tokens, rounds, alone, texts=1, between=0.0):
+    """Seconds of texts whose tokens take `rounds` or `alone` seconds, and the way of each token."""
+    now = [0.0]
+    stretches, ways = Stretches(lambda: now[0]), []
+    for _ in range(texts):
+        stretches.begin()
+        now[0] += between
+        for _ in range(tokens):
+            stretches.token()
+            if stretches.over:
+                stretches.turn()
+            ways.append(stretches.in_rounds)
+            now[0] += rounds if ways[-1] else alone
+    return now[0] - texts * between, ways
+
+
+@pytest.mark.parametrize(("rounds", "alone"), [(1.3, 1.0), (1.1, 1.0), (1.0, 1.3), (0.5, 1.0)])
+def test_costs_hardly_more_than_the_faster_way(rounds, alone):
+    seconds, ways = written(4000, rounds, alone)
+    assert seconds / 4000 < 1.03 * min(rounds, alone)
+    assert 0 < sum(ways) < 4000  # both ways are tried
+
+
+def test_the_slower_way_is_tried_ever_more_rarely():
+    _, ways = written(4000, 1.5, 1.0)
+    trials = [place for place in range(1, 4000) if ways[place] and not ways[place - 1]]
+    gaps = [b - a for a, b in itertools.pairwise(trials)]
+    assert gaps[0] >= FIRST
+    assert gaps[-1] == LONGEST + TRIAL[True]
+    assert gaps == sorted(gaps)
+
+
+def test_what_becomes_faster_is_found():
+    now, seconds = [0.0], {True: 2.0, False: 1.0}
+    stretches, ways = Stretches(lambda: now[0]), []
+    for token in range(4000):
+        if token == 2000:
+            seconds[True] = 0.3
+        stretches.token()
+        if stretches.over:
+            stretches.turn()
+        ways.append(stretches.in_rounds)
+        now[0] += seconds[ways[-1]]
+    assert sum(ways[1500:2000]) < 60
+    assert sum(ways[3500:]) > 440
+
+
+def test_short_texts_add_up_and_the_time_between_them_does_not_count():
+    """Texts shorter than any stretch; the pauses between them would make either way look slow."""
+    seconds, ways = written(10, 1.3, 1.0, texts=400, between=100.0)
+    assert seconds / 4000 < 1.06
+    assert 2 * TRIAL[True] < sum(ways) < 800
