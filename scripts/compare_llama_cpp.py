@@ -150,5 +150,9 @@ def compare() -> None:
         write_text(args.json, as_json(found | {"threads": threads} | installed))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run(compare)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,18 +11,19 @@ BATCH = 512  # llama.cpp's default; prompts are as long
 
 
 def open_model(
-    file: Path, context: int, threads: int, draft_model: Callable[..., Any] | None = None, exact_cache: bool = False
+    file: Path, context: int, threads: int, draft_model: Callable[..., Any] | None = None, exact: bool = False
 ) -> Any:
     """A GGUF file in memory, as a `llama_cpp.Llama`.
 
     Args:
         context: tokens that its KV cache has room for.
         draft_model: proposes tokens that follow those it is given.
-        exact_cache: keys and values in float32, as ours, instead of float16.
+        exact: attention in float32, as ours, with keys and values in it. Otherwise flash attention, the faster one,
+            with both in float16.
     """
     import llama_cpp
 
-    cache = dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32) if exact_cache else {}
+    cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
     return llama_cpp.Llama(
         str(file),
         n_ctx=context,
@@ -30,10 +31,11 @@ def open_model(
         n_threads=threads,
         n_threads_batch=threads,
         use_mmap=False,  # so that q4_0 is put into the order of its fastest product
-        flash_attn=True,
+        flash_attn=not exact,
+        type_k=cache,
+        type_v=cache,
         draft_model=draft_model,
         verbose=False,
-        **cache,
     )
 
 
