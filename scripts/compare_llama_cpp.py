@@ -72,6 +72,18 @@ def shape(text: str) -> str:
     return text
 
 
+def file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    if not Path(text).parent.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a directory that exists")
+    return Path(text)
+
+
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -89,7 +101,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--times", type=int, choices=POWERS, default=8, help="Copies of every unit of the demo model. Default: 8"
     )
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="One per line, or JSON Lines. Default: GSM8K's")
+    parser.add_argument("--prompts", type=file, default=HELD_OUT, help="One per line, or JSON Lines. Default: GSM8K's")
     parser.add_argument("--num-prompts", type=whole(1), default=4, help="Default: 4")
     parser.add_argument("--max-tokens", type=whole(2), default=48, help="Of a text. Default: 48")
     parser.add_argument(
@@ -99,8 +111,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         help="llama.cpp's; its own default is 3. Default: 3,8",
     )
     parser.add_argument("--trials", type=whole(1), default=5, help="Default: 5")
-    parser.add_argument("--json", metavar="FILE", type=Path)
-    parser.add_argument("--page", metavar="FILE", type=Path, help="Where to write the tables.")
+    parser.add_argument("--json", metavar="FILE", type=file_to_write)
+    parser.add_argument("--page", metavar="FILE", type=file, help="Where to write the tables.")
     return parser
 
 
@@ -144,10 +156,10 @@ def compare() -> None:
     found, threads = measure(args)
     tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
     print(*tables.values(), sep="\n")
-    if args.page:
-        fill(args.page, {name: lambda text=text: text for name, text in tables.items()})
     if args.json:
         write_text(args.json, as_json(found | {"threads": threads} | installed))
+    if args.page:
+        fill(args.page, {name: lambda text=text: text for name, text in tables.items()})
 
 
 def main() -> None:

@@ -170,6 +170,9 @@ def test_tables_go_to_their_places_in_a_page(tmp_path):
         (["--shape", "1000x2"], "--shape '1000x2': give a width that is a multiple of 256"),
         (["--activations", "int4"], "'int4' is none of int16, int8, float"),
         (["--times", "3"], "invalid choice: 3"),
+        (["--page", "nowhere.md"], "'nowhere.md' is no file"),
+        (["--prompts", "nowhere.txt"], "'nowhere.txt' is no file"),
+        (["--json", "nowhere/x.json"], "'nowhere/x.json' is not a file in a directory that exists"),
     ],
 )
 def test_a_wrong_flag_is_one_line(flags, said, capsys):

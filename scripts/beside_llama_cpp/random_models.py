@@ -21,6 +21,7 @@ from .rounds import DENSE, THEIRS, Clock, Rounds, rows_of
 
 GEARS = ",".join(map(str, TYPES))
 PROMPT_TOKENS = 512
+STEP = 256  # tokens, to which llama.cpp rounds the room for a context
 
 Rows = list[dict[str, Any]]
 
@@ -29,7 +30,8 @@ class RandomModels:
     """The same random Llama for both sides: a gearbox for each kind of activations, and each type of llama.cpp."""
 
     def __init__(self, args: Namespace, folder: Path, threads: int) -> None:
-        self.room = max(args.contexts) + max(args.tokens, PROMPT_TOKENS) + len(PROMPT)
+        room = max(args.contexts) + max(args.tokens, PROMPT_TOKENS) + len(PROMPT)
+        room = -(-room // STEP) * STEP
         self.gearboxes = {
             name: Gearbox(random_llama(args.shape), GEARS, kernels="native", activations=name)
             for name in args.activations
@@ -39,9 +41,9 @@ class RandomModels:
         self.vocabulary = model.args.vocab_size
         for bits, kind in TYPES.items():
             file = folder / f"{kind}.gguf"
-            write_gguf(model, file, kind, self.room)
+            write_gguf(model, file, kind, room)
             self.bytes[bits] = file.stat().st_size
-            self.peers[bits] = open_model(file, self.room, threads)
+            self.peers[bits] = open_model(file, room, threads)
             file.unlink()
 
     def tokens(self, count: int) -> list[int]:
@@ -78,13 +80,15 @@ class RandomModels:
 def decode_rows(models: RandomModels, rounds: Rounds, args: Namespace) -> Rows:
     """Greedy tokens after each context. Our keys and values of a context are random: how long they take is the same."""
     rows: Rows = []
+    text, kept = models.tokens(max(args.contexts) + len(PROMPT)), 0
     for context in sorted(args.contexts):
-        read = models.tokens(context + len(PROMPT))  # decode_seconds puts its prompt after the context
+        read = text[: context + len(PROMPT)]  # decode_seconds puts its prompt after the context
         ours = partial(decode_seconds, tokens=args.tokens, context=context)
         for bits, peer in models.peers.items():
-            read_again(peer, read)
+            read_again(peer, read[kept:], kept)
             theirs = partial(decoding_seconds, peer, read, args.tokens)
             rows += models.compare(bits, rounds, f"context {context}", ours, theirs, {"context": context})
+        kept = len(read)
     return rows
 
 
