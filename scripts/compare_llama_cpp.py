@@ -1,187 +1,169 @@
-"""Time gears and llama.cpp at the same bits: one random Llama, in turn within one run.
+"""Time gears and llama.cpp side by side, in turn within one run.
 
     pip install llama-cpp-python gguf
-    python scripts/compare_llama_cpp.py --shape 1024x24
+    python scripts/compare_llama_cpp.py [--page docs/performance.md]
 
-The script writes the model as GGUF in f16, q8_0 and q4_0 to a temporary directory. It compares only speed: the weights
-are the same random numbers, but their order within a head is not llama.cpp's, so the texts differ.
+Subjects:
+
+    decode    tokens of a random Llama after contexts of several lengths
+    prompt    512 tokens of the same Llama, up to the first one of the answer
+    lossless  real texts by the demo model, widened as in time_lossless.py: mode lossless beside llama.cpp's speculative
+              decoding with q4_0 of the same model as its draft model
+
+The models become GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in the
+order that llama.cpp rotates. So both sides write the same texts, up to rounding; the script checks that in float32.
+Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps keys and values in 16 bits, we in 32.
+Nothing else may run meanwhile: llama.cpp's threads wait for each other without sleeping.
 """
 
 import argparse
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
-from rich import box
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from beside_llama_cpp.rounds import Rounds
+from beside_llama_cpp.tables import COLUMNS, table_of
+from pages import fill
 
-from gearbx_mlx.commands.benchmark.decode import decode_seconds, random_llama
-from gearbx_mlx.commands.benchmark.kernels import GIBIBYTE, GIGABYTE, native_module, timed
+from gearbx_mlx.cli.parsers.benchmark import parse_shape
+from gearbx_mlx.cli.terminal import progress_bar, run
+from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
-from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.kernels.names import ACTIVATIONS
 from gearbx_mlx.telemetry.summary import as_json
 
-TYPES = {4: "Q4_0", 8: "Q8_0", 16: "F16"}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+HELD_OUT = Path(__file__).parents[1] / "tests" / "data" / "gsm8k_held_out.jsonl"
+POWERS = (1, 2, 4, 8, 16)
 
 
-def gguf_name(path: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
-    owner = path.removesuffix(".weight")
-    if owner in NAMES:
-        return f"{NAMES[owner]}.weight"
-    number, _, rest = owner.removeprefix("model.layers.").partition(".")
-    return f"blk.{number}.{NAMES[rest]}.weight"
+def whole(least: int) -> Callable[[str], int]:
+    """A parser of numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+        return int(text)
+
+    return parse
 
 
-def write_gguf(model: Any, file: Path, kind: str) -> None:
-    """Write every matrix in a type of llama.cpp, and norms in float32."""
-    import gguf
+def names(choices: Any) -> Callable[[str], str]:
+    """A parser of one of some names."""
 
-    args, target = model.args, gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(args.num_hidden_layers)
-    writer.add_context_length(2048)
-    writer.add_embedding_length(args.hidden_size)
-    writer.add_feed_forward_length(args.intermediate_size)
-    writer.add_head_count(args.num_attention_heads)
-    writer.add_head_count_kv(args.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(args.rms_norm_eps)
-    writer.add_rope_dimension_count(args.hidden_size // args.num_attention_heads)
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-    for path, array in tree_flatten(model.parameters()):
-        weight = np.array(array.astype(mx.float32))
-        if weight.ndim == 1:
-            writer.add_tensor(gguf_name(path), weight)
-        else:
-            writer.add_tensor(gguf_name(path), gguf.quants.quantize(weight, target), raw_dtype=target)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(choices)}")
+        return text
+
+    return parse
 
 
-def llama_cpp_clock(file: Path, threads: int, tokens: int) -> Callable[[], float]:
-    """A function that times a few tokens after a short prompt, in seconds per token."""
-    from llama_cpp import Llama
-
-    model = Llama(str(file), n_ctx=256, n_threads=threads, n_threads_batch=threads, use_mmap=False, verbose=False)
-
-    def seconds() -> float:
-        model.reset()
-        model.eval([1, 2, 3])
-        start = time.perf_counter()
-        for token in range(tokens):
-            model.eval([token + 4])
-        return (time.perf_counter() - start) / tokens
-
-    return seconds
+def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A parser of values between commas, each once."""
+    return lambda text: list(dict.fromkeys(parse(part) for part in text.split(",")))
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each width, with tokens per second of both, and their ratio over the trials."""
-    native = native_module()
-    threads = native.threads()
-    model = random_llama(args.shape)
-    words = mx.full((GIBIBYTE // 4,), 1, dtype=mx.uint32)
-    mx.eval(words)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
-        clocks, sizes = {}, {}
-        for bits, kind in progress.track(TYPES.items(), description="writing GGUF"):
-            file = Path(folder) / f"{kind}.gguf"
-            write_gguf(model, file, kind)
-            sizes[bits] = file.stat().st_size
-            clocks[bits] = llama_cpp_clock(file, threads, args.tokens)
-            file.unlink()
-        gearbox = Gearbox(model, "4,8,16", kernels="native", activations=args.activations)
-        for bits, clock in progress.track(clocks.items(), description="timing"):
-            gearbox.shift(bits)
-            decode_seconds(model, 2), clock()  # a warm-up
-            ours, theirs, bandwidths = [], [], []
-            for _ in range(args.trials):
-                bandwidths.append(words.nbytes / timed(lambda: native.read_sum(words)) / GIGABYTE)
-                ours.append(decode_seconds(model, args.tokens))
-                theirs.append(clock())
-            ratios = [b / a for a, b in zip(ours, theirs)]
-            rows.append(
-                {
-                    "bits": bits,
-                    "llama_cpp_type": TYPES[bits].lower(),
-                    "tokens_per_second": 1 / statistics.median(ours),
-                    "llama_cpp_tokens_per_second": 1 / statistics.median(theirs),
-                    "ratio": statistics.median(ratios),
-                    "spread": [min(ratios), max(ratios)],
-                    "weight_bytes_per_token": gearbox.weight_bytes_per_token(gearbox.gear),
-                    "llama_cpp_file_bytes": sizes[bits],
-                    "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
-                    "threads": threads,
-                    "trials": args.trials,
-                }
-            )
-    return rows
+def shape(text: str) -> str:
+    try:
+        parse_shape(text)
+    except GearbxError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    if not Path(text).parent.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a directory that exists")
+    return Path(text)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1024x24", help="WIDTHxLAYERS of the random Llama. Default: 1024x24")
-    parser.add_argument("--tokens", type=int, default=16, help="Tokens in a trial. Default: 16")
-    parser.add_argument("--trials", type=int, default=5, help="Default: 5")
-    parser.add_argument("--activations", choices=ACTIVATIONS, default="int16", help="Of our gears. Default: int16")
-    parser.add_argument("--json", metavar="FILE", type=Path)
+    parser.add_argument(
+        "--subjects", type=several(names(COLUMNS)), default=[*COLUMNS], help=f"Default: {','.join(COLUMNS)}"
+    )
+    parser.add_argument("--shape", type=shape, default="1024x24", help="WIDTHxLAYERS. Default: 1024x24")
+    parser.add_argument("--contexts", type=several(whole(0)), default=[1, 1000, 4000], help="Default: 1,1000,4000")
+    parser.add_argument("--tokens", type=whole(1), default=16, help="Decoded in a trial. Default: 16")
+    parser.add_argument(
+        "--activations",
+        type=several(names(ACTIVATIONS)),
+        default=["int16", "int8"],
+        help="Of our gears, each in turn. Default: int16,int8",
+    )
+    parser.add_argument(
+        "--times", type=int, choices=POWERS, default=8, help="Copies of every unit of the demo model. Default: 8"
+    )
+    parser.add_argument("--prompts", type=file, default=HELD_OUT, help="One per line, or JSON Lines. Default: GSM8K's")
+    parser.add_argument("--num-prompts", type=whole(1), default=4, help="Default: 4")
+    parser.add_argument("--max-tokens", type=whole(2), default=48, help="Of a text. Default: 48")
+    parser.add_argument(
+        "--draft-lengths",
+        type=several(whole(1)),
+        default=[3, 8],
+        help="llama.cpp's; its own default is 3. Default: 3,8",
+    )
+    parser.add_argument("--trials", type=whole(1), default=5, help="Default: 5")
+    parser.add_argument("--json", metavar="FILE", type=file_to_write)
+    parser.add_argument("--page", metavar="FILE", type=file, help="Where to write the tables.")
     return parser
 
 
-def main() -> None:
-    args = setup_arg_parser().parse_args()
+def versions() -> dict[str, str]:
+    """Raises GearbxError where a package is missing."""
     try:
-        import gguf
+        import gguf  # noqa: F401
         import llama_cpp
     except ImportError as error:
-        sys.exit(f"{error.name} is not installed: pip install llama-cpp-python gguf")
-    rows = measure(args)
-    shown = ("bits", "llama_cpp_type", "tokens_per_second", "llama_cpp_tokens_per_second", "ratio", "spread")
-    table = Table(*shown, box=box.MARKDOWN)
-    for row in rows:
-        values = [row[name] for name in shown]
-        table.add_row(
-            *(
-                "-".join(f"{v:.2f}" for v in x)
-                if isinstance(x, list)
-                else f"{x:.3g}"
-                if isinstance(x, float)
-                else str(x)
-                for x in values
-            )
-        )
-    Console(width=140).print(table)
-    versions = {"llama_cpp_python": llama_cpp.__version__, "gguf": getattr(gguf, "__version__", "")}
+        raise GearbxError(f"{error.name} is not installed: pip install llama-cpp-python gguf") from error
+    return {"llama_cpp_python": llama_cpp.__version__}
+
+
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], int]:
+    """The rows of each subject, and the number of threads."""
+    from beside_llama_cpp.drafting import lossless_rows
+    from beside_llama_cpp.random_models import RandomModels, decode_rows, prompt_rows
+
+    from gearbx_mlx.commands.benchmark.kernels import bandwidth_reader, native_module
+
+    native = native_module()
+    found = {}
+    with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
+        folder, threads = Path(name), native.threads()
+        rounds = Rounds(args.trials, bandwidth_reader(native), progress)
+        if {"decode", "prompt"} & {*args.subjects}:
+            models = RandomModels(args, folder, threads)
+            if "decode" in args.subjects:
+                found["decode"] = decode_rows(models, rounds, args)
+            if "prompt" in args.subjects:
+                found["prompt"] = prompt_rows(models, rounds)
+            del models  # gigabytes
+        if "lossless" in args.subjects:
+            found["lossless"] = lossless_rows(rounds, args, folder, threads)
+    return found, threads
+
+
+def compare() -> None:
+    args = setup_arg_parser().parse_args()
+    installed = versions()
+    found, threads = measure(args)
+    tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
+    print(*tables.values(), sep="\n")
     if args.json:
-        write_text(args.json, as_json({"rows": rows} | versions))
+        write_text(args.json, as_json(found | {"threads": threads} | installed))
+    if args.page:
+        fill(args.page, {name: lambda text=text: text for name, text in tables.items()})
+
+
+def main() -> None:
+    run(compare)
 
 
 if __name__ == "__main__":
