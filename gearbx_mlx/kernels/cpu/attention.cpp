@@ -30,7 +30,8 @@ Block block_of(const Job& job, int64_t key_head, int64_t block) {
   const int64_t heads = f.heads / f.shared, batch = key_head / heads, head = key_head % heads;
   const int64_t first = block * BLOCK, count = std::min(BLOCK, f.shared * f.length - first);
   const float* keys = job.keys + batch * f.key_strides[0] + head * f.key_strides[1];
-  return {f, batch, head, first, count, job.queries, keys, job.values + batch * f.value_strides[0] + head * f.value_strides[1]};
+  const float* values = job.values + batch * f.value_strides[0] + head * f.value_strides[1];
+  return {f, batch, head, first, count, job.queries, keys, values};
 }
 
 // total += part, for each query.
@@ -44,7 +45,8 @@ void merge(const Sums& part, int64_t queries, int64_t wide, const Sums& total) {
     store(factors, exponential(load(factors)));
     const Floats kept = all(factors[0]), added = all(factors[1]);
     const auto add = [&](const float* from, float* to, int64_t count) {
-      for (int64_t i = 0; i < count; i += LANES) store(to + i, multiply_add(load(from + i), added, load(to + i) * kept));
+      for (int64_t i = 0; i < count; i += LANES)
+        store(to + i, multiply_add(load(from + i), added, load(to + i) * kept));
     };
     add(one.sums, both.sums, PARTS);
     add(part.values + row * wide, total.values + row * wide, wide);
