@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "rounded.h"
+#include "one_vector.h"
 #include "split.h"
 
 namespace gearbx {
@@ -111,14 +111,22 @@ void do_piece(const void* context, int piece) {
   const Matrix* matrix = job.matrices;
   for (; piece >= matrix->pieces.count; matrix++) piece -= matrix->pieces.count;
   const int64_t end = matrix->pieces.first(piece + 1);
+#if defined(GEARBX_AVX2)
+  if (job.vectors == 1) {
+    OneVector work(*matrix->stack, matrix->how, job.x);
+    for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
+      work.multiply(row, static_cast<int>(end - row < LANES ? end - row : LANES), matrix->y + row);
+    return;
+  }
+#endif
   float* room = totals.room_for(job.vectors * LANES);
   for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
     multiply_rows(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
 }
 
-Rounding rounding_of(const gearbx_stack& m) {
+Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
   const Unpacking how(m);
-  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle};
+  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, ROW_BY_ROW && vectors == 1};
 }
 
 }  // namespace
@@ -126,10 +134,10 @@ Rounding rounding_of(const gearbx_stack& m) {
 void integer_products(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
   static thread_local std::vector<Matrix> matrices;
   for (int done = 0; done < count;) {
-    const Rounding rounding = rounding_of(*stacks[done]);
+    const Rounding rounding = rounding_of(*stacks[done], vectors);
     matrices.clear();
     int pieces = 0;
-    for (; done < count && rounding_of(*stacks[done]) == rounding; done++) {
+    for (; done < count && rounding_of(*stacks[done], vectors) == rounding; done++) {
       const gearbx_stack& m = *stacks[done];
       matrices.push_back({&m, y[done], Unpacking(m), Pieces(m.rows, row_bytes(m), vectors, LANES)});
       pieces += matrices.back().pieces.count;

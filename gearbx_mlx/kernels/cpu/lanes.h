@@ -52,6 +52,25 @@ inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats as_floats(Ints a) { return _mm512_castsi512_ps(a); }
 inline Floats low_halves(Ints a) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(a)); }
 
+inline Floats load_values(const float* p) { return load_floats(p); }
+inline Floats load_values(const Bf16* p) {
+  return as_floats(shift_ints<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+}
+inline Floats load_values(const Fp16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// Two registers, of which R lanes each belong together, become one, of which R / 2 do, by additions.
+template <int R>
+GEARBX_INLINE Ints fold(Ints a, Ints b) {
+  if constexpr (R == 16) return add_ints(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
+  if constexpr (R == 8) return add_ints(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  if constexpr (R == 4) return add_ints(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  const Floats c = as_floats(a), d = as_floats(b);
+  return add_ints(_mm512_castps_si512(_mm512_shuffle_ps(c, d, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(c, d, 0xdd)));
+}
+inline Ints permute(Ints a, const int32_t* index) { return _mm512_permutexvar_epi32(load_ints(index), a); }
+
 // The 128 bits of four registers, as a matrix of four by four, transposed.
 GEARBX_INLINE void transpose_quarters(Ints* a) {
   const Ints p = _mm512_shuffle_i32x4(a[0], a[1], 0x44), q = _mm512_shuffle_i32x4(a[0], a[1], 0xee);
@@ -125,6 +144,20 @@ inline Floats low_halves(Ints a) {
   const Ints low = and_ints(a, 0xffff), packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
   return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
+
+template <class T>
+Floats load_values(const T* p) {
+  return load8(p);
+}
+
+template <int R>
+GEARBX_INLINE Ints fold(Ints a, Ints b) {
+  if constexpr (R == 8) return add_ints(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+  if constexpr (R == 4) return add_ints(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+  const Floats c = as_floats(a), d = as_floats(b);
+  return add_ints(_mm256_castps_si256(_mm256_shuffle_ps(c, d, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(c, d, 0xdd)));
+}
+inline Ints permute(Ints a, const int32_t* index) { return _mm256_permutevar8x32_epi32(a, load_ints(index)); }
 
 template <int D>
 GEARBX_INLINE void transpose(const uint8_t* p, int64_t stride, Ints* out) {

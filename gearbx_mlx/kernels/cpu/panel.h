@@ -136,7 +136,7 @@ struct Unpacking {
       bits += m.widths[p];
       if (m.widths[p] != width) in_place = false;
     }
-    if (width != 2 && width != 4 && width != 8) in_place = false;
+    if ((width != 2 && width != 4 && width != 8) || (width == 2 && m.planes > 2)) in_place = false;
     if (in_place) in_byte = 8 / width;
     const bool symmetric = m.kind != GEARBX_AFFINE, take_signed = SIGNED_BYTES && bits > 4;
     flip = take_signed != (symmetric && bits == 8);
@@ -148,12 +148,7 @@ template <bool FLIP>
 void write_codes(int width, int planes, const Rows* rows, int64_t from, int64_t end, uint8_t* out) {
   if (width == 8) return write_codes<8, 1, FLIP>(rows, from, end, out);
   if (width == 4) return (planes == 1 ? write_codes<4, 1, FLIP> : write_codes<4, 2, FLIP>)(rows, from, end, out);
-  switch (planes) {
-    case 1: return write_codes<2, 1, FLIP>(rows, from, end, out);
-    case 2: return write_codes<2, 2, FLIP>(rows, from, end, out);
-    case 3: return write_codes<2, 3, FLIP>(rows, from, end, out);
-    default: return write_codes<2, 4, FLIP>(rows, from, end, out);
-  }
+  return (planes == 1 ? write_codes<2, 1, FLIP> : write_codes<2, 2, FLIP>)(rows, from, end, out);
 }
 
 // Some columns of a panel's rows, from `first` to `end`.

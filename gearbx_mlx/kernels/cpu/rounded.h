@@ -33,11 +33,18 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Columns up to a whole register of groups.
+inline int64_t whole_blocks(int64_t columns, int group) {
+  const int64_t block = int64_t{LANES} * group;
+  return (columns + block - 1) / block * block;
+}
+
 // What activations of several matrices have in common, if they can be prepared once for all of them.
 struct Rounding {
   int64_t inputs, columns;
   int group, bytes, in_byte;
   int32_t middle;
+  bool row_by_row;  // for one vector; else panels
   bool operator==(const Rounding&) const = default;
 };
 
@@ -89,20 +96,31 @@ inline void to_bytes(const int32_t* whole, int8_t (*out)[G]) {
   }
 }
 
-// Puts 16 activations in the order of codes that are masked where they are.
-inline void put_in_order(const int8_t* from, int in_byte, int8_t* out) {
+// Puts 16 activations in the order of codes that are masked where they are: for each dword its registers, or, row by row,
+// for each register its dwords.
+inline void put_in_order(const int8_t* from, int in_byte, bool row_by_row, int8_t* out) {
+  static constexpr int8_t ORDERS[4][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                                           {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
+                                           {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
+                                           {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15}};
+  const int8_t* order = ORDERS[row_by_row && in_byte == 2 ? 3 : in_byte / 2];
 #if defined(GEARBX_AVX2)
-  alignas(16) static constexpr int8_t ORDERS[3][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-                                                       {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
-                                                       {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15}};
-  const __m128i order = _mm_load_si128(reinterpret_cast<const __m128i*>(ORDERS[in_byte / 2]));
+  const __m128i indices = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(bytes, order));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_shuffle_epi8(bytes, indices));
 #else
-  for (int dword = 0; dword < 4; dword++)
-    for (int i = 0; i < 4; i++)
-      out[4 * dword + i] = from[dword / in_byte * in_byte * 4 + dword % in_byte + in_byte * i];
+  for (int i = 0; i < 16; i++) out[i] = from[order[i]];
 #endif
+}
+
+// Writes byte `b` of activations `at` to `at` + 15 of one vector, for products row by row: for each register of weights,
+// those of its codes at the lowest bit, then at the next. All first bytes of a register precede the second ones.
+template <int BYTES>
+inline void put_for_rows(const int8_t* ordered, int64_t at, int b, int in_byte, int8_t* out) {
+  const int64_t codes = 4 * LANES * in_byte, unit = at / codes, inside = at % codes / in_byte;
+  int8_t* to = out + (unit * BYTES + b) * codes + inside;
+  const int size = 16 / in_byte;
+  for (int k = 0; k < in_byte; k++) std::memcpy(to + k * 4 * LANES, ordered + k * size, static_cast<size_t>(size));
 }
 
 // All of a tile: `n` vectors. The tile's arrays begin at the places of its first vector.
@@ -130,7 +148,11 @@ void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* 
       to_bytes<G, BYTES>(whole, bytes);
       for (int b = 0; b < BYTES; b++)
         for (int i = 0; i < G; i += 16) {
-          put_in_order(bytes[b] + i, r.in_byte, ordered);
+          put_in_order(bytes[b] + i, r.in_byte, r.row_by_row, ordered);
+          if (r.row_by_row) {
+            put_for_rows<BYTES>(ordered, g * G + i, b, r.in_byte, out);
+            continue;
+          }
           int8_t* to = out + (((g * G + i) / 4 * n + v) * BYTES + b) * 4;
           for (int dword = 0; dword < 4; dword++, to += n * BYTES * 4) std::memcpy(to, ordered + 4 * dword, 4);
         }
@@ -164,9 +186,15 @@ inline Rounded round_all(const Rounding& how, const float* x, int64_t vectors) {
   static thread_local Buffer<int8_t> bytes;
   static thread_local Buffer<int32_t> starts;
   static thread_local Buffer<float> steps, sums;
-  const int64_t groups = vectors * (how.columns / how.group);
-  const RoundingJob job = {how, x, vectors, bytes.room_for(vectors * how.columns * how.bytes), starts.room_for(groups),
+  const int64_t columns = how.row_by_row ? whole_blocks(how.columns, how.group) : how.columns;
+  const int64_t groups = vectors * (columns / how.group);
+  const RoundingJob job = {how, x, vectors, bytes.room_for(vectors * columns * how.bytes), starts.room_for(groups),
                            steps.room_for(groups), sums.room_for(groups)};
+  for (int64_t g = how.columns / how.group; how.row_by_row && g < groups; g++) job.starts[g] = 0, job.steps[g] = job.sums[g] = 0.0f;
+  if (columns > how.columns) {  // registers that the columns do not fill
+    const int64_t from = how.columns / (32 * LANES) * (32 * LANES), end = columns;
+    std::memset(job.out + from * how.bytes, 0, static_cast<size_t>((end - from) * how.bytes));
+  }
   share_out(static_cast<int>((vectors + TILE - 1) / TILE), RoundingJob::piece, &job);
   return {job.out, job.starts, job.steps, job.sums};
 }
