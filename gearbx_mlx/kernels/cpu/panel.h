@@ -96,18 +96,66 @@ void write_codes(const Rows* planes, int64_t at, int64_t end, uint8_t* out) {
   for (; at < end; at += 16) out = write_dwords<W, P, FLIP, 4>(planes, at, out);
 }
 
-// Unpacks blocks of a row's plane, or appends them to the codes of planes above it.
+// Unpacks a block of a row's plane, or appends it to the codes of planes above it.
+template <int W>
+GEARBX_INLINE void unpack_block(const uint8_t* from, bool append, uint8_t* out) {
+  Bytes32 codes = unpack<W>(from), above;
+  if (append) {
+    std::memcpy(&above, out, BLOCK);
+    codes = append_plane(above, codes, W);
+  }
+  std::memcpy(out, &codes, BLOCK);
+}
+
+#if defined(GEARBX_AVX512) && defined(__AVX512VBMI__)
+
+// Eight codes are W bytes: they are put together, and each byte takes its bits from them.
+template <int W>
+struct Eights {
+  alignas(64) uint8_t from[64], shifts[64];
+  constexpr Eights() : from(), shifts() {
+    for (int i = 0; i < 64; i++) {
+      from[i] = static_cast<uint8_t>(i / 8 * W + (i % 8 < W ? i % 8 : 0));
+      shifts[i] = static_cast<uint8_t>(i % 8 * W);
+    }
+  }
+};
+
+// Two blocks at once.
+template <int W>
+GEARBX_INLINE void unpack_two(const uint8_t* from, bool append, uint8_t* out) {
+  static constexpr Eights<W> eights;
+  const Ints packed = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - 8 * W), from);
+  const Ints together = _mm512_permutexvar_epi8(load_ints(eights.from), packed);
+  Ints codes = _mm512_multishift_epi64_epi8(load_ints(eights.shifts), together);
+  codes = and_ints(codes, ((1u << W) - 1) * 0x01010101u);
+  store_ints(out, append ? or_ints(shift_ints<W>(load_ints(out)), codes) : codes);
+}
+
+#else
+
+template <int W>
+GEARBX_INLINE void unpack_two(const uint8_t* from, bool append, uint8_t* out) {
+  unpack_block<W>(from, append, out);
+  unpack_block<W>(from + 4 * W, append, out + BLOCK);
+}
+
+#endif
+
+// The same of `blocks`, of which the row has `left` bytes.
 template <int W>
 void unpack_blocks(const uint8_t* from, int64_t left, int blocks, bool append, uint8_t* out) {
-  for (int b = 0; b < blocks; b++, from += 4 * W, left -= 4 * W, out += BLOCK) {
+  const int whole = left < blocks * 4 * W ? static_cast<int>(left < 0 ? 0 : left / (4 * W)) : blocks;
+  int b = 0;
+  for (; b + 2 <= whole; b += 2) {
+    if (b % 16 == 0) __builtin_prefetch(from + b * 4 * W + 2048, 0, 2);
+    unpack_two<W>(from + b * 4 * W, append, out + b * BLOCK);
+  }
+  for (; b < blocks; b++) {
     uint8_t rest[4 * W] = {};
-    if (left < 4 * W && left > 0) std::memcpy(rest, from, static_cast<size_t>(left));
-    Bytes32 codes = unpack<W>(left < 4 * W ? rest : from), above;
-    if (append) {
-      std::memcpy(&above, out, BLOCK);
-      codes = append_plane(above, codes, W);
-    }
-    std::memcpy(out, &codes, BLOCK);
+    const int64_t size = left - b * 4 * W;
+    if (size > 0) std::memcpy(rest, from + b * 4 * W, static_cast<size_t>(size < 4 * W ? size : 4 * W));
+    unpack_block<W>(rest, append, out + b * BLOCK);
   }
 }
 
