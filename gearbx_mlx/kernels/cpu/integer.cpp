@@ -80,7 +80,8 @@ Multiply find_multiply(int vectors, std::index_sequence<N...>) {
 Multiply find_multiply(int vectors, int bytes, bool narrow) {
   const auto counts = std::make_index_sequence<TILE>();
   if (SIGNED_BYTES && narrow)
-    return bytes == 1 ? find_multiply<1, SIGNED_BYTES>(vectors, counts) : find_multiply<2, SIGNED_BYTES>(vectors, counts);
+    return bytes == 1 ? find_multiply<1, SIGNED_BYTES>(vectors, counts)
+                      : find_multiply<2, SIGNED_BYTES>(vectors, counts);
   return bytes == 1 ? find_multiply<1, false>(vectors, counts) : find_multiply<2, false>(vectors, counts);
 }
 
@@ -98,7 +99,8 @@ void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height
       const int n = static_cast<int>(job.vectors - v < TILE ? job.vectors - v : TILE);
       const int64_t at = v * groups + first * n;  // of the tile's first vector and group
       const Rounded x = {job.x.x + at * m.group * bytes, job.x.starts + at, job.x.steps + at, job.x.sums + at};
-      find_multiply(n, bytes, matrix.how.bits <= 4)(panel, count, m.group, m.kind == GEARBX_AFFINE, x, totals + v * LANES);
+      const Multiply multiply = find_multiply(n, bytes, matrix.how.bits <= 4);
+      multiply(panel, count, m.group, m.kind == GEARBX_AFFINE, x, totals + v * LANES);
     }
   }
   for (int64_t v = 0; v < job.vectors; v++)

@@ -1,8 +1,8 @@
-// Registers in which each lane is another row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512, else
-// eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
+// Registers in which each lane is another row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512,
+// else eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
 //
-// Products are of codes and activations as bytes, four at a time, by the processor's own instruction where there is one.
-// NARROW codes have at most four bits. Every operation on floats is the same in each lane of every form.
+// Products are of codes and activations as bytes, four at a time, by the processor's own instruction where there is
+// one. NARROW codes have at most four bits. Every operation on floats is the same in each lane of every form.
 
 #pragma once
 
@@ -67,7 +67,8 @@ GEARBX_INLINE Ints fold(Ints a, Ints b) {
   if constexpr (R == 8) return add_ints(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
   if constexpr (R == 4) return add_ints(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
   const Floats c = as_floats(a), d = as_floats(b);
-  return add_ints(_mm512_castps_si512(_mm512_shuffle_ps(c, d, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(c, d, 0xdd)));
+  const Floats even = _mm512_shuffle_ps(c, d, 0x88), odd = _mm512_shuffle_ps(c, d, 0xdd);
+  return add_ints(_mm512_castps_si512(even), _mm512_castps_si512(odd));
 }
 inline Ints permute(Ints a, const int32_t* index) { return _mm512_permutexvar_epi32(load_ints(index), a); }
 
@@ -155,7 +156,8 @@ GEARBX_INLINE Ints fold(Ints a, Ints b) {
   if constexpr (R == 8) return add_ints(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
   if constexpr (R == 4) return add_ints(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
   const Floats c = as_floats(a), d = as_floats(b);
-  return add_ints(_mm256_castps_si256(_mm256_shuffle_ps(c, d, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(c, d, 0xdd)));
+  const Floats even = _mm256_shuffle_ps(c, d, 0x88), odd = _mm256_shuffle_ps(c, d, 0xdd);
+  return add_ints(_mm256_castps_si256(even), _mm256_castps_si256(odd));
 }
 inline Ints permute(Ints a, const int32_t* index) { return _mm256_permutevar8x32_epi32(a, load_ints(index)); }
 

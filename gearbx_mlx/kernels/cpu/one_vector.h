@@ -1,5 +1,6 @@
-// One vector times the rows of a stack, row after row, as memory is read fastest. The results have the bits of a product
-// of panels (integer.cpp): the sum over a group is an integer, and what follows are the same operations on floats.
+// One vector times the rows of a stack, row after row, as memory is read fastest. The results have the bits of a
+// product of panels (integer.cpp): the sum over a group is an integer, and what follows are the same operations on
+// floats.
 //
 // A register is 4 * LANES bytes of a row, in one or several groups. The registers of LANES groups are folded until each
 // lane is the sum over one group.
@@ -14,8 +15,8 @@ namespace gearbx {
 
 constexpr bool ROW_BY_ROW = true;
 constexpr int MOST_OF_A_ROW = 8192, MOST_GROUPS_OF_A_ROW = MOST_OF_A_ROW / 32;  // columns and groups at a time
-// How far on memory is asked for, in bytes, and every how many registers. The processor itself fetches the lines between;
-// to ask for every line takes longer than not to ask.
+// How far on memory is asked for, in bytes, and every how many registers. The processor itself fetches the lines
+// between; to ask for every line takes longer than not to ask.
 constexpr int AHEAD = 3072, STEP = 256 / (4 * LANES);
 
 // Where lanes come from, so that groups are in order after folding that began with R lanes of each group.
@@ -154,7 +155,8 @@ class OneVector {
     Floats total = all_floats(0.0f);
     for (int64_t first = 0; first < groups; first += most) {
       const int count = static_cast<int>(groups - first < most ? groups - first : most);
-      const Rounded x = {x_.x + first * m_.group * (m_.x_bits / 8), x_.starts + first, x_.steps + first, x_.sums + first};
+      const int8_t* bytes = x_.x + first * m_.group * (m_.x_bits / 8);
+      const Rounded x = {bytes, x_.starts + first, x_.steps + first, x_.sums + first};
       for (int r = 0; r < height; r++) {
         prefetch_scales(row + r, first, count);
         sum_row(row + r, first, count, x.x, sums_[r]);
@@ -177,7 +179,8 @@ class OneVector {
     if (m_.kind == GEARBX_SYMMETRIC_ROWS) return;
     const int64_t size = m_.scale_type == GEARBX_FLOAT32 ? 4 : 2, at = (row * (m_.columns / m_.group) + first) * size;
     const auto fetch = [&](const void* values) {
-      for (int64_t i = 0; i < count * size; i += 256) __builtin_prefetch(static_cast<const uint8_t*>(values) + at + 512 + i);
+      const uint8_t* ahead = static_cast<const uint8_t*>(values) + at + 512;
+      for (int64_t i = 0; i < count * size; i += 256) __builtin_prefetch(ahead + i);
     };
     fetch(m_.scales);
     for (int p = 0; m_.kind == GEARBX_AFFINE && p < m_.planes; p++) fetch(m_.biases[p]);
@@ -190,7 +193,7 @@ class OneVector {
     int whole = blocks;
     for (int p = 0; p < m_.planes; p++) {
       const int width = m_.widths[p];
-      const int64_t bytes = m_.kind == GEARBX_AFFINE ? m_.columns / 8 * width : m_.row_bytes, at = first * m_.group / 8 * width;
+      const int64_t bytes = bytes_of(p), at = first * m_.group / 8 * width;
       planes[p] = static_cast<const uint8_t*>(m_.weights[p]) + row * bytes + at;
       const int64_t left = (m_.rows - row) * bytes - at, block = LANES * m_.group / 8 * width;
       if (!how_.in_place)
@@ -218,9 +221,10 @@ class OneVector {
     }
   }
 
+  int64_t bytes_of(int p) const { return m_.kind == GEARBX_AFFINE ? m_.columns / 8 * m_.widths[p] : m_.row_bytes; }
+
   const uint8_t* planes_end(int p) const {
-    const int64_t bytes = m_.kind == GEARBX_AFFINE ? m_.columns / 8 * m_.widths[p] : m_.row_bytes;
-    return static_cast<const uint8_t*>(m_.weights[p]) + m_.rows * bytes;
+    return static_cast<const uint8_t*>(m_.weights[p]) + m_.rows * bytes_of(p);
   }
 
   const gearbx_stack& m_;

@@ -3,8 +3,8 @@
 // floats.
 //
 // Codes of 2, 4 and 8 bits are masked where they are: register k of a dword has the codes at bit k * W of its bytes,
-// which are every (8 / W)-th, and the activations are put in that order (rounded.h). Codes of other widths, and of planes
-// of different widths, are unpacked row by row first (codes.h) and keep their order.
+// which are every (8 / W)-th, and the activations are put in that order (rounded.h). Codes of other widths, and of
+// planes of different widths, are unpacked row by row first (codes.h) and keep their order.
 
 #pragma once
 
@@ -219,7 +219,8 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     for (int r = 0; r < LANES; r++) {
       const int64_t at = first / 8 * m.widths[p];
       const uint8_t* from = rows[p].first + (r < count ? r : 0) * rows[p].stride + at;
-      for (int i = 0; i < blocks * 4 * m.widths[p]; i += 64) __builtin_prefetch(from + LANES * rows[p].stride + i, 0, 2);
+      const uint8_t* ahead = from + LANES * rows[p].stride;
+      for (int i = 0; i < blocks * 4 * m.widths[p]; i += 64) __builtin_prefetch(ahead + i, 0, 2);
       unpack_blocks(m.widths[p], from, rows[p].bytes - at, blocks, p > 0, bytes + r * STRIDE);
     }
   const Rows unpacked = {bytes, STRIDE, STRIDE, LANES};

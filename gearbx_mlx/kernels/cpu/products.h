@@ -13,9 +13,9 @@ extern "C" {
 void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t vectors, float* y);
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
-// Products of the same vectors with several matrices of as many columns, each with its own y. With x_bits, the activations
-// are prepared once for neighbours of equal group, x_bits and order of codes, and their rows are shared out together. The
-// bits are those of one product after the other.
+// Products of the same vectors with several matrices of as many columns, each with its own y. With x_bits, the
+// activations are prepared once for neighbours of equal group, x_bits and order of codes, and their rows are shared out
+// together. The bits are those of one product after the other.
 void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
 

@@ -1,8 +1,8 @@
 // Sums of products of codes and activations as bytes: four of each row at a time, by the processor's own instruction
 // where there is one.
 //
-// Sums<NARROW> are added to over at most RUN steps of four columns: begin, add, ..., add, end. NARROW codes have at most
-// four bits and are unsigned; others are stored as SIGNED_BYTES says.
+// Sums<NARROW> are added to over at most RUN steps of four columns: begin, add, ..., add, end. NARROW codes have at
+// most four bits and are unsigned; others are stored as SIGNED_BYTES says.
 
 #pragma once
 

@@ -96,8 +96,8 @@ inline void to_bytes(const int32_t* whole, int8_t (*out)[G]) {
   }
 }
 
-// Puts 16 activations in the order of codes that are masked where they are: for each dword its registers, or, row by row,
-// for each register its dwords.
+// Puts 16 activations in the order of codes that are masked where they are: for each dword its registers, or, row by
+// row, for each register its dwords.
 inline void put_in_order(const int8_t* from, int in_byte, bool row_by_row, int8_t* out) {
   static constexpr int8_t ORDERS[4][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
                                            {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
@@ -113,8 +113,9 @@ inline void put_in_order(const int8_t* from, int in_byte, bool row_by_row, int8_
 #endif
 }
 
-// Writes byte `b` of activations `at` to `at` + 15 of one vector, for products row by row: for each register of weights,
-// those of its codes at the lowest bit, then at the next. All first bytes of a register precede the second ones.
+// Writes byte `b` of activations `at` to `at` + 15 of one vector, for products row by row: for each register of
+// weights, those of its codes at the lowest bit, then at the next. All first bytes of a register precede the second
+// ones.
 template <int BYTES>
 inline void put_for_rows(const int8_t* ordered, int64_t at, int b, int in_byte, int8_t* out) {
   const int64_t codes = 4 * LANES * in_byte, unit = at / codes, inside = at % codes / in_byte;
@@ -190,8 +191,11 @@ inline Rounded round_all(const Rounding& how, const float* x, int64_t vectors) {
   const int64_t groups = vectors * (columns / how.group);
   const RoundingJob job = {how, x, vectors, bytes.room_for(vectors * columns * how.bytes), starts.room_for(groups),
                            steps.room_for(groups), sums.room_for(groups)};
-  for (int64_t g = how.columns / how.group; how.row_by_row && g < groups; g++) job.starts[g] = 0, job.steps[g] = job.sums[g] = 0.0f;
   if (columns > how.columns) {  // registers that the columns do not fill
+    for (int64_t g = how.columns / how.group; g < groups; g++) {
+      job.starts[g] = 0;
+      job.steps[g] = job.sums[g] = 0.0f;
+    }
     const int64_t from = how.columns / (32 * LANES) * (32 * LANES), end = columns;
     std::memset(job.out + from * how.bytes, 0, static_cast<size_t>((end - from) * how.bytes));
   }
