@@ -67,7 +67,9 @@ class TestRoundedActivations:
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
         together = dispatch.stack_product(x, *stack, x_bits=x_bits)
         for v in (0, vectors // 2, vectors - 1):
-            assert mx.array_equal(together[v : v + 1], dispatch.stack_product(x[v : v + 1], *stack, x_bits=x_bits)).item()
+            assert mx.array_equal(
+                together[v : v + 1], dispatch.stack_product(x[v : v + 1], *stack, x_bits=x_bits)
+            ).item()
 
     @pytest.mark.parametrize("x_bits", STEPS)
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -6,7 +6,8 @@
 // not cancel if the second sum were over the original ones. A result is the sum of its groups, in their order.
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
-// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile.
+// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row by
+// row (one_vector.h).
 
 #include "integer.h"
 
