@@ -10,7 +10,8 @@
 | norm, SwiGLU, CPU                                  | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
-vectors (512 if they are rounded), and accumulates in float32; a vector's or query's result has the same bits whichever others are in the call. On
+vectors (512 if they are rounded), and accumulates in float32; a vector's or query's result has the same bits whichever
+others are in the call. On
 Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
 BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
