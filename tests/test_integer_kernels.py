@@ -50,6 +50,27 @@ class TestRoundedActivations:
             for i in range(16):
                 assert mx.array_equal(together[i : i + 1], native.stack_matvec(x[i : i + 1], *stack, x_bits)).item()
 
+    @settings(max_examples=20)
+    @given(
+        widths=st.sampled_from([(2,), (3,), (4,), (6,), (8,), (4, 4), (2, 2, 4), (4, 1, 1, 2)]),
+        x_bits=st.sampled_from([8, 16]),
+        group_size=st.sampled_from([32, 64, 128]),
+        rows=st.integers(1, 50),
+        groups=st.integers(1, 20),
+        vectors=st.sampled_from([2, 7, 16, 17, 100]),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_same_bits_among_any_number_of_vectors(self, widths, x_bits, group_size, rows, groups, vectors, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        planes = split(mx.random.normal((rows, groups * group_size), key=keys[0]), widths, group_size)
+        stack = planes.weights, planes.scales, planes.biases, widths, group_size
+        x = mx.random.normal((vectors, groups * group_size), key=keys[1])
+        together = dispatch.stack_product(x, *stack, x_bits=x_bits)
+        for v in (0, vectors // 2, vectors - 1):
+            assert mx.array_equal(
+                together[v : v + 1], dispatch.stack_product(x[v : v + 1], *stack, x_bits=x_bits)
+            ).item()
+
     @pytest.mark.parametrize("x_bits", STEPS)
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
     def test_what_is_not_finite_shows_in_its_vector_alone(self, native, value, x_bits):

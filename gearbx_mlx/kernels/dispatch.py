@@ -3,7 +3,7 @@
 | operation                                          | kernel, where `choose` allows native ones and there are some |
 | ---                                                | ---                                                          |
 | product of 1 to 16 vectors                         | native                                                       |
-| product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time                                 |
+| product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time, or 512 rounded ones            |
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
 | attention, rotary positions, CPU; Metal: 16 tokens | native                                                       |
@@ -11,7 +11,8 @@
 | a whole transformer block of a known form, CPU     | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
-vectors, and accumulates in float32; a vector's or query's result has the same bits whichever others are in the call. On
+vectors (512 if they are rounded), and accumulates in float32; a vector's or query's result has the same bits whichever
+others are in the call. On
 Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
 BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 

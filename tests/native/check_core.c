@@ -222,11 +222,12 @@ static void check_products(int64_t vectors) {
     vector[p] = (int32_t)(vectors - 1 - p);
     expert[p] = p == 3 ? EXPERTS : (int32_t)(p % (EXPERTS - 1));
   }
-  for (int stack = 0; stack < 2; stack++) {
+  for (int stack = 0; stack < 4; stack++) { /* dense, and stacks with activations as they are, of 8 and of 16 bits */
     for (int experts = 0; experts < 2; experts++) {
       gearbx_dense d = {ROWS, COLUMNS, held, GEARBX_BFLOAT16};
       gearbx_stack s = {.rows = ROWS, .columns = COLUMNS, .group = 32, .planes = 1, .widths = {4}, .weights = {words},
-                        .scales = scales, .biases = {scales}, .scale_type = GEARBX_FLOAT16};
+                        .scales = scales, .biases = {scales}, .scale_type = GEARBX_FLOAT16,
+                        .x_bits = stack > 1 ? 8 * (stack - 1) : 0};
       if (experts) {
         stack ? gearbx_stack_experts(&s, &pairs, x, y) : gearbx_dense_experts(&d, &pairs, x, y);
       } else {
@@ -287,6 +288,42 @@ static void check_matrices(int64_t columns, int64_t vectors) {
   free(x);
 }
 
+/* Several matrices over the same vectors, of which two have other codes: each as it is alone. */
+static void check_several(int64_t vectors, int x_bits, int64_t rows, int64_t groups) {
+  enum { COUNT = 4, GROUP = 64 };
+  static const int widths[COUNT] = {4, 4, 8, 3};
+  const int64_t columns = groups * GROUP;
+  float* x = random_x(vectors * columns);
+  gearbx_stack m[COUNT];
+  const gearbx_stack* matrices[COUNT];
+  float* y[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    const int64_t height = rows + 7 * i;
+    double* values = malloc((size_t)(height * groups) * 8);
+    uint8_t* packed = malloc((size_t)(height * columns / 8 * widths[i]));
+    for (int64_t b = 0; b < height * columns / 8 * widths[i]; b++) packed[b] = (uint8_t)random_bits();
+    m[i] = (gearbx_stack){.rows = height, .columns = columns, .group = GROUP, .planes = 1, .widths = {widths[i]},
+                          .weights = {packed}, .scale_type = GEARBX_BFLOAT16, .x_bits = x_bits};
+    m[i].scales = random_values((size_t)(height * groups), GEARBX_BFLOAT16, values);
+    m[i].biases[0] = random_values((size_t)(height * groups), GEARBX_BFLOAT16, values);
+    matrices[i] = &m[i];
+    y[i] = malloc((size_t)(vectors * height) * 4);
+    free(values);
+  }
+  gearbx_stack_products(matrices, COUNT, x, vectors, y);
+  for (int i = 0; i < COUNT; i++) {
+    float* alone = malloc((size_t)(vectors * m[i].rows) * 4);
+    for (int64_t v = 0; v < vectors; v++) gearbx_stack_product(&m[i], x + v * columns, 1, alone + v * m[i].rows);
+    same_bits("several matrices", y[i], alone, vectors * m[i].rows);
+    free(alone);
+    free(y[i]);
+    free((void*)m[i].weights[0]);
+    free((void*)m[i].scales);
+    free((void*)m[i].biases[0]);
+  }
+  free(x);
+}
+
 int main(void) {
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
                                   {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
@@ -320,6 +357,12 @@ int main(void) {
     check_dense(type, 3000, 130, 2);
     check_dense(type, 0, 16, 1);
   }
+  for (int x_bits = 0; x_bits <= 16; x_bits += 8) {
+    check_several(1, x_bits, 50, 17);
+    check_several(3, x_bits, 1, 1);
+    check_several(21, x_bits, 130, 33);
+  }
+  check_stack(1, &four, 64, GEARBX_BFLOAT16, 20, 150, 1, 8); /* more columns than a row is read of at a time */
   check_products(1);
   check_products(17);
   check_products(100);

@@ -76,7 +76,8 @@ bool multiply_together(void (*product)(const Matrix* const*, int, const float*, 
 void multiply(const std::vector<Linear>& linears, const float* x, int64_t vectors, float* y) {
   float* results[MOST_TOGETHER];
   for (size_t i = 0; i < linears.size(); y += vectors * linears[i++].rows()) results[i] = y;
-  const bool done = multiply_together(gearbx_dense_products, linears, x, vectors, results) ||
+  const bool done = multiply_together(gearbx_stack_products, linears, x, vectors, results) ||
+                    multiply_together(gearbx_dense_products, linears, x, vectors, results) ||
                     multiply_together(gearbx_exact_products, linears, x, vectors, results);
   for (size_t i = 0; i < linears.size(); i++) {
     if (!done) std::visit(Product{x, vectors, results[i]}, linears[i].matrix);

@@ -60,5 +60,11 @@ int gearbx_threads(void);
 namespace gearbx {
 inline int64_t inputs_of(const gearbx_stack& m) { return m.kind == GEARBX_AFFINE ? m.columns : m.inputs; }
 inline int64_t inputs_of(const gearbx_dense& m) { return m.columns; }
+
+inline int64_t row_bytes(const gearbx_stack& m) {
+  int bits = 0;
+  for (int p = 0; p < m.planes; p++) bits += m.widths[p];
+  return m.columns * bits / 8;
+}
 }  // namespace gearbx
 #endif

@@ -159,13 +159,4 @@ inline const float* padded(const gearbx_stack& m, const float* x, int vectors, s
   return copy.data();
 }
 
-inline int64_t row_bytes(const gearbx_stack& m) {
-  int bits = 0;
-  for (int p = 0; p < m.planes; p++) bits += m.widths[p];
-  return m.columns * bits / 8;
-}
-
-// integer.cpp
-void integer_matvec(const gearbx_stack& matrix, const float* x, int vectors, float* y);
-
 }  // namespace gearbx

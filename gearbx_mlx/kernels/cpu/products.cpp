@@ -8,11 +8,15 @@
 
 #include "chunks.h"
 #include "exact.h"
+#include "integer.h"
 
 namespace gearbx {
 namespace {
 
-void multiply(const gearbx_stack& m, const float* x, int n, float* y) { gearbx_stack_matvec(&m, x, n, y); }
+void multiply(const gearbx_stack& m, const float* x, int n, float* y) {
+  const gearbx_stack* one = &m;
+  m.x_bits ? integer_products(&one, 1, x, n, &y) : gearbx_stack_matvec(&m, x, n, y);
+}
 void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
 void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
 
@@ -23,6 +27,7 @@ constexpr int64_t most_vectors(const Matrix&) {
 }
 constexpr int64_t most_vectors(const gearbx_dense&) { return 512; }
 constexpr int64_t most_vectors(const gearbx_exact&) { return 512; }
+constexpr int64_t most_vectors(const gearbx_stack& m) { return m.x_bits ? 512 : GEARBX_MAX_VECTORS; }
 
 // The address after the first `count` of `values`.
 const void* after(const void* values, int type, int64_t count) {
@@ -61,7 +66,8 @@ gearbx_exact expert(const gearbx_exact& first, int64_t number) {
 
 template <class Matrix>
 void product(const Matrix& m, const float* x, int64_t vectors, float* y) {
-  in_chunks(vectors, [&](int64_t first, int n) { multiply(m, x + first * inputs_of(m), n, y + first * m.rows); });
+  const auto some = [&](int64_t first, int n) { multiply(m, x + first * inputs_of(m), n, y + first * m.rows); };
+  in_chunks(vectors, some, most_vectors(m));
 }
 
 // A counting sort orders the pairs by expert. Each expert's vectors are gathered, multiplied, and their results
@@ -107,6 +113,13 @@ void experts_product(const Matrix& first, const gearbx_pairs& pairs, const float
 extern "C" {
 void gearbx_stack_product(const gearbx_stack* m, const float* x, int64_t vectors, float* y) {
   gearbx::product(*m, x, vectors, y);
+}
+void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
+                           float* const* y) {
+  bool all_rounded = count > 0;
+  for (int i = 0; i < count; i++) all_rounded = all_rounded && matrices[i]->x_bits;
+  if (all_rounded) return gearbx::integer_products(matrices, count, x, vectors, y);
+  for (int i = 0; i < count; i++) gearbx_stack_product(matrices[i], x, vectors, y[i]);
 }
 void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, const float* x, float* y) {
   gearbx::experts_product(*first, *pairs, x, y);

@@ -8,13 +8,17 @@
 extern "C" {
 #endif
 
-// y (vectors, rows) = x (vectors, columns) times the transposed matrix. The weights are read once for every 16 vectors.
-// The bits of a vector's result do not depend on other vectors.
+// y (vectors, rows) = x (vectors, columns) times the transposed matrix. The weights are read once for every 16 vectors,
+// and with x_bits once for every 512. The bits of a vector's result do not depend on other vectors.
 void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t vectors, float* y);
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
 // y[i] = x times the transposed matrix i, for matrices of equal columns. Each result has the bits of a product of its
 // own; threads start once for all matrices, and the activations are prepared once.
+//
+// Of stacks with x_bits, activations are prepared once for neighbours of equal group, x_bits and order of codes.
+void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
+                           float* const* y);
 void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
 

@@ -12,13 +12,13 @@ struct Pieces {
   int64_t rows, height;
   int count;
 
-  // A piece has at least `least` rows, if there are so many.
+  // A piece has a multiple of `least` rows, except for the last.
   Pieces(int64_t rows, int64_t row_bytes, int vectors, int64_t least = 1) : rows(rows) {
     constexpr int64_t BYTES = 64 << 10, MOST = 1024;
     const int64_t cost = (row_bytes > 0 ? row_bytes : 1) * (1 + vectors / 4);
     height = BYTES / cost;
     if (height < (rows + MOST - 1) / MOST) height = (rows + MOST - 1) / MOST;
-    if (height < least) height = least;
+    height = height < least ? least : height / least * least;
     count = static_cast<int>((rows + height - 1) / height);
   }
 

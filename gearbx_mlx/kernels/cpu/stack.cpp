@@ -3,6 +3,7 @@
 // For a group, sum_i (scale code_i + bias) x_i = scale * sum_i code_i x_i + bias * sum_i x_i, and only the first sum
 // needs an operation for every weight. All rows and vectors go through the same operations in the same order.
 
+#include "integer.h"
 #include "planes.h"
 #include "pool.h"
 #include "prepare.h"
@@ -114,7 +115,7 @@ struct WeightOnly {
 
 extern "C" void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y) {
   using namespace gearbx;
-  if (matrix->x_bits) return integer_matvec(*matrix, x, vectors, y);
+  if (matrix->x_bits) return integer_products(&matrix, 1, x, vectors, &y);
   static thread_local Prepared prepared;
   prepare(*matrix, x, vectors, prepared);
   const Job job = {matrix, &prepared, vectors, y, Pieces(matrix->rows, row_bytes(*matrix), vectors)};
