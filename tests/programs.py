@@ -31,7 +31,8 @@ ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """Compile `check`, and link it with all sources of the kernels that know nothing of MLX, into `program`."""
     common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{SOURCES}", *flags]
-    compile_all([[*compiler, "-x", "c", "-std=c11", *common, "-c", str(check), "-o", f"{program}.o"]])
+    language = ["-x", "c", "-std=c11"] if check.suffix == ".c" else ["-std=c++20"]
+    compile_all([[*compiler, *language, *common, "-c", str(check), "-o", f"{program}.o"]])
     objects = [f"{program}.o", *kernels(program.parents[1], [*compiler, "-std=c++20", *common])]
     compile_all([[*compiler, *common, "-pthread", *objects, "-o", str(program)]])
 

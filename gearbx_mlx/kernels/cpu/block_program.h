@@ -120,7 +120,7 @@ class BlockProgram {
 
 typedef std::shared_ptr<const BlockProgram> Program;
 
-// Adds what makes parts and blocks to the module (block_parts.cpp).
+// Adds what makes parts and blocks to the module (block_parts_primitive.cpp).
 void bind_block_parts(nb::module_& m);
 
 }  // namespace gearbx
