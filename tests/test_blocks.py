@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ON_A_CPU, PROMPT, tiny_model
+from conftest import ON_A_CPU, PROMPT, normal, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -28,9 +28,14 @@ MODELS = [
 FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
 
 
-def boxed(architecture="llama", change=(), format="planes", ladder="4,16", activations="int16") -> Gearbox:
+def boxed(
+    architecture="llama", change=(), format="planes", ladder="4,16", activations="int16", dtype=mx.bfloat16
+) -> Gearbox:
     model = tiny_model(architecture, **dict(change))
-    model.set_dtype(mx.bfloat16)
+    for i, (path, module) in enumerate(model.named_modules()):
+        if "norm" in path:
+            module.weight = 0.3 * normal(*module.weight.shape, seed=i)
+    model.set_dtype(dtype)
     return Gearbox(model, ladder, format=format, kernels="native", activations=activations)
 
 
@@ -82,11 +87,19 @@ class TestBits:
         box = boxed(format=format, activations=activations)
         for gear in box.ladder:
             box.shift(gear)
-            calls.enabled = True
+            calls.native, calls.enabled = 0, True
             as_blocks = text(box.model)
+            assert calls.native == 8 * len(box.model.layers)
             calls.enabled = False
             assert same(as_blocks, text(box.model))
+
+    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+    def test_of_norms_that_add_one_to_their_weight(self, dtype, calls):
+        box = boxed("gemma3_text", dtype=dtype)
+        native = box.model(PROMPT)
         assert calls.native
+        calls.enabled = False
+        assert mx.array_equal(native, box.model(PROMPT)).item()
 
     def test_of_several_sequences_and_with_masks(self, calls):
         box = boxed()
@@ -116,13 +129,14 @@ class TestBits:
         box = boxed()
         tokens = mx.arange(700)[None] % 50
         native = box.model(tokens)
+        assert calls.native
         calls.enabled = False
         assert mx.array_equal(native, box.model(tokens)).item()
 
 
 class TestCache:
     @pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval])
-    def test_entries_are_written_where_they_are(self, evaluate):
+    def test_entries_are_written_where_they_are(self, evaluate, calls):
         box = boxed()
         cache = make_prompt_cache(box.model)
         box.model(PROMPT, cache=cache)
@@ -135,14 +149,16 @@ class TestCache:
         for token in range(5):
             evaluate(box.model(mx.array([[token]]), cache=cache))
         assert mx.get_peak_memory() - before < cache[0].keys.nbytes / 10
+        assert calls.native == 6 * len(cache)
 
-    def test_whoever_has_the_entries_keeps_their_values(self):
+    def test_whoever_has_the_entries_keeps_their_values(self, calls):
         box = boxed()
         cache = make_prompt_cache(box.model)
         mx.eval(box.model(PROMPT, cache=cache))
         kept = [copy.copy(part.keys) for part in cache]
         values = [mx.array(keys.tolist()) for keys in kept]
         mx.eval(box.model(mx.array([[1]]), cache=cache))
+        assert calls.native == 2 * len(cache)
         assert same(kept, values)
         assert not mx.array_equal(cache[0].keys, values[0]).item()
 
@@ -160,10 +176,11 @@ class TestCache:
             return found
 
         native = logits()
+        assert calls.native == 4 * len(box.model.layers)
         calls.enabled = False
         assert same(native, logits())
 
-    def test_the_state_of_a_cache_is_all_that_a_prompt_needs_to_evaluate(self):
+    def test_the_state_of_a_cache_is_all_that_a_prompt_needs_to_evaluate(self, calls):
         box = boxed()
         cache, other = make_prompt_cache(box.model), make_prompt_cache(box.model)
         for tokens in (PROMPT, mx.array([[1, 2]])):
@@ -171,19 +188,66 @@ class TestCache:
             mx.eval([part.state for part in cache])
             mx.eval(box.model(tokens, cache=other))
         assert same([part.keys for part in cache], [part.keys for part in other])
+        assert calls.native == 4 * len(cache)
 
 
 class TestModules:
-    def test_weights_that_change_count_at_once(self, calls):
-        box = boxed()
-        box.shift(16)
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+    def test_whatever_changes_counts_at_once(self, architecture, calls):
+        box = boxed(architecture)
         layer = box.model.layers[0]
+        down, norm, rope = layer.mlp.down_proj, layer.input_layernorm, layer.self_attn.rope
+        views = mx.concatenate([2 * down.weight, 3 * down.weight])
+        half = down.weight.shape[0]
+
+        def write_into_norm():
+            norm.weight[0] = 5
+            mx.eval(norm.weight)
+
+        changes = [
+            lambda: setattr(down, "weight", views[:half]),
+            lambda: setattr(down, "weight", views[half:]),
+            write_into_norm,
+            lambda: setattr(norm, "eps", 0.1),
+            lambda: setattr(rope, "base", 100.0),
+            lambda: setattr(rope, "scale", 0.5),
+            lambda: setattr(layer.self_attn, "scale", 0.01),
+        ]
         before = box.model(PROMPT)
-        layer.mlp.down_proj.weight = 2 * layer.mlp.down_proj.weight
-        after = box.model(PROMPT)
-        calls.enabled = False
-        assert mx.array_equal(after, box.model(PROMPT)).item()
-        assert not mx.array_equal(before, after).item()
+        for change in changes:
+            change()
+            calls.native, calls.enabled = 0, True
+            after = box.model(PROMPT)
+            assert calls.native == len(box.model.layers)
+            calls.enabled = False
+            assert mx.array_equal(after, box.model(PROMPT)).item()
+            assert not mx.array_equal(before, after).item()
+            before = after
+
+    def test_weights_that_do_not_lie_in_rows_run_as_they_did(self, calls):
+        box = boxed()
+        before = box.model(PROMPT)
+        calls.native = 0
+        output = box.model.layers[0].self_attn.o_proj
+        output.weight = mx.contiguous(output.weight.T).T
+        assert mx.array_equal(box.model(PROMPT), before).item()
+        assert calls.native == len(box.model.layers) - 1
+
+    def test_within_a_compiled_function(self):
+        box = boxed()
+        expected = box.model(PROMPT)
+        model, state = box.model, box.model.state
+        assert mx.allclose(mx.compile(model.__call__, inputs=state)(PROMPT), expected, atol=1e-5).item()
+        assert mx.array_equal(box.model(PROMPT), expected).item()
+
+    def test_a_gear_is_put_together_once(self, monkeypatch):
+        made, program_of = [], block.program_of
+        monkeypatch.setattr(block, "program_of", lambda *a: made.append(a) or program_of(*a))
+        box = boxed(change={"rope_scaling": LLAMA3})
+        for gear in (4, 16, 4, 16, 16):
+            box.shift(gear)
+            box.model(PROMPT)
+        assert len(made) == 2 * len(box.model.layers)
 
     def test_other_modules_run_as_they_did(self, calls):
         class Twice(nn.Module):
@@ -212,7 +276,7 @@ class TestModules:
         box.model(PROMPT)
         assert calls.native == len(box.model.layers) - 1
 
-    def test_memory_that_a_gear_gives_up_is_free(self):
+    def test_memory_that_a_gear_gives_up_is_free(self, calls):
         model = tiny_model("llama", hidden_size=256, intermediate_size=1024)
         model.set_dtype(mx.bfloat16)
         box = Gearbox(model, "4,16", kernels="native", residency="host")
@@ -226,6 +290,7 @@ class TestModules:
         box.shift(4)
         assert mx.get_active_memory() == low
         assert high > low
+        assert calls.native == 5 * len(box.model.layers)
 
     def test_experts_and_other_blocks_run_as_they_did(self, calls):
         for architecture in ("gpt_neox", "qwen3_moe"):
@@ -234,9 +299,10 @@ class TestModules:
             assert mx.isfinite(box.model(PROMPT)).all().item()
             assert calls.native == 0
 
-    def test_a_model_can_be_copied(self):
+    def test_a_model_can_be_copied(self, calls):
         box = boxed()
         expected = box.model(PROMPT)
+        assert calls.native
         layer, x = box.model.layers[0], mx.ones((1, 2, 64))
         assert mx.array_equal(copy.deepcopy(layer)(x), layer(x)).item()
         assert mx.array_equal(box.model(PROMPT), expected).item()

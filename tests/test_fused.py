@@ -133,13 +133,14 @@ class TestGatedUnits:
 
     @pytest.mark.parametrize("unit", [dispatch.swiglu, dispatch.geglu])
     def test_of_what_is_large_or_no_number(self, unit):
-        gate = mx.array([[200.0, -200.0, 0.0, float("nan"), float("inf")]])
-        y = unit(gate, mx.full((1, 5), 2.0))[0]
+        gate = mx.array([[200.0, -1e30, 0.0, float("nan"), float("inf"), -float("inf")]])
+        y = unit(gate, mx.full((1, 6), 2.0))[0]
         assert y[0].item() == 400
-        assert abs(y[1].item()) < 1e-30
+        assert y[1].item() == 0
         assert y[2].item() == 0
         assert mx.isnan(y[3]).item()
         assert y[4].item() == float("inf")
+        assert mx.isnan(y[5]).item()  # -inf times 0, as in MLX
 
     def test_of_nothing_and_of_other_shapes_goes_to_mlx(self):
         for unit in (dispatch.swiglu, dispatch.geglu):

@@ -5,8 +5,9 @@ products. A block that has the code of a known one runs as one operation instead
 same arithmetic, bit for bit. Whatever is not recognised runs as it did.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ from .fused import (
 )
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
+FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest
 PROGRAMS = "_gearbx_programs"
 
 Code = tuple[Any, ...]
@@ -71,13 +73,17 @@ class Programs:
         return Programs()
 
     def find(self, layer: nn.Module, kernels: ModuleType) -> Any:
-        """The program for the modules and arrays that the layer has now."""
-        for watched, program in self._made:
+        """The program for the modules, settings and arrays that the layer has now."""
+        for i, (watched, program) in enumerate(self._made):
             if kernels.is_same(watched, layer):
+                self._made.insert(0, self._made.pop(i))
                 return program
+        if kernels.has_tracer(layer):  # within mx.compile, whose weights are no numbers yet
+            return None
         mx.eval(layer.parameters())
-        self._made = [(kernels.watched(layer), program_of(layer, kernels)), *self._made[: MOST - 1]]
-        return self._made[0][1]
+        program = program_of(layer, kernels)
+        self._made = [(kernels.watched(layer), program), *self._made[: MOST - 1]]
+        return program
 
     def forget(self) -> None:
         """Make all programs anew."""
@@ -106,8 +112,24 @@ def coded_class(kind: Any) -> type[nn.Module] | None:
     return None if added is None else type(f"Native{kind.__name__}", (added, kind), {ORIGIN: kind})
 
 
+_single_operations = False
+
+
+@contextlib.contextmanager
+def single_operations() -> Iterator[None]:
+    """In the block, no transformer block runs as one operation."""
+    global _single_operations
+    before, _single_operations = _single_operations, True
+    try:
+        yield
+    finally:
+        _single_operations = before
+
+
 def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """The result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it did."""
+    if _single_operations:
+        return None
     causal = isinstance(mask, str) and mask == "causal"
     if x.dtype != mx.float32 or x.ndim != 3 or not (causal or mask is None or is_bool(mask)):
         return None
@@ -118,7 +140,7 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if program is None:
         return None
     seen = None if causal else mask
-    if type(cache) is KVCache and has_room(cache, x):
+    if type(cache) is KVCache and x.shape[1] <= FEW and has_room(cache, x):
         y = kernels.run_block(program, x, cache.keys, cache.values, cache.offset, causal, seen)
         cache.offset += 0 if y is None else x.shape[1]
         return given(layer, y)
@@ -129,14 +151,15 @@ def in_halves(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
     """As `run`, in two operations: the cache takes the keys and values in its own way in between."""
-    heads = kernels.run_block_heads(program, x, 0 if cache is None else cache.offset)
-    if heads is None:
+    first = kernels.run_block_heads(program, x, 0 if cache is None else cache.offset)
+    if first is None:
         return given(layer, None)
+    heads, kept = first
     shared = layer.self_attn.n_kv_heads
     keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
     if cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
-    return kernels.run_block_rest(program, x, heads, keys, values, causal, mask)
+    return kernels.run_block_rest(program, kept, x, heads, keys, values, causal, mask)
 
 
 def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
@@ -172,7 +195,19 @@ def programs_of(layer: nn.Module) -> Programs:
 
 
 def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
-    """The native program of a block over the modules that it has; None if one of them is not known."""
+    """The native program of a block over the modules that it has; None if there is none for these."""
+    try:
+        return known_program(layer, kernels)
+    except ValueError:  # arrays that are not contiguous, or do not fit each other
+        return None
+
+
+def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
+    """As `program_of`.
+
+    Raises:
+        ValueError: arrays that native kernels do not read in place.
+    """
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
     known, gates = ATTENTION.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
@@ -221,13 +256,10 @@ def part_of(module: nn.Module, kernels: ModuleType) -> Any:
 
 def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
     """A norm as a part of a block; None if it is another."""
-    if type(module) is NativeRMSNorm:
-        return kernels.norm_part(module["weight"], module.eps)
-    if not isinstance(module, NativeShiftedNorm) or ORIGIN not in vars(type(module)):
+    shifted = isinstance(module, NativeShiftedNorm) and ORIGIN in vars(type(module))
+    if not shifted and type(module) is not NativeRMSNorm:
         return None
-    multiplier = module.multiplier
-    mx.eval(multiplier)
-    return kernels.norm_part(multiplier, module.eps, kept=True)
+    return kernels.norm_part(module["weight"], module.eps, plus_one=shifted)
 
 
 def rotation_of(rope: nn.Module) -> dict[str, Any] | None:

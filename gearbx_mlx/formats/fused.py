@@ -61,13 +61,8 @@ def inverse_frequencies(dims: int, base: float) -> mx.array:
 class NativeShiftedNorm(nn.Module):
     """What a native norm adds to mlx-lm's class of Gemma, whose weight is one below what it multiplies by."""
 
-    @property
-    def multiplier(self) -> mx.array:
-        """What the normed vectors are multiplied by, (D,), of the weight's type."""
-        return 1.0 + self["weight"]
-
     def __call__(self, x: mx.array) -> mx.array:
-        return dispatch.rms_norm(x, self.multiplier, self.eps)
+        return dispatch.rms_norm(x, 1.0 + self["weight"], self.eps)
 
 
 class NativeGeGLU(nn.Module):

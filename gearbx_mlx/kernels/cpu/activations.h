@@ -20,8 +20,6 @@ inline EvenOdd join_parts(const F8* parts) { return {parts[0], parts[1]}; }
 #endif
 constexpr int LANES = sizeof(Lanes) / sizeof(float), PARTS = 16 / LANES;
 
-constexpr int64_t MOST_PACKED = 512;  // vectors at once: more would take much memory, and gain nothing
-
 inline int64_t whole_blocks(int64_t columns) { return columns / 16 * 16; }
 
 // Room for `count` floats in `memory`, from the beginning of a line of the cache on, so that no load needs two lines.

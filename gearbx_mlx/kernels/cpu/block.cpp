@@ -86,7 +86,11 @@ void multiply(const std::vector<Linear>& linears, const float* x, int64_t vector
 }
 
 void norm(const Norm& by, const float* x, int64_t rows, int64_t columns, float* y) {
-  gearbx_rms_norm(x, rows, columns, by.weight, by.type, by.eps, y);
+  if (!by.plus_one) return gearbx_rms_norm(x, rows, columns, by.weight, by.type, by.eps, y);
+  static thread_local std::vector<float> multiplier;
+  multiplier.resize(static_cast<size_t>(columns));
+  gearbx_add_one(by.weight, columns, by.type, multiplier.data());
+  gearbx_rms_norm(x, rows, columns, multiplier.data(), GEARBX_FLOAT32, by.eps, y);
 }
 
 // Results of the projections to one kind of heads: `first`, and the distance from vector to vector.
@@ -98,7 +102,7 @@ struct Projected {
 void norm_heads(const Norm& by, const Projected& from, int64_t vectors, int64_t heads, int64_t width) {
   if (!by.weight) return;
   if (from.stride == heads * width) return norm(by, from.first, vectors * heads, width, from.first);
-  for (int64_t v = 0; v < vectors; v++) norm(by, from.first + v * from.stride, heads, width, from.first + v * from.stride);
+  for (float* x = from.first; x < from.first + vectors * from.stride; x += from.stride) norm(by, x, heads, width, x);
 }
 
 void copy_heads(const Positions& at, int64_t heads, int64_t width, const float* from, const int64_t (&strides)[3],

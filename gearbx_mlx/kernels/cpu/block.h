@@ -31,6 +31,7 @@ struct Norm {
   const void* weight = nullptr;  // none: there is no norm here
   int type = GEARBX_FLOAT32;
   float eps = 0;
+  bool plus_one = false;  // multiplies by 1 + weight
 };
 
 struct Rotation {
@@ -66,8 +67,8 @@ struct Positions {
   int64_t count() const { return batch * length; }
 };
 
-// Writes queries (batch, heads, length, width), keys and values (batch, key_heads, length, width) of x. Queries and keys
-// are normed, if the block does so, and rotated.
+// Writes the queries (batch, heads, length, width), keys and values (batch, key_heads, length, width) of x. Queries and
+// keys are normed, if the block does so, and rotated.
 void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values);
 
 // y (batch, length, inputs) = the block's result for x, when `attention` reads these queries, keys and values.

@@ -60,12 +60,10 @@ nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& s
   return linear_part(form.matrix(arrays, 0), arrays, bias);
 }
 
-// kept: no module has the weight.
-nb::capsule norm_part(const mx::array& weight, float eps, bool kept) {
+nb::capsule norm_part(const mx::array& weight, float eps, bool plus_one) {
   require(weight.ndim() == 1, "the weight of a norm must be a vector");
   NormPart made;
-  made.value = {note(weight, made.memory).data<void>(), type_of(weight), eps};
-  if (kept) made.kept.push_back(weight.data_shared_ptr());
+  made.value = {note(weight, made.memory).data<void>(), type_of(weight), eps, plus_one};
   return in_capsule(NORM, std::move(made));
 }
 
@@ -91,7 +89,7 @@ void bind_block_parts(nb::module_& m) {
   m.def("dense_part", &dense_part, "weight"_a, "bias"_a = nb::none());
   m.def("exact_part", &exact_part, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "widths"_a,
         "group"_a, "bias"_a = nb::none());
-  m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "kept"_a = false);
+  m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "plus_one"_a = false);
   m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
         "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
         "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,

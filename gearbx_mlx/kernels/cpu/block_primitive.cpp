@@ -1,6 +1,7 @@
 // Transformer blocks as operations of MLX's graph: one for a whole block, or two, with a KV cache of any kind between.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include "attention_inputs.h"
 #include "block_program.h"
@@ -9,6 +10,8 @@
 
 namespace gearbx {
 namespace {
+
+constexpr char KEPT[] = "gearbx_kept";
 
 gearbx_attention attention_form(const Block& block, const Positions& at, int64_t keys, bool causal) {
   gearbx_attention form = {};
@@ -174,8 +177,9 @@ void add_mask(const Block& block, const mx::array& x, int64_t keys, const std::o
 }
 
 // y, after writing the keys and values of x into the arrays of the cache. None if memory was given up.
-std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::array& x, mx::array& keys, mx::array& values,
-                                   int64_t offset, bool causal, const std::optional<mx::array>& mask) {
+std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::array& x, mx::array& keys,
+                                   mx::array& values, int64_t offset, bool causal,
+                                   const std::optional<mx::array>& mask) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   auto kept = program->keep();
@@ -194,7 +198,9 @@ std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::a
   return made[0];
 }
 
-std::optional<mx::array> run_heads(const nb::capsule& block_program, const mx::array& x, int64_t offset) {
+// The output of the first half, and the memory for the second one: between the two, a gearbox may give it up.
+std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& block_program, const mx::array& x,
+                                                           int64_t offset) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   auto kept = program->keep();
@@ -203,24 +209,22 @@ std::optional<mx::array> run_heads(const nb::capsule& block_program, const mx::a
   check_vectors(block, x);
   const mx::Shape shape = {x.shape(0), static_cast<int>(block.heads + 2 * block.key_heads), x.shape(1),
                            static_cast<int>(block.width)};
-  auto operation = std::make_shared<BlockHeads>(s, program, std::move(*kept), offset, false);
-  return mx::array(shape, mx::float32, operation, {x});
+  const auto operation = std::make_shared<BlockHeads>(s, program, *kept, offset, false);
+  return std::pair(mx::array(shape, mx::float32, operation, {x}), in_capsule(KEPT, std::move(*kept)));
 }
 
-std::optional<mx::array> run_rest(const nb::capsule& block_program, const mx::array& x, const mx::array& heads,
-                                  const mx::array& keys, const mx::array& values, bool causal,
-                                  const std::optional<mx::array>& mask) {
+mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, const mx::array& x,
+                   const mx::array& heads, const mx::array& keys, const mx::array& values, bool causal,
+                   const std::optional<mx::array>& mask) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
-  auto kept = program->keep();
-  if (!kept) return std::nullopt;
   const Block& block = program->block();
   check_vectors(block, x);
   check_entries(block, x, keys, values);
   require(!causal || keys.shape(2) >= x.shape(1), "causal attention needs at least as many keys as queries");
   std::vector<mx::array> inputs = {x, heads, keys, values};
   add_mask(block, x, keys.shape(2), mask, inputs, s);
-  auto operation = std::make_shared<BlockRest>(s, program, std::move(*kept), 0, causal);
+  auto operation = std::make_shared<BlockRest>(s, program, from_capsule<Kept>(KEPT, kept), 0, causal);
   return mx::array(x.shape(), mx::float32, operation, std::move(inputs));
 }
 
@@ -231,7 +235,7 @@ void bind_blocks(nb::module_& m) {
   m.def("run_block", &run_whole, "block"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
         "mask"_a = nb::none());
   m.def("run_block_heads", &run_heads, "block"_a, "x"_a, "offset"_a);
-  m.def("run_block_rest", &run_rest, "block"_a, "x"_a, "heads"_a, "keys"_a, "values"_a, "causal"_a,
+  m.def("run_block_rest", &run_rest, "block"_a, "kept"_a, "x"_a, "heads"_a, "keys"_a, "values"_a, "causal"_a,
         "mask"_a = nb::none());
   bind_watched(m);
 }

@@ -28,7 +28,6 @@ template <class Value>
 struct Part {
   Value value;
   Memory memory;
-  Kept kept;  // memory that no module has
 };
 typedef Part<Linear> LinearPart;
 typedef Part<Norm> NormPart;
@@ -93,7 +92,6 @@ class BlockProgram {
   template <class Value>
   const Value& take(const Part<Value>& part) {
     memory_.insert(memory_.end(), part.memory.begin(), part.memory.end());
-    kept_.insert(kept_.end(), part.kept.begin(), part.kept.end());
     return part.value;
   }
   const Linear& linear(const nb::capsule& part) { return take(from_capsule<LinearPart>(LINEAR, part)); }
@@ -114,7 +112,6 @@ class BlockProgram {
 
   Block block_{};
   Memory memory_;
-  Kept kept_;
   mx::array frequencies_;  // kept: no gear changes them
 };
 

@@ -6,6 +6,8 @@
 
 namespace gearbx {
 
+constexpr int64_t MOST_AT_ONCE = 512;  // vectors: for more, activations would take memory, and gain nothing
+
 // Calls run(first, count) for chunks of at most `most` whose sizes differ by at most one: nine and eight for seventeen
 // vectors. To read the weights for sixteen vectors and again for one would take longer.
 template <class Run>

@@ -44,7 +44,7 @@ extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int c
       multiply(m, activations, row, end, y[i] + first * m.rows);
     });
   };
-  in_chunks(vectors, some, MOST_PACKED);
+  in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {

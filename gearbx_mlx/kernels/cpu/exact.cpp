@@ -125,7 +125,7 @@ extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int c
           find_work<Multiply>(m)(m, activations, row, end, y[i] + first * m.rows);
         });
   };
-  in_chunks(vectors, some, MOST_PACKED);
+  in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
 extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y) {

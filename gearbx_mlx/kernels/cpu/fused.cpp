@@ -102,8 +102,7 @@ void turn_position(const gearbx_rotation& r, int64_t t, const float* x, float* y
 // gate / (1 + exp(-z)) * up.
 Floats gated(Floats gate, Floats z, Floats up) {
   const Floats zero = all(0), one = all(1);
-  const Floats size = larger(all(LEAST), z < zero ? z : zero - z);  // -|z|, or NaN
-  const Floats e = exponential(size);
+  const Floats e = exponential(z < zero ? z : zero - z);  // of -|z|, or NaN
   return gate * ((z < zero ? e : one) / (e + one)) * up;
 }
 
@@ -138,6 +137,18 @@ extern "C" void gearbx_rms_norm(const float* x, int64_t rows, int64_t columns, c
     norm_rows(x, rows, columns, static_cast<const Fp16*>(weight), eps, y);
   else
     norm_rows(x, rows, columns, static_cast<const float*>(weight), eps, y);
+}
+
+extern "C" void gearbx_add_one(const void* weight, int64_t columns, int type, float* y) {
+  using namespace gearbx;
+  for (int64_t i = 0; i < columns; i++) {
+    if (type == GEARBX_BFLOAT16)
+      y[i] = rounded_to_bf16(1.0f + to_float(static_cast<const Bf16*>(weight)[i]));
+    else if (type == GEARBX_FLOAT16)
+      y[i] = rounded_to_fp16(1.0f + to_float(static_cast<const Fp16*>(weight)[i]));
+    else
+      y[i] = 1.0f + static_cast<const float*>(weight)[i];
+  }
 }
 
 extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y) {

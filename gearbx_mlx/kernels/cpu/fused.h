@@ -1,4 +1,5 @@
-// Fused operations: RMS norms, rotary positions, SwiGLU and GeGLU. Plain C, so that a test can call them without Python.
+// Fused operations: RMS norms, rotary positions, SwiGLU and GeGLU. Plain C, so that a test can call them without
+// Python.
 //
 // On a CPU, MLX makes ten to twenty-five operations of a norm or a rotation; for one token, their number decides how
 // long they take. Of SwiGLU it makes one, with an exponential that takes 20 ns per number.
@@ -14,6 +15,9 @@ extern "C" {
 // y = x / sqrt(mean(x^2) + eps) * weight for each row of x and y (rows, columns). weight: (columns), of `type`
 // (matvec.h). The bits of a row do not depend on other rows.
 void gearbx_rms_norm(const float* x, int64_t rows, int64_t columns, const void* weight, int type, float eps, float* y);
+
+// y = 1 + weight, rounded to the weight's type: what some norms multiply by.
+void gearbx_add_one(const void* weight, int64_t columns, int type, float* y);
 
 // Turns pairs of the first `dims` numbers of x (batch, heads, length, width) by their position times a frequency.
 typedef struct {

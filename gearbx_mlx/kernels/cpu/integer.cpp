@@ -6,14 +6,15 @@
 // not cancel if the second sum were over the original ones. A result is the sum of its groups, in their order.
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
-// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row by
-// row (one_vector.h).
+// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row
+// by row (one_vector.h).
 
 #include "integer.h"
 
 #include <utility>
 #include <vector>
 
+#include "chunks.h"
 #include "one_vector.h"
 #include "split.h"
 
@@ -132,9 +133,7 @@ Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
   return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, ROW_BY_ROW && vectors == 1};
 }
 
-}  // namespace
-
-void integer_products(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
+void multiply_some(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
   static thread_local std::vector<Matrix> matrices;
   for (int done = 0; done < count;) {
     const Rounding rounding = rounding_of(*stacks[done], vectors);
@@ -148,6 +147,18 @@ void integer_products(const gearbx_stack* const* stacks, int count, const float*
     const Job job = {matrices.data(), static_cast<int>(matrices.size()), round_all(rounding, x, vectors), vectors};
     share_out(pieces, do_piece, &job);
   }
+}
+
+}  // namespace
+
+void integer_products(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
+  static thread_local std::vector<float*> results;
+  const auto some = [&](int64_t first, int n) {
+    results.clear();
+    for (int i = 0; i < count; i++) results.push_back(y[i] + first * stacks[i]->rows);
+    multiply_some(stacks, count, x + first * inputs_of(*stacks[0]), n, results.data());
+  };
+  in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
 }  // namespace gearbx

@@ -17,7 +17,7 @@ constexpr bool ROW_BY_ROW = true;
 constexpr int MOST_OF_A_ROW = 8192, MOST_GROUPS_OF_A_ROW = MOST_OF_A_ROW / 32;  // columns and groups at a time
 // How far on memory is asked for, in bytes, and every how many registers. The processor itself fetches the lines
 // between; to ask for every line takes longer than not to ask.
-constexpr int AHEAD = 3072, STEP = 256 / (4 * LANES);
+constexpr int AHEAD = 3072, STEP = 64 / (4 * LANES);
 
 // Where lanes come from, so that groups are in order after folding that began with R lanes of each group.
 template <int R>
@@ -36,6 +36,7 @@ struct RowSums {
   static constexpr int IN_BYTE = 8 / W, CODES = 4 * LANES * IN_BYTE;        // of a register
   static constexpr int SPAN = G > CODES ? G / CODES : 1;                    // registers that are of one group alone
   static constexpr int R = G > CODES ? LANES : LANES * G / CODES;           // lanes of a group
+  static constexpr int STORED = R == LANES ? R / 2 : R;                     // of which as many are written
   static constexpr bool NARROW = W * P <= 4;
 
   template <int K>
@@ -51,10 +52,7 @@ struct RowSums {
     for (int b = 0; b < X; b++) totals[b] = zero_ints();
     for (int s = i * SPAN; s < (i + 1) * SPAN; s++) {
       Ints bytes[P][1];
-      for (int p = 0; p < P; p++) {
-        bytes[p][0] = load_ints(planes[p] + s * 4 * LANES);
-        
-      }
+      for (int p = 0; p < P; p++) bytes[p][0] = load_ints(planes[p] + s * 4 * LANES);
       Sums<NARROW> sums[X];
       for (int b = 0; b < X; b++) sums[b].begin(totals[b]);
       add<0>(bytes, flip, x + s * CODES * X, sums);
@@ -69,23 +67,24 @@ struct RowSums {
     if constexpr (N == 1)
       return load_ints(sums);
     else
-      return fold<2 * R / N>(folded<N / 2>(sums), folded<N / 2>(sums + N / 2 * LANES));
+      return fold<2 * STORED / N>(folded<N / 2>(sums), folded<N / 2>(sums + N / 2 * LANES));
   }
 
   // The sums of `blocks` times LANES groups. Registers are read in a loop of their own: processors foresee what one
   // instruction reads one line after the other.
   static void write(const uint8_t* const* row, int blocks, uint32_t flip, const int8_t* x, int32_t* out) {
     static constexpr Order<R> order;
-    alignas(64) int32_t sums[(MOST_OF_A_ROW / G + LANES) * R];
+    alignas(64) int32_t sums[(MOST_OF_A_ROW / G + LANES) * STORED];
     const uint8_t* planes[P];
     for (int p = 0; p < P; p++) planes[p] = row[p];
     for (int i = 0; i < blocks * R; i++) {
       if (i * SPAN % STEP == 0)
         for (int p = 0; p < P; p++) __builtin_prefetch(planes[p] + i * SPAN * 4 * LANES + AHEAD, 0, 2);
-      store_ints(sums + i * LANES, one(planes, i, flip, x));
+      const Ints sum = one(planes, i, flip, x);
+      R == LANES ? store_sum_of_halves(sums + i * LANES / 2, sum) : store_ints(sums + i * LANES, sum);
     }
     for (int i = 0; i < blocks; i++)
-      store_ints(out + i * LANES, permute(folded<R>(sums + i * R * LANES), order.from));
+      store_ints(out + i * LANES, permute(folded<STORED>(sums + i * STORED * LANES), order.from));
   }
 };
 

@@ -107,7 +107,7 @@ GEARBX_INLINE void unpack_block(const uint8_t* from, bool append, uint8_t* out) 
   std::memcpy(out, &codes, BLOCK);
 }
 
-#if defined(GEARBX_AVX512) && defined(__AVX512VBMI__)
+#if defined(GEARBX_AVX512_VNNI) && defined(__AVX512VBMI__)
 
 // Eight codes are W bytes: they are put together, and each byte takes its bits from them.
 template <int W>

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-// y (vectors, rows) = x (vectors, columns) times the transposed matrix. The weights are read once for every 16 vectors,
-// and with x_bits once for every 512. The bits of a vector's result do not depend on other vectors.
+// y (vectors, rows) = x (vectors, columns) times the transposed matrix. The weights are read once for every 512
+// vectors; packed ones without x_bits once for every 16. The bits of a vector's result do not depend on other vectors.
 void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t vectors, float* y);
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
@@ -31,7 +31,7 @@ typedef struct {
 } gearbx_pairs;
 
 // y (count, rows). `first` is the first expert's matrix; the others follow it in memory. An expert's weights are read
-// once for every 16 of its vectors, and not at all if it has none. The bits of a pair's result do not depend on other
+// as often as for a product of its vectors, and not at all if it has none. The bits of a pair's result do not depend on other
 // pairs. The result for an expert that does not exist is NaN.
 void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, const float* x, float* y);
 void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, const float* x, float* y);

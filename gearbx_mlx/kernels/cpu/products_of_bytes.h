@@ -19,7 +19,7 @@ inline Ints all_bytes(const int8_t* x) {
   return all_ints(bytes);
 }
 
-#if defined(GEARBX_AVX512) || defined(GEARBX_VNNI)
+#if defined(GEARBX_AVX512_VNNI) || defined(GEARBX_VNNI)
 
 constexpr bool SIGNED_BYTES = false;
 
@@ -29,7 +29,7 @@ struct Sums {
   GEARBX_INLINE void begin(Ints before) { sums = before; }
   GEARBX_INLINE Ints end(Ints) const { return sums; }
   GEARBX_INLINE void add(Ints codes, Ints x) {
-#if defined(GEARBX_AVX512)
+#if defined(GEARBX_AVX512_VNNI)
     sums = _mm512_dpbusd_epi32(sums, codes, x);
 #else
     sums = GEARBX_DPBUSD(sums, codes, x);

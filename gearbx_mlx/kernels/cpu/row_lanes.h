@@ -9,7 +9,7 @@
 #include "simd.h"
 
 #if defined(GEARBX_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#define GEARBX_AVX512 1
+#define GEARBX_AVX512_VNNI 1
 #elif defined(GEARBX_AVX2) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define GEARBX_VNNI 1
 #define GEARBX_DPBUSD _mm256_dpbusd_epi32
@@ -20,7 +20,7 @@
 
 namespace gearbx {
 
-#if defined(GEARBX_AVX512)
+#if defined(GEARBX_AVX512_VNNI)
 
 constexpr int LANES = 16;
 constexpr int DWORDS = 16;  // of a row that are read at once where there are so many; else 4
@@ -69,6 +69,11 @@ GEARBX_INLINE Ints fold(Ints a, Ints b) {
   const Floats c = as_floats(a), d = as_floats(b);
   const Floats even = _mm512_shuffle_ps(c, d, 0x88), odd = _mm512_shuffle_ps(c, d, 0xdd);
   return add_ints(_mm512_castps_si512(even), _mm512_castps_si512(odd));
+}
+// Adds the second half of a register to the first one, which is written.
+inline void store_sum_of_halves(int32_t* p, Ints a) {
+  const __m256i sum = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), sum);
 }
 inline Ints permute(Ints a, const int32_t* index) { return _mm512_permutexvar_epi32(load_ints(index), a); }
 
@@ -158,6 +163,10 @@ GEARBX_INLINE Ints fold(Ints a, Ints b) {
   const Floats c = as_floats(a), d = as_floats(b);
   const Floats even = _mm256_shuffle_ps(c, d, 0x88), odd = _mm256_shuffle_ps(c, d, 0xdd);
   return add_ints(_mm256_castps_si256(even), _mm256_castps_si256(odd));
+}
+inline void store_sum_of_halves(int32_t* p, Ints a) {
+  const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), sum);
 }
 inline Ints permute(Ints a, const int32_t* index) { return _mm256_permutevar8x32_epi32(a, load_ints(index)); }
 

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -104,6 +105,25 @@ inline void store8(float* p, F8 a) { std::memcpy(p, &a, sizeof a); }
 inline F8 hold(F8 a) { return a; }
 
 #endif
+
+// The nearest bf16, or fp16, of a number; of two, the even one. fp16 may overflow.
+inline float rounded_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return value;  // NaN
+  return bf16_to_float(static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16));
+}
+inline float rounded_to_fp16(float value) {
+  const float size = value < 0 ? -value : value;
+  if (!(size < 65520.0f)) return size >= 65520.0f ? value * INFINITY : value;  // infinite, or NaN
+  const float rounding = size < 0x1p-14f ? 0x1p-1f : 0.0f;  // below normal numbers the step is 2^-24
+  if (rounding != 0.0f) return value < 0 ? -((size + rounding) - rounding) : (size + rounding) - rounding;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits = (bits + 0xfff + (bits >> 13 & 1)) & ~0x1fffu;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 
 // The sum of all eight numbers, always in this order.
 inline float sum8(F8 a) {

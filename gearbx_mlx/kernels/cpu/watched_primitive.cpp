@@ -1,5 +1,5 @@
 // A block is put together once for the modules and arrays of a layer; a shift, an adapter or a user may put others in
-// their places. To look at all of them takes Python a tenth of a millisecond for each token, and this a few microseconds.
+// their places. To look at all of them takes Python a tenth of a millisecond for each token, and this microseconds.
 
 #include "watched.h"
 
@@ -11,8 +11,12 @@ namespace {
 
 constexpr char WATCHED[] = "gearbx_watched";
 
-// What a module had when this was made: its items, and theirs. Nothing is kept alive: an object is looked at only after
-// the one that has it was found where it was.
+// What a block takes from the attributes of its modules.
+constexpr const char* SETTINGS[] = {"eps",   "dims",    "base",       "scale", "traditional",
+                                    "n_heads", "n_kv_heads", "bits", "group_size", "x_bits"};
+
+// What a module had when this was made: its settings, its items, and theirs. Nothing but settings is kept alive: an
+// object is looked at only after the one that has it was found where it was.
 class Watched {
  public:
   explicit Watched(nb::handle root) { add(root, -1, nb::none()); }
@@ -23,23 +27,45 @@ class Watched {
       const Seen& was = seen_[i];
       now[i] = i == 0 ? root : item(now[static_cast<size_t>(was.owner)], was);
       if (now[i].ptr() != was.object || Py_TYPE(now[i].ptr()) != was.type) return false;
-      if (was.is_array && nb::inst_ptr<mx::array>(now[i])->data_shared_ptr().get() != was.memory) return false;
+      if (was.is_array && !(Array(now[i]) == was.array)) return false;
       if (was.count >= 0 && size(now[i]) != was.count) return false;
-      if (!was.x_bits.is_none() && !nb::getattr(now[i], "x_bits", nb::none()).equal(was.x_bits)) return false;
+      if (!was.settings.empty() && !has_settings(now[i], was)) return false;
     }
     return true;
   }
 
+  bool has_tracer() const { return has_tracer_; }
+
  private:
+  // Where the numbers of an array are, and how they are read.
+  struct Array {
+    const void* memory = nullptr;
+    int64_t offset = 0;
+    mx::Shape shape;
+    mx::Strides strides;
+
+    Array() = default;
+    explicit Array(nb::handle h) {
+      const mx::array& a = *nb::inst_ptr<mx::array>(h);
+      memory = a.data_shared_ptr().get();
+      offset = a.offset();
+      shape = a.shape();
+      strides = a.strides();
+    }
+    bool operator==(const Array& o) const {
+      return memory == o.memory && offset == o.offset && shape == o.shape && strides == o.strides;
+    }
+  };
+
   struct Seen {
     int owner;       // number of the object that has it
     nb::object key;  // name or number there
     PyObject* object;
     PyTypeObject* type;
     bool is_array = false;
-    const void* memory = nullptr;  // of an array
-    Py_ssize_t count = -1;         // of items
-    nb::object x_bits = nb::none();
+    Array array = {};
+    Py_ssize_t count = -1;                                       // of items
+    std::vector<std::pair<nb::object, nb::object>> settings = {};  // name and value; a null value: there is none
   };
 
   static Py_ssize_t size(nb::handle h) { return PyDict_Check(h.ptr()) ? PyDict_Size(h.ptr()) : PyList_Size(h.ptr()); }
@@ -50,16 +76,35 @@ class Watched {
     return index < PyList_GET_SIZE(owner.ptr()) ? PyList_GET_ITEM(owner.ptr(), index) : nullptr;
   }
 
+  static bool has_settings(nb::handle object, const Seen& was) {
+    const nb::object attributes = object.attr("__dict__");
+    for (const auto& [name, value] : was.settings) {
+      const nb::handle now = PyDict_GetItem(attributes.ptr(), name.ptr());
+      if (now.ptr() != value.ptr() && (!now || !value || !now.equal(value))) return false;
+    }
+    return true;
+  }
+
+  static void note_settings(nb::handle object, Seen& seen) {
+    if (!nb::hasattr(object, "__dict__")) return;  // a dictionary, and no module
+    const nb::object attributes = object.attr("__dict__");
+    for (const char* setting : SETTINGS) {
+      const nb::object name = nb::steal(PyUnicode_InternFromString(setting));
+      seen.settings.emplace_back(name, nb::borrow(PyDict_GetItem(attributes.ptr(), name.ptr())));
+    }
+  }
+
   void add(nb::handle object, int owner, nb::object key) {
     const int number = static_cast<int>(seen_.size());
     Seen seen = {owner, std::move(key), object.ptr(), Py_TYPE(object.ptr())};
     const bool is_dict = PyDict_Check(object.ptr()), is_list = PyList_Check(object.ptr());
     if (nb::isinstance<mx::array>(object)) {
       seen.is_array = true;
-      seen.memory = nb::inst_ptr<mx::array>(object)->data_shared_ptr().get();
+      seen.array = Array(object);
+      has_tracer_ = has_tracer_ || nb::inst_ptr<mx::array>(object)->is_tracer();
     } else if (is_dict || is_list) {
       seen.count = size(object);
-      if (is_dict) seen.x_bits = nb::getattr(object, "x_bits", nb::none());
+      if (is_dict) note_settings(object, seen);
     }
     seen_.push_back(std::move(seen));
     if (is_dict)
@@ -70,12 +115,14 @@ class Watched {
   }
 
   std::vector<Seen> seen_;
+  bool has_tracer_ = false;
 };
 
 }  // namespace
 
 void bind_watched(nb::module_& m) {
   m.def("watched", [](nb::handle module) { return in_capsule(WATCHED, Watched(module)); }, "module"_a);
+  m.def("has_tracer", [](nb::handle module) { return Watched(module).has_tracer(); }, "module"_a);
   m.def("is_same", [](const nb::capsule& watched, nb::handle module) {
     return from_capsule<Watched>(WATCHED, watched).is_same(module);
   }, "watched"_a, "module"_a);
