@@ -6,7 +6,8 @@ same arithmetic, bit for bit. Whatever is not recognised runs as it did.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,8 @@ from .fused import (
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 PROGRAMS = "_gearbx_programs"
+
+_alone = False  # whether each operation of a block runs by itself
 
 Code = tuple[Any, ...]
 
@@ -108,6 +111,8 @@ def coded_class(kind: Any) -> type[nn.Module] | None:
 
 def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """The result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it did."""
+    if _alone:
+        return None
     causal = isinstance(mask, str) and mask == "causal"
     if x.dtype != mx.float32 or x.ndim != 3 or not (causal or mask is None or is_bool(mask)):
         return None
@@ -123,6 +128,17 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
         cache.offset += 0 if y is None else x.shape[1]
         return given(layer, y)
     return in_halves(layer, program, kernels, x, causal, seen, cache)
+
+
+@contextmanager
+def single_operations() -> Iterator[None]:
+    """Within it no block runs as one operation."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def in_halves(
