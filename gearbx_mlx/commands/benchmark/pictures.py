@@ -67,7 +67,7 @@ def draw_token(rows: Rows, path: Path) -> None:
     axes.invert_yaxis()  # the first gear on top
     axes.set(xlabel="milliseconds of a token")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=0.4, frameon=False)
     save(figure, path)
 
 
