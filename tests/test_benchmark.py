@@ -87,16 +87,6 @@ def test_token(command, tmp_path):
     assert "as blocks" in texts_of(picture)
 
 
-def test_parts_of_a_token_divide_a_token_of_single_operations(command, tmp_path):
-    file = tmp_path / "t.json"
-    model = "--model", DEMO_MODEL, "--gears", "4", "--tokens", 2, "--trials", 1
-    assert command("benchmark", "token", *model, "--json", file).status == 0
-    shares = {row["part"]: row["share"] for row in json.loads(file.read_text())["rows"]}
-    divided = [share for part, share in shares.items() if part not in ("as blocks", "graph as blocks")]
-    assert len(divided) == 6
-    assert sum(divided) == pytest.approx(1)
-
-
 def texts_of(picture: Path) -> str:
     """The comments of an svg file, in which matplotlib repeats each text that it draws as curves."""
     return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
