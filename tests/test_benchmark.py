@@ -80,7 +80,11 @@ def test_token(command, tmp_path):
         assert row["spread"][0] <= row["share"] <= row["spread"][1]
         assert row["seconds"] > 0 or row["part"] == "rest (MLX)"
         assert row["context"] == 40
+    low = {row["part"]: row for row in rows if row["gear"] == "low"}
+    assert low["as blocks"]["seconds"] > low["graph as blocks"]["seconds"]
+    assert low["as blocks"]["operations_per_layer"] < low["products"]["operations_per_layer"] / 3
     assert "low, 4 bits" in texts_of(picture)
+    assert "as blocks" in texts_of(picture)
 
 
 def texts_of(picture: Path) -> str:
@@ -167,6 +171,8 @@ def test_decode(command, tmp_path):
         (("token", "--picture", "/nowhere/t.png"), "there is no directory"),
         (("token", "--json", "t.svg", "--picture", "t.svg"), "t.svg"),
         (("token", "--shape", "65536x100000"), "of memory, and"),
+        (("token", "--shape", "256x1", "--context", 10**13), "--shape 256x1 --context 10000000000000 needs at least"),
+        (("decode", "--shape", "256x1", "--context", 10**13), "--shape 256x1 --context 10000000000000 needs at least"),
     ],
 )
 def test_bad_input_is_one_line(command, arguments, words):

@@ -33,7 +33,7 @@ COLUMNS = {
         *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
     ),
     "threads": ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio"),
-    "token": ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token"),
+    "token": ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token", "operations_per_layer"),
     "routing": ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread"),
 }
 

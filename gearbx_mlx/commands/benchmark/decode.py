@@ -57,7 +57,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> list[dict[str, Any]]:
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
     if settings.model is None:
-        check_memory(llama_bytes(settings.shape, ladder, len(PATHS)), f"--shape {settings.shape}")
+        check_llama(settings.shape, ladder, len(PATHS), settings.context)
     module = native_module()
     read_bandwidth = bandwidth_reader(module)
     cases = cases_of(settings.model, settings.shape, ladder)
@@ -132,11 +132,26 @@ def load_or_make(model: str | None, shape: str) -> nn.Module:
     return random_llama(shape) if model is None else load(model)[0]
 
 
-def llama_bytes(shape: str, ladder: Ladder, copies: int) -> float:
-    """Bytes that copies of the random Llama take at least: half-precision weights, and those of the largest gear."""
+def check_llama(shape: str, ladder: Ladder, copies: int, context: int = 0) -> None:
+    """Raises GearbxError where copies of the random Llama and one KV cache do not fit into memory."""
+    what = f"--shape {shape} --context {context}" if context else f"--shape {shape}"
+    check_memory(llama_bytes(shape, ladder, copies, context), what)
+
+
+def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:
+    """Bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
+
+    Weights are of half precision, with those of the largest gear beside them; keys and values are float32.
+    """
     width, layers = parse_shape(shape)
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width
-    return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + GIBIBYTE
+    cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD
+    return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + cached + GIBIBYTE
+
+
+def key_heads(width: int) -> int:
+    """Heads of keys and values of the random Llama: half as many as of queries."""
+    return width // (2 * HEAD)
 
 
 def random_llama(shape: str) -> nn.Module:
@@ -153,7 +168,7 @@ def random_llama(shape: str) -> nn.Module:
         "num_hidden_layers": layers,
         "intermediate_size": width * 11 // 4,
         "num_attention_heads": width // HEAD,
-        "num_key_value_heads": width // (2 * HEAD),
+        "num_key_value_heads": key_heads(width),
         "rms_norm_eps": 1e-5,
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": False,

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ...files.writing import replacing
-from ...telemetry.colors import SERIES, gear_color, gear_marker
+from ...telemetry.colors import BLACK, SERIES, gear_color, gear_marker
 from ...telemetry.report import get_pyplot
 
+AS_BLOCKS, GRAPH_AS_BLOCKS = WITH_BLOCKS = "as blocks", "graph as blocks"  # rows of `benchmark token`
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -41,7 +42,9 @@ def draw_threads(rows: Rows, path: Path) -> None:
 
 
 def draw_token(rows: Rows, path: Path) -> None:
-    """A bar for each gear, of the milliseconds of each part of a token; parts below 0 are left out.
+    """A bar for each gear, of the milliseconds of each part of a token, with a line where it ends with blocks.
+
+    A part that is negative is shown as 0.
 
     Args:
         rows: of `benchmark token`.
@@ -51,18 +54,26 @@ def draw_token(rows: Rows, path: Path) -> None:
     gears = list(dict.fromkeys(row["gear"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.7 * len(gears)), layout="constrained")
     ends = dict.fromkeys(gears, 0.0)
-    parts = list(dict.fromkeys(row["part"] for row in rows))
+    parts = list(dict.fromkeys(row["part"] for row in rows if row["part"] not in WITH_BLOCKS))
     for part, color in zip(parts, SERIES[1:]):
         some = [row for row in rows if row["part"] == part]
         sizes = [max(0.0, 1e3 * row["seconds"]) for row in some]
         starts = [ends[row["gear"]] for row in some]
-        axes.barh([f"{row['gear']}, {row['bits']} bits" for row in some], sizes, left=starts, color=color, label=part)
+        axes.barh([bar_of(row) for row in some], sizes, left=starts, color=color, label=part)
         ends = {gear: start + size for gear, start, size in zip(gears, starts, sizes)}
+    some = [row for row in rows if row["part"] == AS_BLOCKS]
+    line = {"linestyle": "", "marker": "|", "markersize": 30, "markeredgewidth": 2, "color": BLACK}
+    axes.plot([1e3 * row["seconds"] for row in some], [bar_of(row) for row in some], label=AS_BLOCKS, **line)
     axes.invert_yaxis()  # the first gear on top
     axes.set(xlabel="milliseconds of a token")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=0.4, frameon=False)
     save(figure, path)
+
+
+def bar_of(row: Mapping[str, Any]) -> str:
+    """The name of a gear's bar."""
+    return f"{row['gear']}, {row['bits']} bits"
 
 
 def save(figure: Any, path: Path) -> None:

@@ -16,9 +16,8 @@ from ...decoding.stream import stream_generate
 from ...gears.gearbox import Gearbox
 from ...loading import load
 from ...routing.gates import ThresholdGate
-from .decode import PROMPT, llama_bytes, load_or_make
+from .decode import PROMPT, check_llama, load_or_make
 from .kernels import bandwidth_reader, native_module, timed
-from .memory import check_memory
 
 
 class Stay(ThresholdGate):
@@ -39,7 +38,7 @@ def benchmark_routing(settings: RoutingBenchmark) -> list[dict[str, Any]]:
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
     if settings.model is None:
-        check_memory(llama_bytes(settings.shape, ladder, 1), f"--shape {settings.shape}")
+        check_llama(settings.shape, ladder, 1)
     module = native_module()
     read_bandwidth = bandwidth_reader(module)
     model, tokenizer = load_or_make(settings.model, settings.shape), load()[1]

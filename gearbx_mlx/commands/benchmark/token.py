@@ -1,6 +1,11 @@
-"""Where the time of a token goes, in each gear."""
+"""Where the time of a token goes, in each gear.
+
+The parts are those of a token whose operations run one by one; a token whose blocks run as one operation each is timed
+beside it, which shows what blocks save.
+"""
 
 import functools
+import io
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,27 +23,30 @@ from ...cli.gearbox import settle_gears
 from ...cli.gears import LayoutSettings
 from ...cli.parsers.benchmark import TokenBenchmark
 from ...cli.terminal import progress_bar
+from ...formats.block import single_operations
 from ...gears.gearbox import Gearbox
 from ...kernels import dispatch
-from .decode import PROMPT, fill_cache, llama_bytes, load_or_make
+from .decode import PROMPT, check_llama, fill_cache, load_or_make
 from .kernels import bandwidth_reader, native_module, timed
-from .memory import check_memory
+from .pictures import AS_BLOCKS, GRAPH_AS_BLOCKS, WITH_BLOCKS
 
-PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, SwiGLU"
+PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
-PARTS = PRODUCTS, HEAD, ATTENTION, FUSED, GRAPH, REST
-KERNELS = {"attention": ATTENTION, "rms_norm": FUSED, "rope": FUSED, "swiglu": FUSED}  # functions of `dispatch`
+TOKEN = "token"  # all parts of single operations
+PARTS = PRODUCTS, HEAD, ATTENTION, FUSED, GRAPH, REST, *WITH_BLOCKS
+KERNELS = {"attention": ATTENTION} | dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu"), FUSED)  # of `dispatch`
 
 Call = Callable[[], Any]
 
 
 @dataclass
 class Measured:
-    """Of one gear: the calls of a token by part, and what the trials took, in seconds per token."""
+    """Of one gear: the calls of a token by part, operations per layer, and the trials' seconds per token."""
 
     calls: Mapping[str, list[Call]]
-    totals: list[float] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    operations: float
+    operations_as_blocks: float
+    trials: list[dict[str, float]] = field(default_factory=list)
 
 
 def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
@@ -49,7 +57,7 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
     if settings.model is None:
-        check_memory(llama_bytes(settings.shape, ladder, 1), f"--shape {settings.shape}")
+        check_llama(settings.shape, ladder, 1, settings.context)
     module = native_module()
     read_bandwidth = bandwidth_reader(module)
     gearbox = Gearbox(load_or_make(settings.model, settings.shape), ladder, kernels="native")
@@ -59,14 +67,16 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     measured = {}
     for gear in ladder:
         gearbox.shift(gear)
-        measured[gear] = Measured(calls_of_token(gearbox, cache))
+        measured[gear] = measured_of(gearbox, cache)
     bandwidths = []
     with progress_bar() as progress:
         for trial in progress.track(range(settings.trials + 1), description="trials"):
             bandwidths.append(read_bandwidth())
             for gear, found in measured.items():
                 gearbox.shift(gear)
-                time_token(gearbox.model, cache, found if trial else Measured(found.calls), settings.tokens)
+                spent = time_token(gearbox.model, cache, found.calls, settings.tokens)
+                if trial:  # the first one is a warm-up
+                    found.trials.append(spent)
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
@@ -80,32 +90,61 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     ]
 
 
-def time_token(model: nn.Module, cache: list[Any], found: Measured, tokens: int) -> None:
-    """Adds a trial: tokens of the model as it is, and after each the calls of each part by themselves."""
-    spent = dict.fromkeys((*found.calls, GRAPH), 0.0)
-    evaluation = 0.0
+def measured_of(gearbox: Gearbox, cache: list[Any]) -> Measured:
+    """What is the same in all trials, of the gear that is engaged."""
+    with single_operations():
+        calls, operations = calls_of_token(gearbox, cache), operations_per_layer(gearbox.model, cache)
+    return Measured(calls, operations, operations_per_layer(gearbox.model, cache))
+
+
+def time_token(model: nn.Module, cache: list[Any], calls: Mapping[str, list[Call]], tokens: int) -> dict[str, float]:
+    """Seconds per token of each part, and of a TOKEN of single operations.
+
+    Each of the tokens is computed by single operations, then the calls of each part by themselves, then with blocks.
+    """
+    spent = dict.fromkeys((*calls, GRAPH, TOKEN, *WITH_BLOCKS), 0.0)
     for _ in range(tokens):
-        start = time.perf_counter()
-        y = model(mx.array([PROMPT[:1]]), cache=cache)[:, -1].argmax(-1)
-        spent[GRAPH] += (time.perf_counter() - start) / tokens
-        evaluation += timed(functools.partial(mx.eval, y, [layer.state for layer in cache])) / tokens
-        for part, calls in found.calls.items():
-            spent[part] += timed(functools.partial(mx.eval, [call() for call in calls])) / tokens
-    total = spent[GRAPH] + evaluation
-    found.totals.append(total)
-    for part, seconds in (spent | {REST: total - sum(spent.values())}).items():
-        found.parts[part].append(seconds)
+        with single_operations():
+            add_token(spent, model, cache, GRAPH, TOKEN)
+        for part, some in calls.items():
+            spent[part] += timed(functools.partial(mx.eval, [call() for call in some]))
+        add_token(spent, model, cache, GRAPH_AS_BLOCKS, AS_BLOCKS)
+    spent[REST] = spent[TOKEN] - sum(spent[part] for part in (*calls, GRAPH))
+    return {part: seconds / tokens for part, seconds in spent.items()}
+
+
+def add_token(spent: dict[str, float], model: nn.Module, cache: list[Any], graph: str, total: str) -> None:
+    """Adds the seconds of one token to spent[total], and to spent[graph] those in which Python builds the graph."""
+    start = time.perf_counter()
+    y = next_token(model, cache)
+    spent[graph] += time.perf_counter() - start
+    mx.eval(y, [layer.state for layer in cache])
+    spent[total] += time.perf_counter() - start
+
+
+def next_token(model: nn.Module, cache: list[Any]) -> mx.array:
+    """(1,) the token that follows, greedily; not evaluated."""
+    return model(mx.array([PROMPT[:1]]), cache=cache)[:, -1].argmax(-1)
+
+
+def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:
+    """Operations in MLX's graph of a token, with those of embedding and output head, over the number of layers."""
+    text = io.StringIO()
+    mx.export_to_dot(text, next_token(model, cache))
+    mx.eval([layer.state for layer in cache])
+    return text.getvalue().count("shape=rectangle") / len(model.layers)  # operations are boxes, arrays are not
 
 
 def row_of(part: str, found: Measured) -> dict[str, Any]:
-    """Medians over trials; `spread` is of the share."""
-    shares = [seconds / total for seconds, total in zip(found.parts[part], found.totals)]
+    """Medians over trials; `share` is of a token of single operations, and `spread` of the share."""
+    shares = [trial[part] / trial[TOKEN] for trial in found.trials]
     return {
         "part": part,
-        "seconds": statistics.median(found.parts[part]),
+        "seconds": statistics.median(trial[part] for trial in found.trials),
         "share": statistics.median(shares),
         "spread": [min(shares), max(shares)],
-        "seconds_per_token": statistics.median(found.totals),
+        "seconds_per_token": statistics.median(trial[TOKEN] for trial in found.trials),
+        "operations_per_layer": found.operations_as_blocks if part in WITH_BLOCKS else found.operations,
     }
 
 
