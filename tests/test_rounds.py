@@ -26,6 +26,11 @@ def longest_run(tokens: list[int]) -> tuple[int, list[int]]:
     return found, tokens[place:] if found else []
 
 
+def going_on(period: list[int], count: int) -> list[int]:
+    """The first `count` tokens of a text that repeats a period again and again."""
+    return list(itertools.islice(itertools.cycle(period), count))
+
+
 class TestLookup:
     @given(st.lists(st.integers(0, 3), max_size=40))
     def test_finds_what_a_scan_of_the_text_finds(self, tokens):
@@ -35,9 +40,17 @@ class TestLookup:
             lookup.follow(text, prompt=0)
         run, following = longest_run(tokens)
         if len(tokens) <= 16:  # all earlier places are compared
-            assert (lookup.run, lookup.proposed(40)) == (run, following)
+            assert (lookup.run, lookup.proposed(40)) == (run, going_on(following, 40))
         assert lookup.run <= run
         assert lookup.proposed(3) == lookup.proposed(40)[:3]
+
+    @pytest.mark.parametrize("period", [1, 2, 3, 15])
+    def test_a_text_that_goes_round_is_proposed_as_far_as_is_wanted(self, period):
+        text = going_on(list(range(period)), 100)
+        lookup = Lookup(LookupAgreement())
+        lookup.follow(text, prompt=100)
+        assert lookup.run == LONGEST
+        assert lookup.proposed(15) == going_on(list(range(period)), 115)[100:]
 
     def test_a_prompt_at_once_is_as_token_by_token(self):
         text = np.random.default_rng(0).integers(0, 9, 30).tolist() * 10
@@ -52,7 +65,7 @@ class TestLookup:
     def test_another_text_is_looked_up_in_itself_alone(self):
         lookup = Lookup(LookupAgreement())
         lookup.follow([1, 2, 3, 4, 1, 2], prompt=6)
-        assert lookup.proposed(9) == [3, 4, 1, 2]
+        assert lookup.proposed(9) == [3, 4, 1, 2, 3, 4, 1, 2, 3]
         lookup.follow([3, 4, 1, 2], prompt=4)
         assert lookup.proposed(9) == []
 
