@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import mlx.core as mx
 import pytest
-from conftest import tiny_model
+from conftest import ON_A_CPU, tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
@@ -48,7 +48,7 @@ class TestMeasuring:
         summary = tmp_path / "s.json"
         done = command("generate", "--mode", "lossless", "--curve", file, "-m", 12, "--summary", summary)
         assert done.status == 0
-        assert "another machine" not in done.err
+        assert "other conditions" not in done.err
         assert json.loads(summary.read_text())["tokens"] == 12
 
     def test_without_the_flag_there_are_none(self):
@@ -98,7 +98,7 @@ class TestUse:
 
     def test_times_of_another_machine_are_left_out_and_said_to_be(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
-        with pytest.warns(GearbxWarning, match="times are of another machine .elsewhere."):
+        with pytest.warns(GearbxWarning, match="times are of other conditions .elsewhere."):
             assert times_here(times_of("elsewhere"), gearbox) is None
 
     def test_drafts_save_bytes_where_the_times_are_of_another_machine(self, geared_demo, demo):
@@ -114,6 +114,22 @@ class TestUse:
     def test_a_machine_is_its_processor_and_its_kernels(self, tiny):
         native, plain = Gearbox(tiny, "4,16", kernels="native"), Gearbox(tiny_model(), "4,16", kernels="mlx")
         assert machine_of(native) != machine_of(plain)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"format": "rowwise"}, "rowwise"),
+            ({"group_size": 32}, "32"),
+            pytest.param({"activations": "float"}, "float activations", marks=ON_A_CPU),
+            ({"dtype": "bfloat16"}, "bfloat16"),
+        ],
+    )
+    def test_times_of_other_settings_are_left_out_and_said_to_be(self, tiny, change, says):
+        settings = {"kernels": "native", "group_size": 64, "dtype": "float32"}
+        times = times_of(machine_of(Gearbox(tiny, "4,16", **settings)))
+        other = Gearbox(tiny_model(), "4,16", **settings | change)
+        with pytest.warns(GearbxWarning, match=f"and this is .*{says}"):
+            assert times_here(times, other) is None
 
     def test_where_drafts_take_long_they_are_rare_and_the_text_is_the_same(self, geared_demo, demo):
         slow = times_of(machine_of(geared_demo), draft=100.0, per_token=1.0)

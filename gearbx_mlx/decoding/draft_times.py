@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import GearbxWarning
+from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.output_head import vocabulary
@@ -24,12 +25,18 @@ TRIALS = 9  # after one that compiles and fills caches
 
 
 def machine_of(gearbox: Gearbox) -> str:
-    """What times depend on beside the model: processor, cores, kernels, device. Equal where times may be compared."""
+    """What times depend on beside the weights: the machine and how the gearbox computes. Equal where times compare.
+
+    Processor, cores, kernels and device; format, group size, type of activations, and type to compute in.
+    """
     processor = hashlib.sha256(processor_features().encode()).hexdigest()[:8]
     kernels = "native" if gearbox.kernels.native else "mlx"
     device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
     threads = os.environ.get("GEARBX_THREADS", "")
-    return f"{processor}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
+    machine = f"{processor}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
+    activations = f"int{gearbox.kernels.x_bits}" if gearbox.kernels.x_bits else "float"
+    stored = f"format {gearbox.format.name} in groups of {gearbox.group_size}"
+    return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"
 
 
 def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tuple[float, list[float]]:
@@ -66,9 +73,9 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
 
 
 def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
-    """The times of a drafting file if they were measured on this machine; else none, and a warning says so."""
+    """The times of a drafting file if they were measured as this gearbox runs; else none, and a warning says so."""
     if times is None or times.machine == machine_of(gearbox):
         return times
-    said = f"the drafting file's times are of another machine ({times.machine}), and this is {machine_of(gearbox)}"
+    said = f"the drafting file's times are of other conditions ({times.machine}), and this is {machine_of(gearbox)}"
     warnings.warn(f"{said}: they are not used; calibrate --cost time here", GearbxWarning, stacklevel=4)
     return None

@@ -17,8 +17,9 @@ SCHEMA, VERSION = "gearbx-mlx drafting", 1
 class DraftTimes(Struct, frozen=True):
     """What passes take on one machine, in seconds.
 
-    machine: processor, cores and kernels. context: tokens in the KV cache. draft: a drafted token. verification: passes
-    of the top gear over 1, 2, ... 16 tokens. per_token: predicted from the calibration's tokens.
+    machine: processor, cores, kernels, and how weights and activations are stored. context: tokens in the KV cache.
+    draft: a drafted token. verification: passes of the top gear over 1, 2, ... 16 tokens. per_token: predicted from the
+    calibration's tokens.
     """
 
     machine: str
