@@ -104,8 +104,8 @@ class TestLookup:
         assert seconds[1] < 4 * seconds[0]  # 16 times as long
 
 
-def costs(draft=0.25, first=1.0, row=0.0):
-    return Costs(lambda: draft, lambda rows: first + row * (rows - 1), measured=True)
+def costs(draft=0.25, first=1.0, row=0.0, measured=True):
+    return Costs(lambda: draft, lambda rows: first + row * (rows - 1), measured=measured)
 
 
 def learned(agreement, share, runs=range(SHORTEST, LONGEST + 1)):
@@ -125,6 +125,16 @@ class TestWhatIsLookedUp:
     def test_what_is_never_right_is_not_proposed(self):
         rounds = Rounds(costs(row=0.01))
         learned(rounds.agreement, 0.0)
+        assert rounds.looked_up(2, 15) == 0
+
+    def test_where_rows_read_no_bytes_a_proposal_is_as_long_as_its_computation_is_worth(self):
+        """At ten rows for a pass over the weights: a token has to be right in one case of ten, or more."""
+        rounds = Rounds(costs(row=0.0, measured=False))
+        assert PRIOR[2] * PRIOR[3] > 0.1 > PRIOR[2] * PRIOR[3] * PRIOR[4]
+        assert rounds.looked_up(2, 15) == 2
+        learned(rounds.agreement, 1.0)
+        assert rounds.looked_up(2, 15) == 15
+        rounds = Rounds(costs(row=0.4, measured=False))  # experts of its own for each row, which are dearer
         assert rounds.looked_up(2, 15) == 0
 
     def test_dear_rows_make_proposals_shorter(self):

@@ -18,7 +18,8 @@ from ..routing.stretches import Stretches
 class StreamCosts(FixedCosts):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
-    While a verification reads the disk it computes, so that the slower of both counts.
+    While a verification reads the disk it computes, so that the slower of both counts. So rows have no share of
+    their own.
 
     Args:
         gearbox: with residency `stream`.
