@@ -1,7 +1,10 @@
 """What passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
 
+import gc
 import json
+import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
@@ -9,8 +12,10 @@ from conftest import ON_A_CPU, tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
+from gearbx_mlx.decoding.draft_costs import plan_of
 from gearbx_mlx.decoding.draft_rules import shipped
 from gearbx_mlx.decoding.draft_times import machine_of, measure_times, times_here
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, ProductRule, typical_agreement
 from gearbx_mlx.routing.draft_file import DraftTimes, parse_draft_file
 from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
 
@@ -143,3 +148,46 @@ class TestUse:
         drafted = {cost: sum(r.drafted > 0 for r in run) for cost, run in runs.items()}
         assert drafted["bytes"] > 4
         assert drafted["time"] <= 2  # a probe or two, each of which measures anew
+
+
+@dataclass
+class Steady:
+    """A user's own agreement, which cannot be hashed."""
+
+    value: float
+
+    def __call__(self, entropy):
+        return self.value
+
+
+class TestWhatIsLearned:
+    """Plans with costs in time learn over texts, as far as these texts have the same rule and times."""
+
+    def plan(self, gearbox, agreement=typical_agreement, times=None):
+        return plan_of(ProductRule(agreement, 0.5), gearbox, gearbox.ladder[0], "time", 15, times)
+
+    def test_goes_on_with_the_same_curve_and_times(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        assert self.plan(gearbox) is self.plan(gearbox)
+        curves = [AcceptanceCurve(edges, (0.9, 0.1)) for edges in ((1.0,), (1.0,), [1.0])]
+        one, same, listed = (self.plan(gearbox, curve, times_of("this")) for curve in curves)
+        assert one is same is listed
+
+    def test_begins_with_the_times_of_each_file(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        drafts = [
+            self.plan(gearbox, times=times and times_of("this", draft=times)).rounds.costs.draft()
+            for times in (None, 0.3, 0.7, 0.3)
+        ]
+        assert drafts == [0.0, 0.3, 0.7, 0.3]
+
+    def test_stays_with_a_text_where_the_rule_is_the_users_own(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        assert self.plan(gearbox, Steady(0.9)).rule.agreement == Steady(0.9)
+        agreements = [lambda entropy: 0.9 for _ in range(2)]
+        kept = [weakref.ref(agreement) for agreement in agreements]
+        for agreement in agreements:
+            self.plan(gearbox, agreement)
+        del agreement, agreements
+        gc.collect()
+        assert [agreement() for agreement in kept] == [None, None]
