@@ -118,7 +118,15 @@ class TestLookup:
             assert max(r.looked_up for r in run) == most
 
     @pytest.mark.parametrize(
-        ("setting", "says"), [({"cost": "money"}, "choose from time, bytes"), ({"lookup_tokens": 16}, "give 0 to 15")]
+        ("setting", "says"),
+        [
+            ({"cost": "money"}, "choose from time, bytes"),
+            ({"cost": "time", "draft_length": 4}, "cost and draft_length exclude each other"),
+            ({"lookup_tokens": 16}, "lookup_tokens is 16; give 0 to 15"),
+            ({"lookup_tokens": True}, "lookup_tokens is True; give 0 to 15"),
+            ({"lookup_tokens": 3.0}, "lookup_tokens is 3.0; give 0 to 15"),
+            ({"lookup_tokens": "3"}, "lookup_tokens is '3'; give 0 to 15"),
+        ],
     )
     def test_refuses_what_does_not_exist(self, setting, says):
         with pytest.raises(GearbxError, match=says):
@@ -130,7 +138,8 @@ class TestLookup:
     [
         ((), "drafts save what the drafting file says; lookup proposes up to 15 tokens at once"),
         (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
-        (("--draft-length", 2), "lookup proposes nothing"),
+        (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
+        (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
 )
 def test_describe_says_how_tokens_are_proposed(command, flags, says):
