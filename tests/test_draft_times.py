@@ -23,7 +23,14 @@ QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he 
 
 
 def times_of(machine, **change):
-    values = {"machine": machine, "context": 256, "draft": 0.3, "verification": [1.0] * MOST_ROWS, "per_token": 0.5}
+    values = {
+        "machine": machine,
+        "context": 256,
+        "alone": 0.8,
+        "draft": 0.3,
+        "verification": [1.0] * MOST_ROWS,
+        "per_token": 0.5,
+    }
     return DraftTimes(**values | change)
 
 
@@ -35,7 +42,8 @@ class TestMeasuring:
     def test_a_pass_over_more_weights_takes_longer(self):
         model = tiny_model(hidden_size=512, intermediate_size=2048)
         gearbox = Gearbox(model, "4,16")
-        draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
+        alone, draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
+        assert alone > 0
         assert draft > 0
         assert len(verification) == MOST_ROWS
         assert verification[15] > verification[0]
@@ -49,7 +57,7 @@ class TestMeasuring:
         assert "times as fast as the top gear (predicted)" in done.out
         times = parse_draft_file(file.read_text()).times
         assert times.context == 32
-        assert times.times_faster == pytest.approx(times.verification[0] / times.per_token)
+        assert times.times_faster == pytest.approx(times.alone / times.per_token)
         summary = tmp_path / "s.json"
         done = command("generate", "--mode", "lossless", "--curve", file, "-m", 12, "--summary", summary)
         assert done.status == 0
@@ -71,6 +79,7 @@ class TestFile:
         ("change", "says"),
         [
             ({"verification": [1.0] * 3}, "3 verifications; 16 are needed"),
+            ({"alone": 0.0}, "not above 0"),
             ({"draft": 0.0}, "not above 0"),
             ({"per_token": float("inf")}, "not above 0"),
             ({"verification": [1.0] * 15 + [-1.0]}, "not above 0"),
@@ -84,6 +93,9 @@ class TestFile:
     def test_refuses_a_file_whose_times_are_something_else(self, value, says):
         with pytest.raises(GearbxError, match=says):
             parse_draft_file(json.dumps(file_with(value)))
+
+    def test_is_as_many_times_faster_as_mlx_lms_own_loop_takes_longer(self):
+        assert times_of("this", alone=0.8, per_token=0.5).times_faster == pytest.approx(1.6)
 
     def test_goes_out_and_in(self):
         text = json.dumps(file_with(asdict(times_of("this"))))
