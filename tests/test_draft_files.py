@@ -94,6 +94,10 @@ class TestDraftingFiles:
             (("--mode", "lossless", "--gears", "16"), "cannot draft for itself"),
             (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
             (("--mode", "lossless", "--draft-length", 2, "--curve", "x"), "exclude each other"),
+            (
+                ("--mode", "lossless", "--cost", "time", "--draft-length", 4),
+                "--cost and --draft-length exclude each other",
+            ),
             (("--mode", "lossless", "--curve", "no such file"), "no such file: cannot be read as a drafting file"),
             (("--mode", "lossless", "--curve", __file__), "not JSON"),
             (("--curve", "x"), "--curve is for --mode lossless"),

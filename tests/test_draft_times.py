@@ -1,16 +1,21 @@
 """What passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
 
+import gc
 import json
+import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
-from conftest import tiny_model
+from conftest import ON_A_CPU, tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
+from gearbx_mlx.decoding.draft_costs import plan_of
 from gearbx_mlx.decoding.draft_rules import shipped
 from gearbx_mlx.decoding.draft_times import machine_of, measure_times, times_here
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, ProductRule, typical_agreement
 from gearbx_mlx.routing.draft_file import DraftTimes, parse_draft_file
 from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
 
@@ -18,7 +23,14 @@ QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he 
 
 
 def times_of(machine, **change):
-    values = {"machine": machine, "context": 256, "draft": 0.3, "verification": [1.0] * MOST_ROWS, "per_token": 0.5}
+    values = {
+        "machine": machine,
+        "context": 256,
+        "alone": 0.8,
+        "draft": 0.3,
+        "verification": [1.0] * MOST_ROWS,
+        "per_token": 0.5,
+    }
     return DraftTimes(**values | change)
 
 
@@ -30,7 +42,8 @@ class TestMeasuring:
     def test_a_pass_over_more_weights_takes_longer(self):
         model = tiny_model(hidden_size=512, intermediate_size=2048)
         gearbox = Gearbox(model, "4,16")
-        draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
+        alone, draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
+        assert alone > 0
         assert draft > 0
         assert len(verification) == MOST_ROWS
         assert verification[15] > verification[0]
@@ -44,11 +57,11 @@ class TestMeasuring:
         assert "times as fast as the top gear (predicted)" in done.out
         times = parse_draft_file(file.read_text()).times
         assert times.context == 32
-        assert times.times_faster == pytest.approx(times.verification[0] / times.per_token)
+        assert times.times_faster == pytest.approx(times.alone / times.per_token)
         summary = tmp_path / "s.json"
         done = command("generate", "--mode", "lossless", "--curve", file, "-m", 12, "--summary", summary)
         assert done.status == 0
-        assert "another machine" not in done.err
+        assert "other conditions" not in done.err
         assert json.loads(summary.read_text())["tokens"] == 12
 
     def test_without_the_flag_there_are_none(self):
@@ -66,6 +79,7 @@ class TestFile:
         ("change", "says"),
         [
             ({"verification": [1.0] * 3}, "3 verifications; 16 are needed"),
+            ({"alone": 0.0}, "not above 0"),
             ({"draft": 0.0}, "not above 0"),
             ({"per_token": float("inf")}, "not above 0"),
             ({"verification": [1.0] * 15 + [-1.0]}, "not above 0"),
@@ -79,6 +93,9 @@ class TestFile:
     def test_refuses_a_file_whose_times_are_something_else(self, value, says):
         with pytest.raises(GearbxError, match=says):
             parse_draft_file(json.dumps(file_with(value)))
+
+    def test_is_as_many_times_faster_as_mlx_lms_own_loop_takes_longer(self):
+        assert times_of("this", alone=0.8, per_token=0.5).times_faster == pytest.approx(1.6)
 
     def test_goes_out_and_in(self):
         text = json.dumps(file_with(asdict(times_of("this"))))
@@ -98,7 +115,7 @@ class TestUse:
 
     def test_times_of_another_machine_are_left_out_and_said_to_be(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
-        with pytest.warns(GearbxWarning, match="times are of another machine .elsewhere."):
+        with pytest.warns(GearbxWarning, match="times are of other conditions .elsewhere."):
             assert times_here(times_of("elsewhere"), gearbox) is None
 
     def test_drafts_save_bytes_where_the_times_are_of_another_machine(self, geared_demo, demo):
@@ -115,6 +132,22 @@ class TestUse:
         native, plain = Gearbox(tiny, "4,16", kernels="native"), Gearbox(tiny_model(), "4,16", kernels="mlx")
         assert machine_of(native) != machine_of(plain)
 
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"format": "rowwise"}, "rowwise"),
+            ({"group_size": 32}, "32"),
+            pytest.param({"activations": "float"}, "float activations", marks=ON_A_CPU),
+            ({"dtype": "bfloat16"}, "bfloat16"),
+        ],
+    )
+    def test_times_of_other_settings_are_left_out_and_said_to_be(self, tiny, change, says):
+        settings = {"kernels": "native", "group_size": 64, "dtype": "float32"}
+        times = times_of(machine_of(Gearbox(tiny, "4,16", **settings)))
+        other = Gearbox(tiny_model(), "4,16", **settings | change)
+        with pytest.warns(GearbxWarning, match=f"and this is .*{says}"):
+            assert times_here(times, other) is None
+
     def test_where_drafts_take_long_they_are_rare_and_the_text_is_the_same(self, geared_demo, demo):
         slow = times_of(machine_of(geared_demo), draft=100.0, per_token=1.0)
         made = parse_draft_file(json.dumps(file_with(None)))
@@ -127,3 +160,46 @@ class TestUse:
         drafted = {cost: sum(r.drafted > 0 for r in run) for cost, run in runs.items()}
         assert drafted["bytes"] > 4
         assert drafted["time"] <= 2  # a probe or two, each of which measures anew
+
+
+@dataclass
+class Steady:
+    """A user's own agreement, which cannot be hashed."""
+
+    value: float
+
+    def __call__(self, entropy):
+        return self.value
+
+
+class TestWhatIsLearned:
+    """Plans with costs in time learn over texts, as far as these texts have the same rule and times."""
+
+    def plan(self, gearbox, agreement=typical_agreement, times=None):
+        return plan_of(ProductRule(agreement, 0.5), gearbox, gearbox.ladder[0], "time", 15, times)
+
+    def test_goes_on_with_the_same_curve_and_times(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        assert self.plan(gearbox) is self.plan(gearbox)
+        curves = [AcceptanceCurve(edges, (0.9, 0.1)) for edges in ((1.0,), (1.0,), [1.0])]
+        one, same, listed = (self.plan(gearbox, curve, times_of("this")) for curve in curves)
+        assert one is same is listed
+
+    def test_begins_with_the_times_of_each_file(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        drafts = [
+            self.plan(gearbox, times=times and times_of("this", draft=times)).rounds.costs.draft()
+            for times in (None, 0.3, 0.7, 0.3)
+        ]
+        assert drafts == [0.0, 0.3, 0.7, 0.3]
+
+    def test_stays_with_a_text_where_the_rule_is_the_users_own(self, tiny):
+        gearbox = Gearbox(tiny, "4,16")
+        assert self.plan(gearbox, Steady(0.9)).rule.agreement == Steady(0.9)
+        agreements = [lambda entropy: 0.9 for _ in range(2)]
+        kept = [weakref.ref(agreement) for agreement in agreements]
+        for agreement in agreements:
+            self.plan(gearbox, agreement)
+        del agreement, agreements
+        gc.collect()
+        assert [agreement() for agreement in kept] == [None, None]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, tiny_model
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
 
@@ -18,7 +19,7 @@ from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.draft_costs import CostRule
 from gearbx_mlx.routing.pass_costs import Costs
 from gearbx_mlx.routing.rounds import Rounds
-from gearbx_mlx.routing.stretches import Stretches
+from gearbx_mlx.routing.stretches import TRIAL, Stretches
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
@@ -117,7 +118,15 @@ class TestLookup:
             assert max(r.looked_up for r in run) == most
 
     @pytest.mark.parametrize(
-        ("setting", "says"), [({"cost": "money"}, "choose from time, bytes"), ({"lookup_tokens": 16}, "give 0 to 15")]
+        ("setting", "says"),
+        [
+            ({"cost": "money"}, "choose from time, bytes"),
+            ({"cost": "time", "draft_length": 4}, "cost and draft_length exclude each other"),
+            ({"lookup_tokens": 16}, "lookup_tokens is 16; give 0 to 15"),
+            ({"lookup_tokens": True}, "lookup_tokens is True; give 0 to 15"),
+            ({"lookup_tokens": 3.0}, "lookup_tokens is 3.0; give 0 to 15"),
+            ({"lookup_tokens": "3"}, "lookup_tokens is '3'; give 0 to 15"),
+        ],
     )
     def test_refuses_what_does_not_exist(self, setting, says):
         with pytest.raises(GearbxError, match=says):
@@ -129,7 +138,8 @@ class TestLookup:
     [
         ((), "drafts save what the drafting file says; lookup proposes up to 15 tokens at once"),
         (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
-        (("--draft-length", 2), "lookup proposes nothing"),
+        (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
+        (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
 )
 def test_describe_says_how_tokens_are_proposed(command, flags, says):
@@ -203,3 +213,15 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
     assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(*runs))
     assert 8 <= sum(alone) < 80
     assert next(clock) == len(alone)  # every token is timed once, whichever way it is written
+
+
+def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny):
+    """Texts of one token say nothing about either way: nobody knows when that token was there."""
+    gearbox, now = Gearbox(tiny, "4,16"), [0.0]
+    stretches = Stretches(lambda: now[0])
+    for _ in range(3 * TRIAL[True]):
+        lossless = LosslessModel(gearbox, FixedLength(1), stretches=stretches, prompt_tokens=1, max_tokens=1)
+        lossless(mx.array([[1]]), cache=make_prompt_cache(tiny))
+        assert stretches.in_rounds
+        assert not stretches.over
+        now[0] += 100.0

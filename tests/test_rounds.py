@@ -26,6 +26,11 @@ def longest_run(tokens: list[int]) -> tuple[int, list[int]]:
     return found, tokens[place:] if found else []
 
 
+def going_on(period: list[int], count: int) -> list[int]:
+    """The first `count` tokens of a text that repeats a period again and again."""
+    return list(itertools.islice(itertools.cycle(period), count))
+
+
 class TestLookup:
     @given(st.lists(st.integers(0, 3), max_size=40))
     def test_finds_what_a_scan_of_the_text_finds(self, tokens):
@@ -35,9 +40,17 @@ class TestLookup:
             lookup.follow(text, prompt=0)
         run, following = longest_run(tokens)
         if len(tokens) <= 16:  # all earlier places are compared
-            assert (lookup.run, lookup.proposed(40)) == (run, following)
+            assert (lookup.run, lookup.proposed(40)) == (run, going_on(following, 40))
         assert lookup.run <= run
         assert lookup.proposed(3) == lookup.proposed(40)[:3]
+
+    @pytest.mark.parametrize("period", [1, 2, 3, 15])
+    def test_a_text_that_goes_round_is_proposed_as_far_as_is_wanted(self, period):
+        text = going_on(list(range(period)), 100)
+        lookup = Lookup(LookupAgreement())
+        lookup.follow(text, prompt=100)
+        assert lookup.run == LONGEST
+        assert lookup.proposed(15) == going_on(list(range(period)), 115)[100:]
 
     def test_a_prompt_at_once_is_as_token_by_token(self):
         text = np.random.default_rng(0).integers(0, 9, 30).tolist() * 10
@@ -52,7 +65,7 @@ class TestLookup:
     def test_another_text_is_looked_up_in_itself_alone(self):
         lookup = Lookup(LookupAgreement())
         lookup.follow([1, 2, 3, 4, 1, 2], prompt=6)
-        assert lookup.proposed(9) == [3, 4, 1, 2]
+        assert lookup.proposed(9) == [3, 4, 1, 2, 3, 4, 1, 2, 3]
         lookup.follow([3, 4, 1, 2], prompt=4)
         assert lookup.proposed(9) == []
 
@@ -91,8 +104,8 @@ class TestLookup:
         assert seconds[1] < 4 * seconds[0]  # 16 times as long
 
 
-def costs(draft=0.25, first=1.0, row=0.0):
-    return Costs(lambda: draft, lambda rows: first + row * (rows - 1), measured=True)
+def costs(draft=0.25, first=1.0, row=0.0, measured=True):
+    return Costs(lambda: draft, lambda rows: first + row * (rows - 1), measured=measured)
 
 
 def learned(agreement, share, runs=range(SHORTEST, LONGEST + 1)):
@@ -112,6 +125,16 @@ class TestWhatIsLookedUp:
     def test_what_is_never_right_is_not_proposed(self):
         rounds = Rounds(costs(row=0.01))
         learned(rounds.agreement, 0.0)
+        assert rounds.looked_up(2, 15) == 0
+
+    def test_where_rows_read_no_bytes_a_proposal_is_as_long_as_its_computation_is_worth(self):
+        """At ten rows for a pass over the weights: a token has to be right in one case of ten, or more."""
+        rounds = Rounds(costs(row=0.0, measured=False))
+        assert PRIOR[2] * PRIOR[3] > 0.1 > PRIOR[2] * PRIOR[3] * PRIOR[4]
+        assert rounds.looked_up(2, 15) == 2
+        learned(rounds.agreement, 1.0)
+        assert rounds.looked_up(2, 15) == 15
+        rounds = Rounds(costs(row=0.4, measured=False))  # experts of its own for each row, which are dearer
         assert rounds.looked_up(2, 15) == 0
 
     def test_dear_rows_make_proposals_shorter(self):

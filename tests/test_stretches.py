@@ -59,3 +59,37 @@ def test_short_texts_add_up_and_the_time_between_them_does_not_count():
     seconds, ways = written(10, 1.3, 1.0, texts=400, between=100.0)
     assert seconds / 4000 < 1.06
     assert 2 * TRIAL[True] < sum(ways) < 800
+
+
+def with_pauses(rounds, alone, every, pause, length=1, tokens=4000):
+    """The ways of tokens where whoever reads them pauses after each so many. A round makes `length` tokens at once."""
+    now, ways, left = [0.0], [], 0
+    stretches = Stretches(lambda: now[0])
+    for token in range(tokens):
+        begins = left == 0 or not stretches.in_rounds
+        stretches.token(begins)
+        if begins and stretches.over:
+            stretches.turn()
+        ways.append(stretches.in_rounds)
+        if begins:
+            left = length if ways[-1] else 1
+            now[0] += rounds * length if ways[-1] else alone
+        left -= 1
+        now[0] += pause if token % every == 0 else 0
+    return ways
+
+
+@pytest.mark.parametrize("every", [6, 17, 29, 50, 200])
+@pytest.mark.parametrize("length", [1, 3, 16])
+@pytest.mark.parametrize(("rounds", "alone"), [(1.0, 1.5), (1.5, 1.0)])
+def test_pauses_of_whoever_reads_do_not_decide(rounds, alone, length, every):
+    """A page that is drawn every few tokens, and takes as long as a hundred of them."""
+    ways = with_pauses(rounds, alone, every, 100.0, length)
+    faster = sum(ways[1000:]) / 3000
+    assert faster > 0.85 if rounds < alone else faster < 0.2
+
+
+def test_a_pause_in_the_first_trial_does_not_decide():
+    """Else rounds would wait for their next trial, and a short text would do without them."""
+    ways = with_pauses(1.0, 2.0, 10**9, 1000.0, tokens=120)  # after the first token
+    assert sum(ways) > 100

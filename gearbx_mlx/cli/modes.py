@@ -65,6 +65,8 @@ class ModeSettings(Settings):
             raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
         if self.curve is not None and self.draft_length is not None:
             raise GearbxError("--curve and --draft-length exclude each other; give one")
+        if self.cost is not None and self.draft_length is not None:
+            raise GearbxError("--cost and --draft-length exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
         if self.small_model is not None and self.mode not in (None, PAIR):

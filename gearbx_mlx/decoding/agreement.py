@@ -125,6 +125,6 @@ def draft_times(
     curve: AcceptanceCurve,
 ) -> DraftTimes:
     """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
-    token, verifications = measure_times(gearbox, top, draft, context)
+    alone, token, verifications = measure_times(gearbox, top, draft, context)
     predicted = predicted_cost(sequences, curve, LearnedCosts((token, verifications)))
-    return DraftTimes(machine_of(gearbox), context, token, verifications, predicted)
+    return DraftTimes(machine_of(gearbox), context, alone, token, verifications, predicted)

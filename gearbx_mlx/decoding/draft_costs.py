@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
-from ..routing.acceptance import DraftRule, ProductRule
+from ..routing.acceptance import AcceptanceCurve, DraftRule, ProductRule, typical_agreement
 from ..routing.draft_costs import CostRule
 from ..routing.draft_file import DraftTimes
 from ..routing.pass_costs import BYTES, Costs, FixedCosts, LearnedCosts, PassCosts
@@ -18,7 +18,8 @@ from ..routing.stretches import Stretches
 class StreamCosts(FixedCosts):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
-    While a verification reads the disk it computes, so that the slower of both counts.
+    While a verification reads the disk it computes, so that the slower of both counts. So rows have no share of
+    their own.
 
     Args:
         gearbox: with residency `stream`.
@@ -50,7 +51,7 @@ def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
 class Plan:
     """When a draft ends, which rounds draft, and where there are rounds at all (None: everywhere).
 
-    With costs in time it is the gearbox's, and learns over texts.
+    With costs in time it is the gearbox's, and learns over texts; with a curve of the user's own, over one text.
     """
 
     rule: DraftRule
@@ -80,11 +81,28 @@ def plan_of(
         return Plan(rule, Rounds(StreamCosts(gearbox, stream, draft), most_looked_up))
     if unit == BYTES or not isinstance(rule, ProductRule):
         return Plan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up))
-    known, key = LEARNED.setdefault(gearbox, {}), (draft, rule.agreement, most_looked_up)
+    curve = shared_curve(rule)
+    if curve is None:
+        return learning_plan(rule, most_looked_up, times)
+    known = LEARNED.setdefault(gearbox, {})
+    key = draft, curve, most_looked_up, times and (times.draft, *times.verification)
     if key not in known:
-        costs = LearnedCosts(None if times is None else (times.draft, times.verification))
-        known[key] = Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
+        known[key] = learning_plan(rule, most_looked_up, times)
     return known[key]
+
+
+def learning_plan(rule: ProductRule, most_looked_up: int, times: DraftTimes | None) -> Plan:
+    """A plan with costs in time that knows `times`, and learns from there."""
+    costs = LearnedCosts(None if times is None else (times.draft, times.verification))
+    return Plan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
+
+
+def shared_curve(rule: ProductRule) -> Any:
+    """A key that is equal for rules of equal curves; None for a user's own function, which nobody can compare."""
+    curve = rule.agreement
+    if isinstance(curve, AcceptanceCurve):
+        return tuple(curve.edges), tuple(curve.agreement)
+    return curve if curve is typical_agreement else None
 
 
 def at_measured_speeds(rule: DraftRule, gearbox: Gearbox, draft: int | None) -> DraftRule:

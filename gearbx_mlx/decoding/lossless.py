@@ -44,7 +44,8 @@ class Lossless(Mode):
         window: tokens in the rolling mean that responses show.
 
     Raises:
-        GearbxError: more than one of curve, draft_length and rule; a cost or a number that does not exist.
+        GearbxError: more than one of curve, draft_length and rule; a cost with a draft_length; a cost or a number that
+            does not exist.
     """
 
     name: ClassVar[str] = "lossless"
@@ -67,8 +68,11 @@ class Lossless(Mode):
             FixedLength(self.draft_length)
         if self.cost is not None and self.cost not in COSTS:
             raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
-        if self.lookup_tokens is not None and not 0 <= self.lookup_tokens <= MOST_DRAFTED:
-            raise GearbxError(f"lookup_tokens is {self.lookup_tokens}; give 0 to {MOST_DRAFTED}")
+        if self.cost is not None and self.draft_length is not None:
+            raise GearbxError("cost and draft_length exclude each other; give one")
+        most = self.lookup_tokens
+        if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
+            raise GearbxError(f"lookup_tokens is {most!r}; give 0 to {MOST_DRAFTED}")
 
     @property
     def most_looked_up(self) -> int:
@@ -106,7 +110,10 @@ class Lossless(Mode):
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        return f"lossless: drafts save {self.cost or 'what the drafting file says'}; lookup proposes {looked_up}"
+        drafts = f"drafts save {self.cost or 'what the drafting file says'}"
+        if self.draft_length is not None:
+            drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
+        return f"lossless: {drafts}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear

@@ -112,6 +112,8 @@ class LosslessModel(ModelWrapper):
         warn_of_other_paths(gearbox)
         self.rule = rule or default_rule()
         self.rounds, self.stretches = rounds, stretches
+        if stretches is not None:
+            stretches.begin()  # a prompt of one token looks like any token
         self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
         self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
@@ -139,10 +141,11 @@ class LosslessModel(ModelWrapper):
             self.stretches.token()
             return self._alone(inputs, cache)
         token = np.array(inputs).item()
+        known = self._verified if self._verified is not None and self._verified.continued_by(token, cache) else None
         if self.stretches is not None:
-            self.stretches.token()
-        if self._verified is not None and self._verified.continued_by(token, cache):
-            return self._next_row(self._verified)
+            self.stretches.token(begins_round=known is None)
+        if known is not None:
+            return self._next_row(known)
         if self.stretches is not None and self.stretches.over:
             self.stretches.turn()
             if not self.stretches.in_rounds:

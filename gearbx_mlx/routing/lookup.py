@@ -5,6 +5,7 @@ in it once more, further up, says what may come next, and no weight is read for 
 the text and on how long the run is; this is counted at every token, whether the proposal was used or not.
 """
 
+import itertools
 from collections.abc import Sequence
 
 SHORTEST, LONGEST = 2, 8  # tokens of a run; more than the longest count as it
@@ -87,8 +88,15 @@ class Lookup:
         self._find()
 
     def proposed(self, count: int) -> list[int]:
-        """The next tokens, `count` at most; none where the last tokens are new."""
-        return list(self._tokens[self._place : min(self._place + count, self._count)]) if self.run else []
+        """The next `count` tokens; none where the last tokens are new.
+
+        Past the end of the text the proposal goes on with its own beginning, as LZ77 copies: a text that goes round
+        goes round once more.
+        """
+        if not self.run:
+            return []
+        period = self._tokens[self._place : self._count]
+        return list(itertools.islice(itertools.cycle(period), count))
 
     def _link(self, place: int) -> None:
         pair = (self._tokens[place - 1] if place else -1, self._tokens[place])

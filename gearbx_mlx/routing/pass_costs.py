@@ -17,6 +17,9 @@ TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
 REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
+# What a row of a verification computes, as a share of a pass over one: on one thread 8 vectors take about 1.75 times,
+# and 16 about 3.35 times, as long as it takes to read the weights (docs/performance.md).
+ROW_SHARE = 0.1
 REFRESHED = 16  # a pass of this kind is measured once in so many
 
 
@@ -25,6 +28,8 @@ class PassCosts(Protocol):
 
     measured: bool
     """Whether the costs come from passes that run, so that each kind has to run once in a while."""
+    row_share: float
+    """What a row beyond the first costs at least, as a share of a pass over one: bytes do not count its computation."""
 
     @property
     def ready(self) -> bool:
@@ -55,7 +60,7 @@ class PassCosts(Protocol):
 class FixedCosts:
     """Costs that no measurement of a pass changes."""
 
-    measured, ready = False, True
+    measured, ready, row_share = False, True, 0.0
 
     def wants_verification(self, rows: int) -> bool:
         return False
@@ -72,11 +77,12 @@ class Costs(FixedCosts):
 
     Args:
         draft: of a drafted token. verification: of a pass of the top gear over so many tokens.
-        measured: whether the functions follow what passes cost on this machine.
+        measured: whether the functions follow what passes cost on this machine. If not, a row has a `row_share`.
     """
 
     def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
         self._draft, self._verification, self.measured = draft, verification, measured
+        self.row_share = 0.0 if measured else ROW_SHARE
 
     def draft(self) -> float:
         return self._draft()
@@ -149,7 +155,7 @@ class LearnedCosts:
         seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
     """
 
-    measured = True
+    measured, row_share = True, 0.0
 
     def __init__(self, seconds: tuple[float, Sequence[float]] | None = None):
         self._draft = LatestTimes()

@@ -51,10 +51,15 @@ class Rounds:
         best, most, tokens = 0, 0.0, 1.0
         for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
             tokens += probability
-            saved = token * tokens - self.costs.verification(1 + taken)
+            saved = token * tokens - self._proposal(taken)
             if saved > most:
                 best, most = taken, saved
         return best
+
+    def _proposal(self, taken: int) -> float:
+        """What a round with so many tokens of the text costs: its bytes may be those of one row, but not its time."""
+        computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
+        return max(self.costs.verification(1 + taken), computed)
 
     def drafts(self) -> bool:
         """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
