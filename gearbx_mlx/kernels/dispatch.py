@@ -258,7 +258,7 @@ def attention(
 
 def block_kernels(vectors: int) -> ModuleType | None:
     """The native CPU kernels if they compute a transformer block for this many vectors, else None."""
-    return cpu_kernels(vectors)
+    return None if metal.available() else cpu_kernels(vectors)
 
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:
