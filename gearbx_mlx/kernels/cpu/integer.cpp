@@ -33,6 +33,7 @@ struct Job {
   int count;
   Rounded x;
   int64_t vectors;
+  bool row_by_row;
 };
 
 // Adds the products of N vectors and `groups` groups to the totals. Activations have X bytes.
@@ -116,7 +117,7 @@ void do_piece(const void* context, int piece) {
   for (; piece >= matrix->pieces.count; matrix++) piece -= matrix->pieces.count;
   const int64_t end = matrix->pieces.first(piece + 1);
 #if defined(GEARBX_AVX2)
-  if (job.vectors == 1) {
+  if (job.row_by_row) {
     OneVector work(*matrix->stack, matrix->how, job.x);
     for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
       work.multiply(row, static_cast<int>(end - row < LANES ? end - row : LANES), matrix->y + row);
@@ -128,9 +129,15 @@ void do_piece(const void* context, int piece) {
     multiply_rows(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
 }
 
+// Whether rows are read one after the other: for one vector, unless rows are so short that most of the sums over LANES
+// groups would be of nothing.
+bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
+  return ROW_BY_ROW && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
+}
+
 Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
   const Unpacking how(m);
-  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, ROW_BY_ROW && vectors == 1};
+  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, reads_row_by_row(m, vectors)};
 }
 
 void multiply_some(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
@@ -144,7 +151,8 @@ void multiply_some(const gearbx_stack* const* stacks, int count, const float* x,
       matrices.push_back({&m, y[done], Unpacking(m), Pieces(m.rows, row_bytes(m), vectors, LANES)});
       pieces += matrices.back().pieces.count;
     }
-    const Job job = {matrices.data(), static_cast<int>(matrices.size()), round_all(rounding, x, vectors), vectors};
+    const Job job = {matrices.data(), static_cast<int>(matrices.size()), round_all(rounding, x, vectors), vectors,
+                     rounding.row_by_row};
     share_out(pieces, do_piece, &job);
   }
 }
