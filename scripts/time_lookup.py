@@ -32,7 +32,7 @@ ALONE = "top gear alone"
 
 @dataclass
 class Counted:
-    """What texts came to, all added up. ratios: of each text, the time of the top gear alone over that of this mode."""
+    """The sums over all texts. ratios: for each text, the time of the top gear alone over that of this mode."""
 
     tokens: int = 0
     verifications: int = 0

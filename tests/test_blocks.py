@@ -69,29 +69,26 @@ def same(first: list[mx.array], second: list[mx.array]) -> bool:
     return all(mx.array_equal(a, b).item() for a, b in zip(first, second, strict=True))
 
 
+def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
+    """All blocks run as one operation, with the bits of their operations."""
+    for gear in box.ladder:
+        box.shift(gear)
+        calls.native, calls.enabled = 0, True
+        as_blocks = text(box.model)
+        assert calls.native == 8 * len(box.model.layers)
+        calls.enabled = False
+        assert same(as_blocks, text(box.model))
+
+
 class TestBits:
     @pytest.mark.parametrize(("architecture", "change"), MODELS)
     def test_are_those_of_the_operations(self, architecture, change, calls):
-        box = boxed(architecture, change)
-        for gear in box.ladder:
-            box.shift(gear)
-            calls.native, calls.enabled = 0, True
-            as_blocks = text(box.model)
-            assert calls.native == 8 * len(box.model.layers)
-            calls.enabled = False
-            assert same(as_blocks, text(box.model))
+        check_every_gear(boxed(architecture, change), calls)
 
     @pytest.mark.parametrize("format", FORMATS)
     @pytest.mark.parametrize("activations", ["float", "int16", "int8"])
     def test_of_every_format(self, format, activations, calls):
-        box = boxed(format=format, activations=activations)
-        for gear in box.ladder:
-            box.shift(gear)
-            calls.native, calls.enabled = 0, True
-            as_blocks = text(box.model)
-            assert calls.native == 8 * len(box.model.layers)
-            calls.enabled = False
-            assert same(as_blocks, text(box.model))
+        check_every_gear(boxed(format=format, activations=activations), calls)
 
     @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
     def test_of_norms_that_add_one_to_their_weight(self, dtype, calls):

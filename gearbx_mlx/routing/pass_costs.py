@@ -92,7 +92,7 @@ class Costs(FixedCosts):
 
 
 class RoundCounts:
-    """What rounds with drafts came to, the latest of which weigh most.
+    """What rounds with drafts cost and gave. The latest weigh most.
 
     Args:
         kept: of the weight of earlier rounds, at each further one.

@@ -17,7 +17,7 @@ PROBED = 32  # rounds between two that try what loses
 
 
 class Rounds:
-    """Chooses what a round does, by costs and by what earlier rounds came to. Texts do not depend on it.
+    """Chooses what a round does, by the costs of passes and the results of earlier rounds. Texts do not depend on it.
 
     Args:
         costs: of passes.

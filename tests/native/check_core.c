@@ -184,7 +184,7 @@ static void check_dense(int type, int64_t rows, int64_t columns, int vectors) {
   float* x = random_x(vectors * columns);
   float* y = malloc((size_t)(vectors * rows) * 4);
   const gearbx_dense m = {rows, columns, held, type};
-  gearbx_dense_matvec(&m, x, vectors, y);
+  gearbx_dense_product(&m, x, vectors, y);
   char what[32];
   snprintf(what, sizeof what, "dense, type %d,", type);
   compare(what, rows, columns, vectors, x, weights, sizes, y);
@@ -242,7 +242,7 @@ static void check_products(int64_t vectors) {
         if (e == EXPERTS)
           memcpy(alone + p * ROWS, y + p * ROWS, ROWS * 4), failures += !isnan(y[p * ROWS]);
         else
-          stack ? gearbx_stack_matvec(&s, mine, 1, alone + p * ROWS) : gearbx_dense_matvec(&d, mine, 1, alone + p * ROWS);
+          stack ? gearbx_stack_matvec(&s, mine, 1, alone + p * ROWS) : gearbx_dense_product(&d, mine, 1, alone + p * ROWS);
       }
       same_bits(experts ? "experts" : "many vectors", y, alone, vectors * ROWS);
     }
@@ -278,7 +278,7 @@ static void check_matrices(int64_t columns, int64_t vectors) {
   for (int i = 0; i < MATRICES; i++) {
     const int64_t rows = heights[i];
     float* alone = malloc((size_t)(vectors * rows + 1) * 4);
-    for (int64_t v = 0; v < vectors; v++) gearbx_dense_matvec(&made[i], x + v * columns, 1, alone + v * rows);
+    for (int64_t v = 0; v < vectors; v++) gearbx_dense_product(&made[i], x + v * columns, 1, alone + v * rows);
     for (int64_t r = 0; r < rows; r++) failures += isfinite(y[i][r]) != 0; /* NaN keeps the sign of one operand */
     same_bits("several matrices", y[i] + rows, alone + rows, (vectors - 1) * rows);
     free(alone);

@@ -79,10 +79,8 @@ void multiply(const std::vector<Linear>& linears, const float* x, int64_t vector
   const bool done = multiply_together(gearbx_stack_products, linears, x, vectors, results) ||
                     multiply_together(gearbx_dense_products, linears, x, vectors, results) ||
                     multiply_together(gearbx_exact_products, linears, x, vectors, results);
-  for (size_t i = 0; i < linears.size(); i++) {
-    if (!done) std::visit(Product{x, vectors, results[i]}, linears[i].matrix);
-    add_bias(linears[i], vectors, results[i]);
-  }
+  for (size_t i = 0; i < linears.size(); i++)
+    done ? add_bias(linears[i], vectors, results[i]) : multiply(linears[i], x, vectors, results[i]);
 }
 
 void norm(const Norm& by, const float* x, int64_t rows, int64_t columns, float* y) {

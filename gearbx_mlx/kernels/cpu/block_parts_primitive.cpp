@@ -8,11 +8,13 @@
 namespace gearbx {
 namespace {
 
-nb::capsule linear_part(std::variant<gearbx_stack, gearbx_dense, gearbx_exact> matrix,
-                       const std::vector<mx::array>& arrays, const std::optional<mx::array>& bias) {
+// The linear layer whose matrix `matrix_of` makes once it is known that these arrays can be read in place.
+template <class MatrixOf>
+nb::capsule linear_part(const std::vector<mx::array>& arrays, const std::optional<mx::array>& bias,
+                        const MatrixOf& matrix_of) {
   LinearPart made;
-  made.value.matrix = matrix;
   for (const mx::array& a : arrays) note(a, made.memory);
+  made.value.matrix = matrix_of();
   if (bias) {
     require(bias->ndim() == 1 && bias->shape(0) == made.value.rows(), "a bias must have a number for each row");
     made.value.bias = note(*bias, made.memory).data<void>();
@@ -22,42 +24,34 @@ nb::capsule linear_part(std::variant<gearbx_stack, gearbx_dense, gearbx_exact> m
 }
 
 nb::capsule stack_part(const std::vector<mx::array>& weights, const mx::array& scales,
-                      const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits,
-                      const std::optional<mx::array>& bias) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits,
+                       const std::optional<mx::array>& bias) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const StackForm form = {widths, group, x_bits};
-  const auto x = mx::array(0.0f);
-  auto arrays = form.inputs(mx::broadcast_to(x, {1, scales.shape(-1) * group}, s), weights, scales, biases, 2, s);
-  Memory memory;
-  for (size_t i = 1; i < arrays.size(); i++) note(arrays[i], memory);
-  const auto matrix = form.matrix(arrays);
-  return linear_part(matrix, {arrays.begin() + 1, arrays.end()}, bias);
+  const auto x = mx::broadcast_to(mx::array(0.0f), {1, scales.shape(-1) * group}, s);
+  const auto inputs = form.inputs(x, weights, scales, biases, 2, s);
+  return linear_part({inputs.begin() + 1, inputs.end()}, bias, [&] { return form.matrix(inputs); });
 }
 
 nb::capsule symmetric_part(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits,
-                          const std::optional<mx::array>& bias) {
+                           const std::optional<mx::array>& bias) {
   check_symmetric(weight, scales, inputs, bits, x_bits);
-  Memory memory;
-  return linear_part(symmetric_of(note(weight, memory), note(scales, memory), inputs, bits, x_bits), {weight, scales},
-                     bias);
+  return linear_part({weight, scales}, bias, [&] { return symmetric_of(weight, scales, inputs, bits, x_bits); });
 }
 
 nb::capsule dense_part(const mx::array& weight, const std::optional<mx::array>& bias) {
   require(weight.ndim() == 2, "weights must be a matrix");
-  Memory memory;
-  return linear_part(dense_of(note(weight, memory)), {weight}, bias);
+  return linear_part({weight}, bias, [&] { return dense_of(weight); });
 }
 
 nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& scales,
-                      const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                      const mx::array& offsets, const std::vector<int>& widths, int group,
-                      const std::optional<mx::array>& bias) {
+                       const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
+                       const mx::array& offsets, const std::vector<int>& widths, int group,
+                       const std::optional<mx::array>& bias) {
   const ExactForm form = {widths, group};
-  const auto arrays =
-      form.inputs(weights, scales, biases, low, high, offsets, 2, mx::default_stream(mx::Device::cpu));
-  Memory memory;
-  for (const mx::array& a : arrays) note(a, memory);
-  return linear_part(form.matrix(arrays, 0), arrays, bias);
+  const auto s = mx::default_stream(mx::Device::cpu);
+  const auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
+  return linear_part(inputs, bias, [&] { return form.matrix(inputs, 0); });
 }
 
 nb::capsule norm_part(const mx::array& weight, float eps, bool plus_one) {

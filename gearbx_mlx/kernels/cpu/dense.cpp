@@ -50,7 +50,3 @@ extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int c
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {
   gearbx_dense_products(&matrix, 1, x, vectors, &y);
 }
-
-extern "C" void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y) {
-  gearbx_dense_products(&matrix, 1, x, vectors, &y);
-}

@@ -43,7 +43,6 @@ typedef struct {
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors. The
 // weights are read once. The bits of a vector's result depend neither on other vectors nor on the number of threads.
 void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y);
-void gearbx_dense_matvec(const gearbx_dense* matrix, const float* x, int vectors, float* y);
 
 // Shannon entropy in bits of each row of log-probabilities or logits (rows, count).
 void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, float* bits);

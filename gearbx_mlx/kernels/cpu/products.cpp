@@ -17,7 +17,7 @@ void multiply(const gearbx_stack& m, const float* x, int n, float* y) {
   const gearbx_stack* one = &m;
   m.x_bits ? integer_products(&one, 1, x, n, &y) : gearbx_stack_matvec(&m, x, n, y);
 }
-void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_matvec(&m, x, n, y); }
+void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_product(&m, x, n, y); }
 void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
 
 // How many vectors the kernel of a matrix takes at once.
