@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,11 +57,9 @@ class KernelChoices:
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
         """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""
-        found = {
-            layer.chosen: prod(kind.shape) for layer in natives(modules) if layer.chosen and (kind := layer.kind())
-        }
+        kinds = {layer.chosen: kind for layer in natives(modules) if layer.chosen and (kind := layer.kind())}
         with while_measuring():
-            for chosen in sorted(found, key=lambda each: found[each]):  # of sizes alike the smallest is measured
+            for chosen in sorted(kinds, key=lambda each: prod(kinds[each].shape)):  # of sizes alike the smallest counts
                 for count in vectors:
                     chosen(count)
 
@@ -92,3 +91,13 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str, x: mx.a
             layer.chosen = before
         size += layer["weight"].nbytes if "weight" in layer else 0
     return built
+
+
+def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
+    """Choose the kernels of a Gearbox in every gear now, for products of these numbers of vectors."""
+    before, shifts, seconds = gearbox.gear, gearbox.shifts, gearbox.shift_seconds
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        gearbox.kernel_choices.measure(gearbox.model.modules(), vectors)
+    gearbox.shift(before)
+    gearbox.shifts, gearbox.shift_seconds = shifts, seconds

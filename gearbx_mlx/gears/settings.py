@@ -60,7 +60,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
-    if kernels == "native" and not choice.native:
+    if kernels != "mlx" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:
         warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)

@@ -48,6 +48,7 @@ class Tuner:
         self.dtype, self.x_bits, self.ours_alone, self.anew = dtype, x_bits, ours_alone, anew
         self.cache = TuningCache() if cache is None else cache
         self.measured: dict[str, Times] = {}  # by this tuner
+        self.used: dict[str, tuple[str, Times]] = {}  # product to what was chosen for it, and by which times
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
@@ -60,12 +61,19 @@ class Tuner:
         if len(candidates) == 1 or vectors > MOST_VECTORS or not is_worth_it(kind):
             return candidates[0]
         try:
-            return fastest(self.times(kind, vectors, products, candidates), candidates)
+            times = self.times(kind, vectors, products, candidates)
         except ValueError:  # nothing can be evaluated inside of mx.compile
             return candidates[0]
+        chosen = fastest(times, candidates)
+        self.used[self.name(kind, vectors)] = chosen, times
+        return chosen
 
     def times(self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
-        """Seconds of a product by each candidate, from the cache or measured now; empty if that cannot be done now."""
+        """Seconds of a product by each candidate, from the cache or measured now.
+
+        Raises:
+            ValueError: inside of mx.compile, where nothing can be evaluated.
+        """
         name, counted = self.name(kind, vectors), size_class(vectors)
         known = self.measured if self.anew else self.cache.times
         if not known.get(name, {}).keys() >= {*candidates}:
