@@ -9,8 +9,10 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Layout, prepare
+from .metal import Launch
 from .metal_formats import named
+from .metal_products import prepare
+from .metal_text import Layout
 
 ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
 LIBRARY, GROUP = 32, 128
