@@ -4,12 +4,13 @@
 // the same bits however many VECTORS there are: each of its sums goes the same way, and `fma` is written out, so that no
 // compiler chooses where to round.
 //
-// Buffers: x (VECTORS, columns) T; weight (rows, columns), of a type of its own; out (VECTORS, rows) T.
-// Macros: ALL_ROWS, COLUMNS, VECTORS, ROWS, SIMD_GROUPS, CHUNK, RAGGED (columns is no multiple of CHUNK).
+// Buffers: x (VECTORS, columns) T; weight (rows, columns), of a type of its own; sizes: rows and columns; out (VECTORS,
+//     rows) T.
+// Macros: VECTORS, ROWS, SIMD_GROUPS, CHUNK, RAGGED (columns is no multiple of CHUNK).
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
-const int rows = ALL_ROWS;
-const int columns = COLUMNS;
+const int rows = sizes[0];
+const int columns = sizes[1];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 

@@ -8,20 +8,17 @@
 // whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
 //
 // Buffers: x (VECTORS, columns) T; those that the macros name; low (all rows, columns * LOW_BITS / 8) bytes; high
-//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; from_row, where
-//     weights are written: the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
+//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; sizes: rows,
+//     columns, high_bytes, and from_row, the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
 // Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
-// Macros, set by kernels/metal.py: ALL_ROWS, COLUMNS, VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By
-//     kernels/metal_exact.py: PLANES(DO), as in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of
-//     `group`; FEW_BYTES, how many `high` has if it is padded, or 0.
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py:
+//     PLANES(DO), as in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
-const int rows = ALL_ROWS;
-const int columns = COLUMNS;
-const int high_bytes = FEW_BYTES ? FEW_BYTES : high_shape[0];  // each matrix has another number: a buffer's, not a macro's
-#if VECTORS
-const int from_row = 0;
-#endif
+const int rows = sizes[0];
+const int columns = sizes[1];
+const int high_bytes = sizes[2];
+const int from_row = sizes[3];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 

@@ -10,11 +10,12 @@
 // A vector's result has the same bits however many VECTORS there are: its sums go the same way in every variant, and `fma`
 // is written out, so that no compiler chooses where to round.
 //
-// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; out (VECTORS, rows) T. Of TABLES:
-//     codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets (rows + 1), where each row's begin.
-// Macros, set by kernels/metal.py: ALL_ROWS, COLUMNS, and WORDS, of 16 bits from a row to the next (of planes, for each
-//     bit); VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES), CODES, PLANE_COUNT, TABLES (how
-//     many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE.
+// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
+//     out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
+//     (rows + 1), where each row's begin.
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES),
+//     CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE; STAGED,
+//     VECTORS * columns if X_THREADGROUP.
 // Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
 //     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES, by kernels/metal_codebooks.py: BITS and PLACE(i) of a
@@ -23,15 +24,15 @@
 // T is the type of x and out.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
-const int rows = ALL_ROWS;
-const int columns = COLUMNS;
-const int row_words = WORDS;
+const int rows = sizes[0];
+const int columns = sizes[1];
+const int row_words = sizes[2];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 const int groups = (columns + GROUP_SIZE - 1) / GROUP_SIZE;
 
 #if X_THREADGROUP
-threadgroup T staged[VECTORS * COLUMNS];
+threadgroup T staged[STAGED];
 for (int i = thread_index_in_threadgroup; i < VECTORS * columns; i += SIMD_GROUPS * LANES) {
     staged[i] = x[i];
 }

@@ -113,20 +113,23 @@ def build(spec: Kernel) -> Any:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A launch without its arrays: made once for activations of one shape and type, then called for each product.
 
-    It keeps no array, so that the weights of a gear that is offloaded leave memory.
+    It keeps no array of a model, so that the weights of a gear that is offloaded leave memory.
 
     Args:
         spec: the kernel. options: of MLX's call, where `output_shapes` is the shape of the result.
+        numbers: the last inputs, such as the sizes of the weight. They are arrays because MLX would make one of a
+            number at each launch, and no constants of the kernel, which would be compiled for each shape of a model.
         few: which inputs have fewer than 8 elements, and are padded.
         view: the type of the result, if the kernel writes its bits as whole numbers.
     """
 
     spec: Kernel
     options: dict[str, Any]
+    numbers: tuple[mx.array, ...] = ()
     few: tuple[int, ...] = ()
     view: mx.Dtype | None = None
 
@@ -145,19 +148,20 @@ class Prepared:
         return nothing if 0 in self.shape else build(self.spec)
 
     def __call__(self, *inputs: Any) -> mx.array:
-        """The result, for the arrays and numbers of the launch that this was prepared for, or others of their shapes.
+        """The result, for the `inputs` of the launch that this was prepared for, or others of their shapes and types.
 
         A product's are x, the packed arrays and the output bias, and its result has the activations' type. Nothing is
         checked: this is called for every matrix and token. Raises GearbxError where Metal is not available.
         """
-        return self.result(self.kernel(inputs=self.padded(inputs) if self.few else inputs, **self.options)[0])
+        return self.result(self.kernel(inputs=self.completed(inputs), **self.options)[0])
 
-    def padded(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs as the kernel takes them: with 8 elements at least, of which it does not read the padding."""
-        return [
-            mx.pad(each.reshape(-1), (0, LEAST_ELEMENTS - each.size)) if place in self.few else each
-            for place, each in enumerate(inputs)
-        ]
+    def completed(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no padding."""
+        complete = [*inputs, *self.numbers]
+        for place in self.few:
+            small = complete[place].reshape(-1)
+            complete[place] = mx.pad(small, (0, LEAST_ELEMENTS - small.size))
+        return complete
 
     def result(self, out: mx.array) -> mx.array:
         """What the kernel wrote, in the type of the result."""
@@ -169,7 +173,7 @@ def nothing(output_shapes: Sequence[tuple[int, ...]], output_dtypes: Sequence[mx
     return [mx.zeros(output_shapes[0], output_dtypes[0])]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """A prepared launch and its inputs, which fit it. Callers that launch again keep `prepared`."""
 

@@ -71,12 +71,14 @@ def parts_launch(
     masked = isinstance(mask, mx.array)
     masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
     blocks, hides = math.ceil(key_count / BLOCK), "some" if masked else mask
-    prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides)
-    return Launch(prepared, (queries, keys, values, *masks, float(scale)))
+    prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides, float(scale))
+    return Launch(prepared, (queries, keys, values, *masks))
 
 
 @functools.lru_cache(CONTEXTS)
-def _parts_prepared(shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, blocks: int, hides: str | None) -> Prepared:
+def _parts_prepared(
+    shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, blocks: int, hides: str | None, scale: float
+) -> Prepared:
     """For queries of this shape and type, and keys in so many blocks, which are hidden from some, "causal", or not."""
     batch, heads, length, width = shape
     own_heads = heads_together(heads // kv_heads, length)
@@ -96,7 +98,7 @@ def _parts_prepared(shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, bloc
     kernel = TextKernel("attention", dtype, names, tuple(macros.items()), strided=True, read_once=once)
     threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
     sums = (batch, heads, length, blocks, width + 2)
-    return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32))
+    return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
 
 def heads_together(heads: int, length: int) -> int:

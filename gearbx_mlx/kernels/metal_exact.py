@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import LEAST_ELEMENTS, Launch, Prepared, Variant, options, places_of_few, variant_named
+from .metal import Launch, Prepared, Variant, options, places_of_few, variant_named
 from .metal_formats import GROUP_SIZES, named
 from .metal_products import Spec, check_product, product_launch, threads
 from .metal_text import Layout, source_text
@@ -49,25 +49,19 @@ def exact_layout(widths: tuple[int, ...], group_size: int) -> Layout:
 class ExactSpec(Spec):
     """Everything that the text of a kernel for exact weights depends on.
 
-    One that decodes them has 0 vectors. few_bytes: how many `high` has, if it is padded, else 0.
+    One that decodes them has 0 vectors.
     """
-
-    few_bytes: int = 0
 
     text = "exact"
 
     @property
-    def name(self) -> str:
-        return f"{super().name}_h{self.few_bytes}"
-
-    @property
     def input_names(self) -> list[str]:
-        return super().input_names if self.vectors else [*self.layout.arrays, "from_row"]
+        return super().input_names if self.vectors else [*self.layout.arrays, "sizes"]
 
     @property
     def header(self) -> str:
         """The macros that specialize metal/exact.metal, and the functions that it calls."""
-        return f"#define FEW_BYTES {self.few_bytes}\n{super().header}{source_text('exact_weights')}"
+        return super().header + source_text("exact_weights")
 
 
 def exact_launch(
@@ -106,8 +100,8 @@ def exact_launch(
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
     variant = variant_named("registers", layout.bits, vectors)
-    spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype, rows, columns, 0, few_bytes(high))
-    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])])
+    spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype)
+    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, high.size, 0])
 
 
 def decode_launch(
@@ -139,10 +133,11 @@ def decode_launch(
     count = total - first_row if rows is None else rows
     if first_row < 0 or count < 0 or first_row + count > total:
         raise GearbxError(f"rows {first_row} to {first_row + count} are not among the {total} rows of the weights")
-    spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16, count, columns, 0, few_bytes(high))
+    spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16)
     shape = (*scales.shape[:-1], columns) if count == total else (count, columns)
     how = options(*threads(DECODER, count), shape, mx.uint16)
-    return Launch(Prepared(spec, how, places_of_few(arrays), mx.bfloat16), (*arrays, first_row))
+    sizes = mx.array([count, columns, high.size, first_row], mx.int32)
+    return Launch(Prepared(spec, how, (sizes,), places_of_few(arrays), mx.bfloat16), tuple(arrays))
 
 
 def exact_matmul_tiles(
@@ -178,11 +173,6 @@ def exact_matmul_tiles(
         launch = decode_launch(weights, scales, biases, low, high, after, widths, group_size, first, rows)
         parts.append((x @ launch.run().T).astype(x.dtype))
     return mx.concatenate(parts, axis=-1)
-
-
-def few_bytes(high: mx.array) -> int:
-    """How many bytes there are, if they are padded, so that the array's shape does not say it; else 0."""
-    return high.size if high.size < LEAST_ELEMENTS else 0
 
 
 def _shape(scales: mx.array, group_size: int) -> tuple[int, int]:

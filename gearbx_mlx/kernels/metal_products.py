@@ -31,7 +31,8 @@ from .metal_text import TYPES, Layout, definitions, source_text
 class Spec:
     """Everything that the text of a product's kernel depends on.
 
-    dtype: of activations and product. row_words: 16-bit words from one row to the next; for planes, words for each bit.
+    dtype: of activations and product. ragged: the last step of a row has fewer columns. staged: elements of x in
+    threadgroup memory. Rows and columns are no part of it: Metal's compiler would have a kernel for each shape.
     """
 
     layout: Layout
@@ -39,9 +40,8 @@ class Spec:
     variant: Variant
     has_bias: bool
     dtype: mx.Dtype
-    rows: int
-    columns: int
-    row_words: int
+    ragged: bool = False
+    staged: int = 0
 
     text = "matvec"  # its file in metal/
     strided = False  # inputs are contiguous
@@ -49,18 +49,14 @@ class Spec:
     @property
     def name(self) -> str:
         """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
-        kind = f"{self.layout.name}_{TYPES[self.dtype]}_{self.rows}x{self.columns}_{self.row_words}"
+        kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
         variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        return f"gearbx_{kind}_v{self.vectors}_{variant}_b{int(self.has_bias)}"
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last step of a row has fewer columns."""
-        return self.columns % self.layout.codes != 0
+        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}"
+        return f"gearbx_{kind}_{variant}_{flags}"
 
     @property
     def input_names(self) -> list[str]:
-        return ["x", *self.layout.arrays, *(["bias"] if self.has_bias else [])]
+        return ["x", *self.layout.arrays, *(["bias"] if self.has_bias else []), "sizes"]
 
     @property
     def read_once(self) -> list[str]:
@@ -75,14 +71,12 @@ class Spec:
     def header(self) -> str:
         """The macros that specialize metal/matvec.metal, and the functions that it calls."""
         macros = {
-            "ALL_ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "WORDS": self.row_words,
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
             "SIMD_GROUPS": self.variant.simd_groups,
             "HAS_BIAS": int(self.has_bias),
             "RAGGED": int(self.ragged),
+            "STAGED": self.staged,
             "CODES": self.layout.codes,
             "PLANE_COUNT": len(self.planes),
             "TABLES": self.layout.tables,
@@ -123,7 +117,7 @@ def prepare(
     Args:
         x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once.
         layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
-        rows, columns: of W. row_words: as in `Spec`.
+        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
         bias: (rows,), or None.
         variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
 
@@ -133,12 +127,13 @@ def prepare(
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
-    spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, rows, columns, row_words)
-    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])])
+    staged = vectors * columns if chosen.name == "threadgroup" else 0
+    spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, columns % layout.codes != 0, staged)
+    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, row_words])
 
 
-def product_launch(spec: Spec, inputs: Sequence[mx.array]) -> Launch:
-    """The launch of a product's kernel; `inputs` in the order of its `input_names`."""
-    shape = (*inputs[0].shape[:-1], spec.rows)
-    how = options(*threads(spec.variant, spec.rows), shape, spec.dtype)
-    return Launch(Prepared(spec, how, places_of_few(inputs)), tuple(inputs))
+def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int]) -> Launch:
+    """The launch of a product's kernel. inputs: x, packed arrays, bias. sizes: rows first, as the text reads them."""
+    rows = sizes[0]
+    how = options(*threads(spec.variant, rows), (*inputs[0].shape[:-1], rows), spec.dtype)
+    return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))

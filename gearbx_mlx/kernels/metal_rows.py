@@ -52,18 +52,17 @@ def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tup
     vectors = math.prod(shape[:-1])
     rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
     macros = {
-        "ALL_ROWS": rows,
-        "COLUMNS": columns,
         "VECTORS": vectors,
         "ROWS": rows_each,
         "SIMD_GROUPS": SIMD_GROUPS,
         "CHUNK": CHUNK,
         "RAGGED": int(columns % CHUNK != 0),
     }
-    kernel = TextKernel("dense", dtype, ("x", "weight"), tuple(macros.items()), read_once=("weight",))
+    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
     threadgroup = SIMD_GROUPS * LANES
     threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
-    return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype), few)
+    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
+    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
 
 
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
@@ -94,14 +93,14 @@ def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bo
     dims = 2 * frequencies.size
     if not takes_rope(x) or frequencies.dtype != mx.float32 or not 0 < dims <= x.shape[3]:
         raise GearbxError(f"rotary positions of {dims} values do not fit heads of shape {x.shape} {x.dtype}")
-    return Launch(_rope_prepared(x.shape, x.dtype, dims, traditional), (x, frequencies, offset, float(scale)))
+    return Launch(_rope_prepared(x.shape, x.dtype, dims, traditional, float(scale)), (x, frequencies, offset))
 
 
 @functools.cache
-def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, traditional: bool) -> Prepared:
+def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, traditional: bool, scale: float) -> Prepared:
     """For x of this shape and type."""
     macros = {"DIMS": dims, "TRADITIONAL": int(traditional)}
     names = ("x", "frequencies", "offset", "scale")
     kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
     threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
-    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype))
+    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))

@@ -130,7 +130,7 @@ def run_prepared(
 ) -> Report:
     """What a prepared launch does on a CPU with these inputs."""
     kernel, names = build(made.spec), made.spec.input_names
-    return run_call(kernel, names, made.padded(inputs), made.options, order, schedule, change)
+    return run_call(kernel, names, made.completed(inputs), made.options, order, schedule, change)
 
 
 def run(

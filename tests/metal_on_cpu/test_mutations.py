@@ -32,8 +32,8 @@ MUTATIONS = {
     "staged too little": (STAGED, "i < VECTORS * columns;", "i < VECTORS * columns - 32;", "nobody wrote"),
     "staged array too small": (
         STAGED,
-        "staged[VECTORS * COLUMNS]",
-        "staged[VECTORS * COLUMNS - 64]",
+        "staged[STAGED]",
+        "staged[STAGED - 64]",
         "outside threadgroup memory|out_of_bounds",
     ),
     "skipped tail": (ONE, "k < columns; k += LANES", "k + LANES * CODES <= columns; k += LANES", "bound off"),
