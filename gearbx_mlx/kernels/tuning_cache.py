@@ -23,7 +23,7 @@ from ..files.writing import write_text
 from .candidates import CPU, device
 from .compiler import SOURCES, processor_features
 from .library_cache import NAME
-from .metal import metal_folder
+from .metal_text import metal_folder
 
 FILE = "tuning.json"
 MOST_MACHINES = 16  # a new version of MLX makes another one
