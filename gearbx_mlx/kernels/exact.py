@@ -114,10 +114,9 @@ def exact_product(
         return y
     kernel = kernel_for(x, chosen)
     if metal.available():
-        ours = kernel not in STOCK
-        return (
-            launched(exact_launch(x, *matrix, bias), chosen) if ours else add_bias(exact_matmul_tiles(x, *matrix), bias)
-        )
+        if kernel in STOCK:
+            return add_bias(exact_matmul_tiles(x, *matrix), bias)
+        return launched(exact_launch(x, *matrix, bias), bias, chosen)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix, decode), bias)
     return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)

@@ -43,11 +43,11 @@ def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen
     return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
 
 
-def launched(launch: Launch, chosen: Chosen | None) -> mx.array:
+def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None) -> mx.array:
     """The product by a Metal kernel, whose launch is kept for the layer."""
     if chosen is not None:
         x = launch.inputs[0]
-        chosen.prepared[x.shape, x.dtype, not launch.spec.has_bias] = launch.prepared
+        chosen.prepared[x.shape, x.dtype, bias is None] = launch.prepared
     return launch.run()
 
 
@@ -95,7 +95,7 @@ def stack_product(
     if kernel == RECONSTRUCT:
         return add_bias(x @ reference.planes_dense(*stack).astype(x.dtype).T, bias)
     if is_metal(x):
-        return launched(planes_launch(x, *stack, bias, variant_of(kernel)), chosen)
+        return launched(planes_launch(x, *stack, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *stack, x_bits).astype(x.dtype), bias)
 
 
@@ -120,7 +120,7 @@ def rowwise_product(
     if kernel in STOCK:
         return None
     if is_metal(x):
-        return launched(rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel)), chosen)
+        return launched(rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
 
 
@@ -144,17 +144,20 @@ def groupwise_product(
     if kernel in STOCK:
         return None
     if is_metal(x):
-        return launched(groupwise_launch(x, weight, scales, width, bias, variant_of(kernel)), chosen)
+        return launched(groupwise_launch(x, weight, scales, width, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().symmetric_matvec(x, weight, scales, 4, x_bits).astype(x.dtype), bias)
 
 
 def dense_product(x: mx.array, weight: mx.array, chosen: Chosen | None = None) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
+    y = again(x, (weight,), None, chosen)
+    if y is not None:
+        return y
     kernel = kernel_for(x, chosen)
     if kernel in STOCK or (metal.available() and not takes_dense(x, weight)):
         return x @ weight.astype(x.dtype).T
     if is_metal(x):
-        return dense_launch(x, weight).run()
+        return launched(dense_launch(x, weight), None, chosen)
     return compiled().dense_matvec(x, weight).astype(x.dtype)
 
 
@@ -181,6 +184,6 @@ def codebook_product(
         return add_bias(x @ dense().T, bias)
     if is_metal(x):
         launch = library_launch if library else codebook_launch
-        return launched(launch(x, arrays, bits, bias, variant_of(kernel)), chosen)
+        return launched(launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
     product = compiled().library_matvec if library else compiled().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
