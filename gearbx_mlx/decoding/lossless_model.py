@@ -5,8 +5,7 @@ the next few and computes the top gear's logits for all of them in one pass. As 
 that were drafted, the model answers from these logits. So sampling, logits processors, stop tokens and lengths stay
 mlx-lm's own, and a wrong draft costs time and changes nothing.
 
-Draft and verification share their noise (GEARBX 10.1): a token is drafted with the random numbers that mlx-lm will use
-to sample its position, so that both choose the same token wherever their distributions agree.
+Draft and verification share their noise (GEARBX 10.1; drafting.py).
 
 Where the text's last tokens occurred before, the text itself may propose what follows (routing/lookup.py); such tokens
 are verified in the same way, and the low gear does not run.
@@ -15,10 +14,9 @@ Both gears use one KV cache. What the low gear wrote there is undone before the 
 for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +31,10 @@ from ..routing.lookup import Lookup
 from ..routing.rounds import Rounds
 from ..routing.stretches import Stretches
 from .draft_costs import note_drafts
+from .drafting import Drafter
 from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
-from .snapshots import Snapshot
 from .step import DRAFT, LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
 
@@ -115,13 +113,15 @@ class LosslessModel(ModelWrapper):
         if stretches is not None:
             stretches.begin()  # a prompt of one token looks like any token
         self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
-        self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self._history = History(counted_only=not self.logits_processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
+        self._drafter = Drafter(
+            gearbox, self.draft, self.rule, self.entropy, sampler, self.logits_processors, self.stop_tokens
+        )
         self._drafting = True
         self._verified: Verified | None = None
 
@@ -249,33 +249,15 @@ class LosslessModel(ModelWrapper):
         return int(min(MOST_DRAFTED, left))
 
     def _drafts(self, token: int, cache: Any, most: int) -> Proposal:
-        """Tokens that the low gear drafts; cache and random numbers do not change."""
-        drafted: list[int] = []
-        entropies: list[float] = []
-        self.rule.begin()
-        if most < 1:
-            return Proposal([])
-        history = self._history.tokens() if self.logits_processors else []
+        """What the low gear drafts, timed where its time is wanted."""
         start = time.perf_counter()
-        with Snapshot(cache).borrowed(), same_random_numbers():
-            while len(drafted) < most:
-                logits = self.run(self.draft, mx.array([[token]]), cache)[:, -1]
-                for processor in self.logits_processors:
-                    logits = processor(mx.array(history + drafted, mx.uint32), logits)
-                logprobs = logits - mx.logsumexp(logits, keepdims=True)
-                entropy = self.entropy(logprobs)
-                sampled = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
-                mx.eval(entropy, sampled)
-                token = np.array(sampled).item()
-                drafted.append(token)
-                entropies.append(float(entropy))
-                if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
-                    break
-        seconds = time.perf_counter() - start
-        note_drafts(self.gearbox, self.draft, len(drafted), seconds)
-        if self.rounds is not None:
-            self.rounds.costs.add_draft(seconds / len(drafted))
-        return Proposal(drafted, DRAFT, tuple(entropies))
+        proposal = self._drafter.draft(token, cache, most, self._history.tokens() if self.logits_processors else ())
+        if proposal.tokens:
+            seconds = time.perf_counter() - start
+            note_drafts(self.gearbox, self.draft, proposal.drafted, seconds)
+            if self.rounds is not None:
+                self.rounds.costs.add_draft(seconds / proposal.drafted)
+        return proposal
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
@@ -284,14 +266,3 @@ def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
     if gear == gearbox.ladder.top:
         raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
     return gear
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Random numbers drawn in the block will be drawn again after it."""
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)  # a key is its seed
