@@ -35,7 +35,7 @@ from .drafting import Drafter
 from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
-from .step import DRAFT, LOOKUP, Draft, Proposal, Step
+from .step import LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
@@ -46,7 +46,7 @@ class Verified:
     """A token and the proposal after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown."""
 
     tokens: list[int]
-    source: str
+    proposal: Proposal
     rows: Rows
     noise: mx.array
     cache: list[Any]
@@ -65,7 +65,7 @@ class Verified:
     def drafted(self, gear: Gear) -> Draft | None:
         """The proposal for the token that the last row shown predicts; `gear` drafts."""
         place = self.rows.rows
-        return Draft(self.tokens[place], gear, self.source) if place < len(self.tokens) else None
+        return Draft(self.tokens[place], gear, self.proposal.source) if place < len(self.tokens) else None
 
     def logits(self) -> mx.array:
         """(1, 1, V), of the last row shown."""
@@ -85,6 +85,7 @@ class LosslessModel(ModelWrapper):
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
         max_tokens: how many will be generated; -1: no limit.
+        draft_ahead: steps of a draft that are queued beyond the one whose entropy is read.
 
     Raises:
         GearbxError: a ladder of one gear, a draft gear that is the top one.
@@ -103,6 +104,7 @@ class LosslessModel(ModelWrapper):
         stop_tokens: Collection[int] = (),
         prompt_tokens: int = 0,
         max_tokens: int = -1,
+        draft_ahead: int = 0,
     ):
         super().__init__(gearbox)
         self.top = gearbox.ladder.top
@@ -120,7 +122,7 @@ class LosslessModel(ModelWrapper):
         self._history = History(counted_only=not self.logits_processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
         self._drafter = Drafter(
-            gearbox, self.draft, self.rule, self.entropy, sampler, self.logits_processors, self.stop_tokens
+            gearbox, self.draft, self.rule, self.entropy, sampler, self.logits_processors, self.stop_tokens, draft_ahead
         )
         self._drafting = True
         self._verified: Verified | None = None
@@ -170,11 +172,11 @@ class LosslessModel(ModelWrapper):
         proposal, rows = self._proposal_and_rows(token, cache)
         tokens = [token, *proposal.tokens]
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
-        verified = Verified(tokens, proposal.source, rows, noise, list(cache))
-        ran = [self.draft] * proposal.drafted + [self.top]
+        verified = Verified(tokens, proposal, rows, noise, list(cache))
+        ran = [self.draft] * proposal.draft_passes + [self.top]
         read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
         if proposal.drafted:  # else the gear may not have been made yet, and to count its bytes takes long
-            read += proposal.drafted * self.gearbox.weight_bytes_per_token(self.draft)
+            read += proposal.draft_passes * self.gearbox.weight_bytes_per_token(self.draft)
         self.step = Step(
             self.top,
             proposal.entropies,
@@ -184,6 +186,7 @@ class LosslessModel(ModelWrapper):
             proposal.drafted,
             noise if proposal.tokens else None,
             looked_up=proposal.looked_up,
+            discarded=proposal.discarded,
         )
         self._verified = verified
         return verified.logits()
@@ -191,8 +194,8 @@ class LosslessModel(ModelWrapper):
     def _count_round(self) -> None:
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
-        if self.rounds is not None and done is not None and done.source == DRAFT:
-            self.rounds.note_drafts(len(done.tokens) - 1, done.rows.rows)
+        if self.rounds is not None and done is not None and done.proposal.drafted:
+            self.rounds.note_drafts(done.proposal.drafted, done.rows.rows, done.proposal.discarded)
 
     def _proposal_and_rows(self, token: int, cache: Any) -> tuple[Proposal, Rows]:
         """What may follow a token, and the pass that verifies it.
@@ -203,22 +206,27 @@ class LosslessModel(ModelWrapper):
         if self._drafting:
             try:
                 proposal = self._proposal(token, cache, self._most(token))
-                return proposal, self._rows([token, *proposal.tokens], cache)
+                return proposal, self._rows(token, proposal, cache)
             except GearbxError:
                 raise
             except Exception as error:
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        return Proposal([]), self._rows([token], cache)
+        return Proposal([]), self._rows(token, Proposal([]), cache)
 
-    def _rows(self, tokens: list[int], cache: Any) -> Rows:
-        """The pass over these tokens, measured where its time is wanted: mlx-lm would wait for it a little later."""
+    def _rows(self, token: int, proposal: Proposal, cache: Any) -> Rows:
+        """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later."""
+        tokens = [token, *proposal.tokens]
+        costs = self.rounds.costs if self.rounds is not None else None
+        wanted = costs is not None and costs.wants_verification(len(tokens))
+        if wanted and proposal.discarded:
+            mx.synchronize()  # steps that were thrown away are none of this pass's time
         start = time.perf_counter()
         rows = self._verifier.rows(mx.array([tokens]), cache)
-        if self.rounds is not None and self.rounds.costs.wants_verification(len(tokens)):
+        if costs is not None and wanted:
             mx.eval(rows.logits)
-            self.rounds.costs.add_verification(len(tokens), time.perf_counter() - start)
+            costs.add_verification(len(tokens), time.perf_counter() - start)
         return rows
 
     def _proposal(self, token: int, cache: Any, most: int) -> Proposal:
