@@ -22,7 +22,7 @@ from .snapshots import Snapshot
 
 DEPTHS = (0, 1, 2, 4)
 DRAFTED = 8  # tokens of a usual draft
-TRIALS = 9  # after one that compiles and fills caches
+TRIALS = 9
 NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
 
 
@@ -38,7 +38,10 @@ def default_depth() -> int:
 
 def best_depth(gearbox: Gearbox, draft: Gear, context: int = 256) -> int:
     """Steps to queue ahead when `draft` drafts: 0 on a CPU, unmeasured; else by `round_times`, in a few seconds."""
-    return 0 if on_cpu() else shallowest(round_times(gearbox, draft, context))
+    if on_cpu():
+        return 0
+    times = round_times(gearbox, draft, context)
+    return shallowest({depth: statistics.median(seconds) for depth, seconds in times.items()})
 
 
 def shallowest(seconds: Mapping[int, float]) -> int:
@@ -47,8 +50,8 @@ def shallowest(seconds: Mapping[int, float]) -> int:
     return min(depth for depth, value in seconds.items() if value <= enough)
 
 
-def round_times(gearbox: Gearbox, draft: Gear, context: int) -> dict[int, float]:
-    """Seconds of a draft of DRAFTED tokens and its verification, by depth: medians of trials in turn.
+def round_times(gearbox: Gearbox, draft: Gear, context: int, trials: int = TRIALS) -> dict[int, list[float]]:
+    """Seconds of a draft of DRAFTED tokens and its verification, by depth, of each of the trials, which take turns.
 
     The rule ends each draft, so that all steps beyond are thrown away, and their time counts. The top gear is engaged
     afterwards.
@@ -56,6 +59,7 @@ def round_times(gearbox: Gearbox, draft: Gear, context: int) -> dict[int, float]
     Args:
         draft: the gear that drafts.
         context: tokens in the KV cache before the draft.
+        trials: after one that does not count.
     """
     verifier = Verifier(gearbox, gearbox.ladder.top)
     gearbox.shift(gearbox.ladder.top)
@@ -65,11 +69,11 @@ def round_times(gearbox: Gearbox, draft: Gear, context: int) -> dict[int, float]
     entropy = fast_entropy(gearbox)
     drafters = {depth: Drafter(gearbox, draft, rule, entropy, ahead=depth) for depth in DEPTHS}
     seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-    for _ in range(TRIALS + 1):
+    for _ in range(trials + 1):
         for depth, drafter in drafters.items():
             with before.borrowed():
                 begun = time.perf_counter()
                 tokens = drafter.draft(1, cache, DRAFTED + max(DEPTHS)).tokens
                 mx.eval(verifier.rows(mx.array([[1, *tokens]]), cache).logits)
                 seconds[depth].append(time.perf_counter() - begun)
-    return {depth: statistics.median(found[1:]) for depth, found in seconds.items()}
+    return {depth: found[1:] for depth, found in seconds.items()}  # the first one compiles and fills caches

@@ -53,7 +53,15 @@ class Lossless(Mode):
     """
 
     name: ClassVar[str] = "lossless"
-    trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "drafted", "from_draft", "looked_up", "source")
+    trace_fields: ClassVar[tuple[str, ...]] = (
+        "passes",
+        "weight_bytes",
+        "drafted",
+        "discarded",
+        "from_draft",
+        "looked_up",
+        "source",
+    )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
     draft: str | int | None = None
