@@ -126,6 +126,14 @@ class TestTheTextIsTheTopGears:
             assert [(r.token, r.text, r.finish_reason) for r in ours] == theirs
         assert theirs[-1][2] == ("stop" if stops else "length")
 
+    def test_with_costs_in_time(self, geared_demo, demo):
+        geared_demo.shift("high")
+        theirs = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 60)]
+        mode = Lossless(cost="time", draft_ahead=3)
+        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, gearbox=geared_demo, mode=mode))
+        assert [r.token for r in ours] == theirs
+        assert sum(r.discarded for r in ours) > 0
+
     def test_a_cache_has_nothing_of_what_was_thrown_away(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
         caches = [make_prompt_cache(tiny) for _ in range(2)]
