@@ -14,10 +14,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding.draft_depth import DEPTHS, best_depth, default_depth, round_times, shallowest
+from gearbx_mlx.decoding import draft_depth
+from gearbx_mlx.decoding.draft_depth import DEPTHS, default_depth, depth_here, round_times, shallowest
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels import cpu, tuning_cache
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
 from gearbx_mlx.routing.entropy import entropy_bits
 from gearbx_mlx.routing.pass_costs import Costs
@@ -285,4 +286,20 @@ class TestDepth:
     @ON_A_CPU
     def test_a_cpu_waits(self):
         gearbox = Gearbox(tiny_model(), "4,16")
-        assert default_depth() == best_depth(gearbox, gearbox.ladder[0]) == Lossless().depth == 0
+        assert default_depth() == depth_here(gearbox, gearbox.ladder[0]) == 0
+
+    def test_is_measured_once_on_a_gpu(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        monkeypatch.setattr(draft_depth, "on_cpu", lambda: False)
+        monkeypatch.setattr(tuning_cache.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+        chosen = []
+        for _ in range(2):
+            gearbox = Gearbox(tiny_model(), "4,16")
+            chosen.append(depth_here(gearbox, gearbox.ladder[0]))
+            (times,) = gearbox.kernel_choices.tuner.cache.times.values()
+            assert {*map(int, times)} == {*DEPTHS}
+            assert chosen[-1] == shallowest({int(depth): seconds for depth, seconds in times.items()})
+        assert chosen[0] == chosen[1]
+        assert gearbox.kernel_choices.tuner.measured == {}
+        monkeypatch.setenv("GEARBX_TUNE", "0")
+        assert depth_here(gearbox, gearbox.ladder[0]) == 1

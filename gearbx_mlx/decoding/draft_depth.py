@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..kernels.candidates import is_tuning
 from ..kernels.dispatch import on_cpu
 from ..routing.acceptance import ProductRule
 from .draft_times import filled_cache
@@ -22,12 +23,13 @@ from .snapshots import Snapshot
 
 DEPTHS = (0, 1, 2, 4)
 DRAFTED = 8  # tokens of a usual draft
-TRIALS = 9
+TRIALS, FEW_TRIALS = 9, 3  # of a script; of the first text in mode lossless, which waits for them
+CONTEXT = 256  # tokens before the draft
 NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
 
 
 def default_depth() -> int:
-    """Steps to queue ahead where nobody has measured.
+    """Steps to queue ahead where nothing is measured.
 
     On a CPU none: the device that waits is the one that would queue the next step, and steps that are thrown away
     delay the verification. On a GPU one, as mlx-lm does: it hides the wait after every token, and costs one pass of
@@ -36,12 +38,23 @@ def default_depth() -> int:
     return 0 if on_cpu() else 1
 
 
-def best_depth(gearbox: Gearbox, draft: Gear, context: int = 256) -> int:
-    """Steps to queue ahead when `draft` drafts: 0 on a CPU, unmeasured; else by `round_times`, in a few seconds."""
-    if on_cpu():
-        return 0
-    times = round_times(gearbox, draft, context)
-    return shallowest({depth: statistics.median(seconds) for depth, seconds in times.items()})
+def depth_here(gearbox: Gearbox, draft: Gear) -> int:
+    """Steps to queue ahead when `draft` drafts, by what was measured here; measured now if that was not done yet.
+
+    The times are kept with those of kernels (kernels/tuning_cache.py). Nothing is measured on a CPU or with
+    GEARBX_TUNE=0.
+    """
+    if on_cpu() or not is_tuning():
+        return default_depth()
+    tuner = gearbox.kernel_choices.tuner
+    name = f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}"
+    known = tuner.measured if gearbox.kernels.anew else tuner.cache.times
+    if name not in known:
+        times = round_times(gearbox, draft, CONTEXT, FEW_TRIALS)
+        tuner.measured[name] = {str(depth): statistics.median(seconds) for depth, seconds in times.items()}
+        tuner.cache.keep(name, tuner.measured[name])
+        tuner.cache.save()
+    return shallowest({int(depth): seconds for depth, seconds in tuner.cache.times[name].items()})
 
 
 def shallowest(seconds: Mapping[int, float]) -> int:

@@ -15,7 +15,7 @@ from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .draft_costs import plan_of
-from .draft_depth import default_depth
+from .draft_depth import depth_here
 from .draft_rules import find_file, find_rule
 from .draft_times import times_here
 from .governor import Governor
@@ -43,8 +43,8 @@ class Lossless(Mode):
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
         draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
-            Those beyond the end of a draft are thrown away. Without it `draft_depth.default_depth`: 0 on a CPU, 1 on a
-            GPU. Texts do not depend on it.
+            Those beyond the end of a draft are thrown away. Without it what is fastest here (`depth_here`), 0 on a
+            CPU. Texts do not depend on it.
         window: tokens in the rolling mean that responses show.
 
     Raises:
@@ -95,11 +95,6 @@ class Lossless(Mode):
             return self.lookup_tokens
         return MOST_DRAFTED if self.rule is None and self.draft_length is None else 0
 
-    @property
-    def depth(self) -> int:
-        """Steps that are queued beyond the one whose entropy is read."""
-        return default_depth() if self.draft_ahead is None else self.draft_ahead
-
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
@@ -124,7 +119,7 @@ class Lossless(Mode):
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
-            draft_ahead=self.depth,
+            draft_ahead=depth_here(gearbox, gear) if self.draft_ahead is None else self.draft_ahead,
         )
         return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
 
@@ -133,7 +128,7 @@ class Lossless(Mode):
         drafts = f"drafts save {self.cost or 'what the drafting file says'}"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        ahead = f", written {self.depth} ahead" if self.depth else ""
+        ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
         return f"lossless: {drafts}{ahead}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
