@@ -5,10 +5,6 @@
 #include "codes.h"
 #include "exact_row.h"
 
-#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(GEARBX_PORTABLE)
-#define GEARBX_EXACT_NEON 1
-#endif
-
 namespace gearbx {
 
 // What the codes of a group mean: the bytes of the first neighbour, and 255 where the code is in the zero cell.
@@ -87,14 +83,14 @@ GEARBX_INLINE void use32(const Meanings& m, Bytes32 codes, const uint8_t* stored
                      _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, words[i]))));
 }
 
-#elif defined(GEARBX_EXACT_NEON)
+#elif defined(GEARBX_NEON)
 
 template <class Use>
 GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row, Use use) {
   const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   uint8_t copy[32];
   for (int i = 0; i < 32; i += 16) {
-    const uint8x16_t code = vld1q_u8(codes.byte + i), low = vld1q_u8(stored + i);
+    const uint8x16_t code = codes.half[i / 16], low = vld1q_u8(stored + i);
     const uint8x16_t wraps = vcltq_u8(low, vqtbl1q_u8(vld1q_u8(m.low), code));
     const uint8x16_t far = vsubq_u8(vqtbl1q_u8(vld1q_u8(m.high), code), wraps);
     const uint8x16_t zero = vqtbl1q_u8(vld1q_u8(m.zero), code), sets = vandq_u8(zero, bit);
@@ -107,14 +103,7 @@ GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t*
     row.at += of_first + __builtin_popcount(second);
     const uint8x16_t high = vbslq_u8(zero, near, far);
     const uint16x8_t words[2] = {vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))};
-    alignas(64) uint32_t bits[16];
-    for (int k = 0; k < 2; k++) {
-      vst1q_u32(bits + 8 * k, vshll_n_u16(vget_low_u16(words[k]), 16));
-      vst1q_u32(bits + 8 * k + 4, vshll_n_u16(vget_high_u16(words[k]), 16));
-    }
-    float weights[16];
-    std::memcpy(weights, bits, sizeof bits);
-    use(i, load16(weights));
+    use(i, join(bf16_to_floats(words[0]), bf16_to_floats(words[1])));
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace gearbx {
 
-#if defined(GEARBX_AVX2)
+#if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
 
 constexpr bool ROW_BY_ROW = true;
 constexpr int MOST_OF_A_ROW = 8192, MOST_GROUPS_OF_A_ROW = MOST_OF_A_ROW / 32;  // columns and groups at a time

@@ -67,23 +67,18 @@ struct Sums {
   GEARBX_INLINE void begin(Ints before) { sums = before; }
   GEARBX_INLINE Ints end(Ints) const { return sums; }
   GEARBX_INLINE void add(Ints codes, Ints x) {
+#if defined(GEARBX_NEON)
+    const int8x16_t a = vreinterpretq_s8_s32(codes), b = vreinterpretq_s8_s32(x);
+#if defined(__ARM_FEATURE_DOTPROD)
+    sums = vdotq_s32(sums, a, b);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    sums = vpadalq_s16(sums, vpaddq_s16(low, high));  // two products fit 16 bits: 128 * 127 * 2
+#endif
+#else
     int8_t a[4 * LANES], b[4 * LANES];
     store_ints(a, codes);
     store_ints(b, x);
-#if defined(__ARM_NEON)
-    int32x4_t halves[2];
-    store_ints(halves, sums);
-    for (int h = 0; h < 2; h++) {
-      const int8x16_t c = vld1q_s8(a + 16 * h), d = vld1q_s8(b);
-#if defined(__ARM_FEATURE_DOTPROD)
-      halves[h] = vdotq_s32(halves[h], c, d);
-#else
-      const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_s8(vget_high_s8(c), vget_high_s8(d));
-      halves[h] = vaddq_s32(halves[h], vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
-#endif
-    }
-    sums = load_ints(halves);
-#else
     for (int l = 0; l < LANES; l++)
       for (int i = 0; i < 4; i++) sums[l] += a[4 * l + i] * b[i];
 #endif
@@ -92,5 +87,22 @@ struct Sums {
 
 #endif
 #endif
+
+// Adds the products of codes and COUNT times four activations, one after the other, to as many sums.
+template <int COUNT, bool NARROW>
+GEARBX_INLINE void add_all(Ints codes, const int8_t* x, Sums<NARROW>* sums) {
+  int i = 0;
+#if defined(GEARBX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t a = vreinterpretq_s8_s32(codes);
+  for (; i + 4 <= COUNT; i += 4) {  // an instruction takes one of four, so that they are loaded together
+    const int8x16_t b = vld1q_s8(x + 4 * i);
+    sums[i].sums = vdotq_laneq_s32(sums[i].sums, a, b, 0);
+    sums[i + 1].sums = vdotq_laneq_s32(sums[i + 1].sums, a, b, 1);
+    sums[i + 2].sums = vdotq_laneq_s32(sums[i + 2].sums, a, b, 2);
+    sums[i + 3].sums = vdotq_laneq_s32(sums[i + 3].sums, a, b, 3);
+  }
+#endif
+  for (; i < COUNT; i++) sums[i].add(codes, all_bytes(x + 4 * i));
+}
 
 }  // namespace gearbx
