@@ -55,7 +55,7 @@ GEARBX_INLINE Uints deal(const uint8_t*& next, Uints lanes) {
   uint32_t four;
   std::memcpy(&four, next, sizeof four);
   const uint8x8_t bytes = vtbl1_u8(vreinterpret_u8_u32(vdup_n_u32(four)), vld1_u8(PLACES.of[set]));
-  next += __builtin_popcount(set);
+  next += COUNTS.of[set];
   return bits_as<Uints>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
 #else
   alignas(32) uint32_t set[8], bytes[8];

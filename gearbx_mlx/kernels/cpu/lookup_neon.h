@@ -11,7 +11,9 @@ struct Words {
   uint32x4_t half[2];
 };
 
-inline Words operator|(Words a, Words b) { return {{vorrq_u32(a.half[0], b.half[0]), vorrq_u32(a.half[1], b.half[1])}}; }
+inline Words operator|(Words a, Words b) {
+  return {{vorrq_u32(a.half[0], b.half[0]), vorrq_u32(a.half[1], b.half[1])}};
+}
 
 inline Words words_of(Bytes32 codes) {
   return {{vreinterpretq_u32_u8(codes.half[0]), vreinterpretq_u32_u8(codes.half[1])}};

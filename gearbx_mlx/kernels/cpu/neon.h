@@ -22,7 +22,9 @@ inline F8 all8(float value) { return {vdupq_n_f32(value), vdupq_n_f32(value)}; }
 inline F8 load8(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
 inline F8 add8(F8 a, F8 b) { return a + b; }
 inline F8 multiply8(F8 a, F8 b) { return a * b; }
-inline F8 multiply_add8(F8 a, F8 b, F8 c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+inline F8 multiply_add8(F8 a, F8 b, F8 c) {
+  return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
 inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 inline float32x4_t bf16_to_floats(uint16x4_t halves) { return vreinterpretq_f32_u32(vshll_n_u16(halves, 16)); }

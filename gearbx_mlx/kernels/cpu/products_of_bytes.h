@@ -37,6 +37,24 @@ struct Sums {
   }
 };
 
+#elif defined(GEARBX_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+
+constexpr bool SIGNED_BYTES = false;
+
+template <bool NARROW>
+struct Sums {
+  Ints sums;
+  GEARBX_INLINE void begin(Ints before) { sums = before; }
+  GEARBX_INLINE Ints end(Ints) const { return sums; }
+  GEARBX_INLINE void add(Ints codes, Ints x) {
+    sums = vusdotq_s32(sums, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
+  }
+  template <int LANE>
+  GEARBX_INLINE void add_lane(Ints codes, int8x16_t x) {
+    sums = vusdotq_laneq_s32(sums, vreinterpretq_u8_s32(codes), x, LANE);
+  }
+};
+
 #else
 
 constexpr bool SIGNED_BYTES = true;
@@ -83,6 +101,12 @@ struct Sums {
       for (int i = 0; i < 4; i++) sums[l] += a[4 * l + i] * b[i];
 #endif
   }
+#if defined(GEARBX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  template <int LANE>
+  GEARBX_INLINE void add_lane(Ints codes, int8x16_t x) {
+    sums = vdotq_laneq_s32(sums, vreinterpretq_s8_s32(codes), x, LANE);
+  }
+#endif
 };
 
 #endif
@@ -93,13 +117,12 @@ template <int COUNT, bool NARROW>
 GEARBX_INLINE void add_all(Ints codes, const int8_t* x, Sums<NARROW>* sums) {
   int i = 0;
 #if defined(GEARBX_NEON) && defined(__ARM_FEATURE_DOTPROD)
-  const int8x16_t a = vreinterpretq_s8_s32(codes);
-  for (; i + 4 <= COUNT; i += 4) {  // an instruction takes one of four, so that they are loaded together
-    const int8x16_t b = vld1q_s8(x + 4 * i);
-    sums[i].sums = vdotq_laneq_s32(sums[i].sums, a, b, 0);
-    sums[i + 1].sums = vdotq_laneq_s32(sums[i + 1].sums, a, b, 1);
-    sums[i + 2].sums = vdotq_laneq_s32(sums[i + 2].sums, a, b, 2);
-    sums[i + 3].sums = vdotq_laneq_s32(sums[i + 3].sums, a, b, 3);
+  for (; i + 4 <= COUNT; i += 4) {  // an instruction takes four activations of a register
+    const int8x16_t sixteen = vld1q_s8(x + 4 * i);
+    sums[i].template add_lane<0>(codes, sixteen);
+    sums[i + 1].template add_lane<1>(codes, sixteen);
+    sums[i + 2].template add_lane<2>(codes, sixteen);
+    sums[i + 3].template add_lane<3>(codes, sixteen);
   }
 #endif
   for (; i < COUNT; i++) sums[i].add(codes, all_bytes(x + 4 * i));
