@@ -28,6 +28,11 @@ inline Ints shift_ints(Ints a) {
   if constexpr (UP < 0) return vreinterpretq_s32_u32(vshrq_n_u32(words, -UP));
   return a;
 }
+// Each byte shifted down.
+template <int DOWN>
+inline Ints shift_bytes(Ints a) {
+  return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), DOWN));
+}
 
 inline Floats all_floats(float value) { return vdupq_n_f32(value); }
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
