@@ -9,7 +9,7 @@
 namespace gearbx {
 
 constexpr int TILE_ROWS = 6;
-constexpr int TILE_SUMS = LANES == 16 ? 24 : 12;  // registers that a tile adds up in
+constexpr int TILE_SUMS = LANES == 8 ? 12 : 24;  // registers that a tile adds up in
 
 // c (R, N * LANES) += a (R, count) times b (count, N * LANES): each number of c by its own multiply-adds, in the order
 // of `count`. Strides are in numbers, from row to row.
@@ -128,6 +128,8 @@ inline void sums4(const F8* a, float* to) {
   const __m256 d = _mm256_castpd_ps(_mm256_unpacklo_pd(one, two)) + _mm256_castpd_ps(_mm256_unpackhi_pd(one, two));
   const __m256 e = _mm256_shuffle_ps(d, d, 0x88) + _mm256_shuffle_ps(d, d, 0xdd);
   _mm_storeu_ps(to, _mm_unpacklo_ps(_mm256_castps256_ps128(e), _mm256_extractf128_ps(e, 1)));
+#elif defined(GEARBX_NEON)
+  vst1q_f32(to, sums4(a[0], a[1], a[2], a[3]));
 #else
   for (int i = 0; i < 4; i++) to[i] = sum8(a[i]);
 #endif

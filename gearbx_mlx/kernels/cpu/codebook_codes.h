@@ -52,30 +52,29 @@ struct ByRow {
   float weight_at(int64_t) const { return below; }
   void enter(int64_t) {}
 
-#ifdef GEARBX_AVX2
+#if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
 
-  __m256i load(int64_t vector) const { return load_words(words + 8 * vector, m.row_words - 8 * vector); }
+  Words load(int64_t vector) const { return load_words(words + 8 * vector, m.row_words - 8 * vector); }
 
   void decode(int64_t block, F8 out[N]) const {
-    const __m256i a = load(W * block);
+    const Words a = load(W * block);
     if constexpr (B <= 3) {
-      for (int k = 0; k < K; k++) out[k] = table[_mm256_srli_epi32(a, B * k)];
+      for (int k = 0; k < K; k++) out[k] = table[shifted(a, -B * k)];
     } else if constexpr (B == 4) {
       table.pick(masked(a, 0, 0x0f0f0f0f), out);
       table.pick(masked(a, -4, 0x0f0f0f0f), out + 4);
     } else if constexpr (B == 5) {
-      const __m256i b = load(W * block + 1);
-      const auto two = [](__m256i v) { return _mm256_or_si256(masked(v, 0, 0x001f001f), masked(v, 3, 0x1f001f00)); };
+      const Words b = load(W * block + 1);
+      const auto two = [](Words v) { return masked(v, 0, 0x001f001f) | masked(v, 3, 0x1f001f00); };
       table.pick(two(a), out);
       table.pick(two(b), out + 4);
-      table.pick(_mm256_or_si256(masked(a, -10, 0x001f001f), masked(b, -2, 0x1f001f00)), out + 8);
+      table.pick(masked(a, -10, 0x001f001f) | masked(b, -2, 0x1f001f00), out + 8);
     } else {
-      __m256i fifth = masked(a, -24, 0x3f);
+      Words fifth = masked(a, -24, 0x3f);
       for (int p = 0; p < 4; p++) {
-        const __m256i v = p ? load(W * block + p) : a;
-        if (p) fifth = _mm256_or_si256(fifth, masked(v, 8 * p - 24, 0x3fu << 8 * p));
-        table.pick(_mm256_or_si256(_mm256_or_si256(masked(v, 0, 0x3f), masked(v, 2, 0x3f00)),
-                                   _mm256_or_si256(masked(v, 4, 0x3f0000), masked(v, 6, 0x3f000000))),
+        const Words v = p ? load(W * block + p) : a;
+        if (p) fifth = fifth | masked(v, 8 * p - 24, 0x3fu << 8 * p);
+        table.pick((masked(v, 0, 0x3f) | masked(v, 2, 0x3f00)) | (masked(v, 4, 0x3f0000) | masked(v, 6, 0x3f000000)),
                    out + 4 * p);
       }
       table.pick(fifth, out + 16);
@@ -138,7 +137,7 @@ struct ByGroup {
     return multiply_add(half_to_float(scales[group]), value, half_to_float(midpoints[group]));
   }
 
-#ifdef GEARBX_AVX2
+#if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
 
   std::conditional_t<B == 4, HalfTable<4>, FloatTable<B < 4 ? B : 3>> table;
 
@@ -149,7 +148,7 @@ struct ByGroup {
     if constexpr (B == 4)
       table.pick(codes, out);
     else
-      for (int k = 0; k < 4; k++) out[k] = table[_mm256_srli_epi32(codes, 8 * k)];
+      for (int k = 0; k < 4; k++) out[k] = table[shifted(words_of(codes), -8 * k)];
   }
 
 #else

@@ -10,6 +10,10 @@
 
 #include "simd.h"
 
+#ifdef GEARBX_NEON
+#include "codes_neon.h"
+#endif
+
 namespace gearbx {
 
 constexpr int BLOCK = 32;
@@ -102,7 +106,7 @@ inline void to_floats(Bytes32 codes, F8 out[4]) {
   out[3] = _mm256_cvtepi32_ps(_mm256_srli_epi32(codes, 24));
 }
 
-#else
+#elif !defined(GEARBX_NEON)
 
 struct Bytes32 {
   uint8_t byte[BLOCK];

@@ -5,10 +5,6 @@
 #include "codes.h"
 #include "exact_row.h"
 
-#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(GEARBX_PORTABLE)
-#define GEARBX_EXACT_NEON 1
-#endif
-
 namespace gearbx {
 
 // What the codes of a group mean: the bytes of the first neighbour, and 255 where the code is in the zero cell.
@@ -34,6 +30,23 @@ struct alignas(32) Meanings {
     _mm256_store_si256(reinterpret_cast<__m256i*>(low), bytes);
     const __m128i zeros = _mm_packs_epi16(_mm256_castsi256_si128(cells), _mm256_extracti128_si256(cells, 1));
     _mm_store_si128(reinterpret_cast<__m128i*>(zero), zeros);
+  }
+#elif defined(GEARBX_NEON)
+  GEARBX_INLINE void find(float scale, float bias) {
+    constexpr float CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const float32x4_t bound = vdupq_n_f32((scale < 0 ? -scale : scale) * 0.5f);
+    uint16x4_t first[4], far[4];
+    for (int i = 0; i < 4; i++) {
+      const float32x4_t v = vaddq_f32(vmulq_n_f32(vld1q_f32(CODES + 4 * i), scale), vdupq_n_f32(bias));
+      first[i] = vshrn_n_u32(vsubq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(WINDOW << 16)), 16);
+      far[i] = vmovn_u32(vcgtq_f32(vabsq_f32(v), bound));
+    }
+    for (int i = 0; i < 2; i++) {
+      const uint16x8_t words = vcombine_u16(first[2 * i], first[2 * i + 1]);
+      vst1_u8(low + 8 * i, vmovn_u16(words));
+      vst1_u8(high + 8 * i, vshrn_n_u16(words, 8));
+      vst1_u8(zero + 8 * i, vmvn_u8(vmovn_u16(vcombine_u16(far[2 * i], far[2 * i + 1]))));
+    }
   }
 #else
   GEARBX_INLINE void find(float scale, float bias) {
@@ -87,34 +100,29 @@ GEARBX_INLINE void use32(const Meanings& m, Bytes32 codes, const uint8_t* stored
                      _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, words[i]))));
 }
 
-#elif defined(GEARBX_EXACT_NEON)
+#elif defined(GEARBX_NEON)
 
 template <class Use>
 GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row, Use use) {
   const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   uint8_t copy[32];
   for (int i = 0; i < 32; i += 16) {
-    const uint8x16_t code = vld1q_u8(codes.byte + i), low = vld1q_u8(stored + i);
+    const uint8x16_t code = codes.half[i / 16], low = vld1q_u8(stored + i);
     const uint8x16_t wraps = vcltq_u8(low, vqtbl1q_u8(vld1q_u8(m.low), code));
     const uint8x16_t far = vsubq_u8(vqtbl1q_u8(vld1q_u8(m.high), code), wraps);
-    const uint8x16_t zero = vqtbl1q_u8(vld1q_u8(m.zero), code), sets = vandq_u8(zero, bit);
-    const unsigned first = vaddv_u8(vget_low_u8(sets)), second = vaddv_u8(vget_high_u8(sets));
+    const uint8x16_t zero = vqtbl1q_u8(vld1q_u8(m.zero), code);
+    uint8x16_t sets = vandq_u8(zero, bit);
+    for (int step = 0; step < 3; step++) sets = vpaddq_u8(sets, sets);  // neighbours, until each byte is a set
+    const unsigned both = vgetq_lane_u16(vreinterpretq_u16_u8(sets), 0), first = both & 255, second = both >> 8;
     const uint8_t* next = next_high(row, copy);
-    const int of_first = __builtin_popcount(first);
+    const int of_first = COUNTS.of[first];
     const uint8x16_t bytes = vcombine_u8(vld1_u8(next), vld1_u8(next + of_first));
     const uint8x8_t places = vadd_u8(vld1_u8(PLACES.of[second]), vdup_n_u8(8));
     const uint8x16_t near = vqtbl1q_u8(bytes, vcombine_u8(vld1_u8(PLACES.of[first]), places));
-    row.at += of_first + __builtin_popcount(second);
+    row.at += of_first + COUNTS.of[second];
     const uint8x16_t high = vbslq_u8(zero, near, far);
     const uint16x8_t words[2] = {vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))};
-    alignas(64) uint32_t bits[16];
-    for (int k = 0; k < 2; k++) {
-      vst1q_u32(bits + 8 * k, vshll_n_u16(vget_low_u16(words[k]), 16));
-      vst1q_u32(bits + 8 * k + 4, vshll_n_u16(vget_high_u16(words[k]), 16));
-    }
-    float weights[16];
-    std::memcpy(weights, bits, sizeof bits);
-    use(i, load16(weights));
+    use(i, join(bf16_to_floats(words[0]), bf16_to_floats(words[1])));
   }
 }
 

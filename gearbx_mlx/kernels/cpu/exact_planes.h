@@ -1,5 +1,5 @@
 // Decodes rows of planes 4+4 with five low bits, 32 weights at a time. Vectors of GCC and Clang do the arithmetic on
-// every processor; the bytes of weights near zero are dealt out one by one where there is no AVX2.
+// every processor; the bytes of weights near zero are dealt out one by one where there is neither AVX2 nor NEON.
 
 #pragma once
 
@@ -8,10 +8,15 @@
 
 namespace gearbx {
 
-typedef uint32_t U8 __attribute__((vector_size(32)));
-typedef int32_t I8 __attribute__((vector_size(32)));  // whose conversion to floats is one instruction
-typedef uint8_t Octet __attribute__((vector_size(8)));
-typedef float Eight __attribute__((vector_size(32)));
+#ifdef GEARBX_NEON
+constexpr int WIDTH = 4;  // weights of a vector
+#else
+constexpr int WIDTH = 8;
+#endif
+typedef uint32_t Uints __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Sints __attribute__((vector_size(4 * WIDTH)));  // whose conversion to floats is one instruction
+typedef uint8_t Octets __attribute__((vector_size(WIDTH)));
+typedef float Numbers __attribute__((vector_size(4 * WIDTH)));
 
 template <class To, class From>
 GEARBX_INLINE To bits_as(From from) {
@@ -21,25 +26,37 @@ GEARBX_INLINE To bits_as(From from) {
   return to;
 }
 
-// Bytes number i to i + 7.
-GEARBX_INLINE U8 widen8(const Bytes32& all, int i) {
+// Bytes from number i on.
+GEARBX_INLINE Uints widen(const Bytes32& all, int i) {
 #ifdef GEARBX_AVX2
   const __m128i half = i < 16 ? _mm256_castsi256_si128(all) : _mm256_extracti128_si256(all, 1);
-  return bits_as<U8>(_mm256_cvtepu8_epi32(i % 16 ? _mm_unpackhi_epi64(half, half) : half));
+  return bits_as<Uints>(_mm256_cvtepu8_epi32(i % 16 ? _mm_unpackhi_epi64(half, half) : half));
+#elif defined(GEARBX_NEON)
+  const uint8x16_t half = all.half[i / 16];
+  const uint16x8_t words = i % 16 < 8 ? vmovl_u8(vget_low_u8(half)) : vmovl_high_u8(half);
+  return bits_as<Uints>(i % 8 < 4 ? vmovl_u16(vget_low_u16(words)) : vmovl_high_u16(words));
 #else
-  Octet bytes;
+  Octets bytes;
   std::memcpy(&bytes, all.byte + i, sizeof bytes);
-  return __builtin_convertvector(bytes, U8);
+  return __builtin_convertvector(bytes, Uints);
 #endif
 }
 
 // The bytes at `next` for the lanes whose bits are set, and 0 for the others; moves `next`.
-GEARBX_INLINE U8 deal(const uint8_t*& next, U8 lanes) {
+GEARBX_INLINE Uints deal(const uint8_t*& next, Uints lanes) {
 #ifdef GEARBX_AVX2
   const auto set = static_cast<unsigned>(_mm256_movemask_ps(bits_as<__m256>(lanes)));
   const __m128i bytes = _mm_shuffle_epi8(load8_bytes(next), load8_bytes(PLACES.of[set]));
   next += __builtin_popcount(set);
-  return bits_as<U8>(_mm256_cvtepu8_epi32(bytes));
+  return bits_as<Uints>(_mm256_cvtepu8_epi32(bytes));
+#elif defined(GEARBX_NEON)
+  const uint32x4_t bit = {1, 2, 4, 8};
+  const uint32_t set = vaddvq_u32(vandq_u32(bits_as<uint32x4_t>(lanes), bit));
+  uint32_t four;
+  std::memcpy(&four, next, sizeof four);
+  const uint8x8_t bytes = vtbl1_u8(vreinterpret_u8_u32(vdup_n_u32(four)), vld1_u8(PLACES.of[set]));
+  next += COUNTS.of[set];
+  return bits_as<Uints>(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
 #else
   alignas(32) uint32_t set[8], bytes[8];
   std::memcpy(set, &lanes, sizeof set);
@@ -49,7 +66,7 @@ GEARBX_INLINE U8 deal(const uint8_t*& next, U8 lanes) {
     taken += set[i] & 1;
     next = first + taken;
   }
-  U8 dealt;
+  Uints dealt;
   std::memcpy(&dealt, bytes, sizeof dealt);
   return dealt;
 #endif
@@ -60,19 +77,19 @@ struct Planes32 {
   ExactRow& row;
   explicit Planes32(ExactRow& r) : row(r) {}
 
-  // Eight weights as bits of bf16 in the upper halves of words, from codes and low bits.
+  // Weights as bits of bf16 in the upper halves of words, from codes and low bits.
   //
   // Far from zero a weight is the last number up to 31 neighbours after the first that ends in the low bits; near zero
   // it is the last up to T0 less 32 times the byte's seven bits. The byte is 0 far from zero.
-  GEARBX_INLINE U8 eight(U8 code, U8 low, float step, float offset, const uint8_t*& next) {
-    const Eight v = __builtin_convertvector(bits_as<I8>(code), Eight) * step + offset;
+  GEARBX_INLINE Uints some(Uints code, Uints low, float step, float offset, const uint8_t*& next) {
+    const Numbers v = __builtin_convertvector(bits_as<Sints>(code), Numbers) * step + offset;
     const float size = step < 0 ? -step : step, bound = 8.8f * size;
-    const U8 value = bits_as<U8>(v), magnitude = value & 0x7fffffff;
-    const auto far = bits_as<U8>(bits_as<Eight>(magnitude) >= bound);
+    const Uints value = bits_as<Uints>(v), magnitude = value & 0x7fffffff;
+    const auto far = bits_as<Uints>(bits_as<Numbers>(magnitude) >= bound);
     const uint32_t top = bits_as<uint32_t>(size * 16.0f) >> 16;
-    const U8 last = (((value >> 16) + (31 - FAR_WINDOW)) & far) | (top & ~far);
-    const U8 byte = deal(next, ~far), distance = (byte & 127) << 5 | low;
-    const U8 below = (((last - distance) & ~31u) | low) & bits_as<U8>(distance < 0xf80);
+    const Uints last = (((value >> 16) + (31 - FAR_WINDOW)) & far) | (top & ~far);
+    const Uints byte = deal(next, ~far), distance = (byte & 127) << 5 | low;
+    const Uints below = (((last - distance) & ~31u) | low) & bits_as<Uints>(distance < 0xf80);
     return (below | (byte >> 7) << 15) << 16;
   }
 
@@ -99,9 +116,9 @@ struct Planes32 {
       uint8_t copy[32];
       const uint8_t* const first = next_high(row.high, copy);
       const uint8_t* next = first;
-#pragma GCC unroll 4
-      for (int i = 0; i < BLOCK; i += 8) {
-        const U8 bits = eight(widen8(codes, i), widen8(lows, i), step, offset, next);
+#pragma GCC unroll 8
+      for (int i = 0; i < BLOCK; i += WIDTH) {
+        const Uints bits = some(widen(codes, i), widen(lows, i), step, offset, next);
         std::memcpy(weights + i, &bits, sizeof bits);
       }
       row.high.at += next - first;

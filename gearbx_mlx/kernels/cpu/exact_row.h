@@ -45,6 +45,15 @@ struct Places {
 };
 inline constexpr Places PLACES;
 
+// How many places a set has: a load, where counting bits takes several instructions.
+struct Counts {
+  uint8_t of[256];
+  constexpr Counts() : of() {
+    for (int set = 0; set < 256; set++) of[set] = static_cast<uint8_t>(__builtin_popcount(static_cast<unsigned>(set)));
+  }
+};
+inline constexpr Counts COUNTS;
+
 // One row of a matrix.
 struct ExactRow {
   const uint8_t *weights[2], *low;

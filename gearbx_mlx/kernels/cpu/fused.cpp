@@ -68,11 +68,14 @@ void turn_pairs(const gearbx_rotation& r, F8 cosines, F8 sines, int64_t i, int64
     store8(y + i + second, a * sines + b * cosines);
     return;
   }
+  float c[8], s[8];
+  store8(c, cosines);
+  store8(s, sines);
   for (int64_t k = 0; k < count; k++) {
     const int64_t one = first * (i + k), two = one + second;
     const float a = x[one * stride], b = x[two * stride];
-    y[one] = a * cosines[k] - b * sines[k];
-    y[two] = a * sines[k] + b * cosines[k];
+    y[one] = a * c[k] - b * s[k];
+    y[two] = a * s[k] + b * c[k];
   }
 }
 

@@ -49,16 +49,14 @@ void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x,
       sums[v][X - 1] = all_ints(x.starts[v]);
     }
     for (int run = 0; run < group; run += 4 * RUN) {
-      Sums<NARROW> some[N][X];
+      Sums<NARROW> some[N * X];
       for (int v = 0; v < N; v++)
-        for (int b = 0; b < X; b++) some[v][b].begin(sums[v][b]);
+        for (int b = 0; b < X; b++) some[v * X + b].begin(sums[v][b]);
       for (int step = 0; step < RUN; step++, codes += 4 * LANES, x.x += N * X * 4) {
-        const Ints four = load_ints(codes);
-        for (int v = 0; v < N; v++)
-          for (int b = 0; b < X; b++) some[v][b].add(four, all_bytes(x.x + (v * X + b) * 4));
+        add_all<N * X>(load_ints(codes), x.x, some);
       }
       for (int v = 0; v < N; v++)
-        for (int b = 0; b < X; b++) sums[v][b] = some[v][b].end(sums[v][b]);
+        for (int b = 0; b < X; b++) sums[v][b] = some[v * X + b].end(sums[v][b]);
     }
     const Floats scale = load_floats(panel.scales + g * LANES), offset = load_floats(panel.offsets + g * LANES);
     for (int v = 0; v < N; v++) {
@@ -116,7 +114,7 @@ void do_piece(const void* context, int piece) {
   const Matrix* matrix = job.matrices;
   for (; piece >= matrix->pieces.count; matrix++) piece -= matrix->pieces.count;
   const int64_t end = matrix->pieces.first(piece + 1);
-#if defined(GEARBX_AVX2)
+#if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
   if (job.row_by_row) {
     OneVector work(*matrix->stack, matrix->how, job.x);
     for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)

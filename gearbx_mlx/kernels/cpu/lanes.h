@@ -1,5 +1,5 @@
-// Vectors of as many float32 as the processor adds at once: sixteen with AVX-512, else eight (simd.h). For operations
-// on each number by itself, whose results do not depend on how many lie side by side.
+// Vectors of as many float32 as the processor adds at once: sixteen with AVX-512, four with NEON, else eight (simd.h).
+// For operations on each number by itself, whose results do not depend on how many lie side by side.
 
 #pragma once
 
@@ -26,6 +26,20 @@ inline Floats unless_less(Floats z, float least, Floats a) {
 
 #else
 
+#ifdef GEARBX_NEON
+
+typedef float Floats __attribute__((vector_size(16)));
+
+inline Floats load(const float* p) { return vld1q_f32(p); }
+inline Floats load(const Bf16* p) { return bf16_to_floats(vld1_u16(&p->bits)); }
+inline Floats load(const Fp16* p) { return fp16_to_floats(vld1_u16(&p->bits)); }
+inline void store(float* p, Floats a) { vst1q_f32(p, a); }
+inline Floats all(float value) { return vdupq_n_f32(value); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+inline Floats hold(Floats a) { return a; }
+
+#else
+
 typedef F8 Floats;
 
 template <class T>
@@ -35,6 +49,8 @@ inline Floats load(const T* p) {
 inline void store(float* p, Floats a) { store8(p, a); }
 inline Floats all(float value) { return all8(value); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return multiply_add8(a, b, c); }
+
+#endif
 
 #ifdef GEARBX_AVX2
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }

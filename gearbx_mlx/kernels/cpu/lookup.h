@@ -4,17 +4,35 @@
 
 #include "codes.h"
 
+#ifdef GEARBX_NEON
+#include "lookup_neon.h"
+#endif
+
 namespace gearbx {
 
 inline float half_to_float(uint16_t half) {
 #ifdef GEARBX_AVX2
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half)));
+#elif defined(GEARBX_NEON)
+  return vgetq_lane_f32(fp16_to_floats(vdup_n_u16(half)), 0);
 #else
   return fp16_to_float(half);
 #endif
 }
 
 #ifdef GEARBX_AVX2
+
+typedef __m256i Words;
+
+inline Words words_of(Bytes32 codes) { return codes; }
+
+// Each dword shifted up, or down if `up` is negative.
+inline Words shifted(Words words, int up) {
+  return up >= 0 ? _mm256_slli_epi32(words, up) : _mm256_srli_epi32(words, -up);
+}
+inline Words masked(Words words, int up, unsigned mask) {
+  return _mm256_and_si256(shifted(words, up), _mm256_set1_epi32(static_cast<int>(mask)));
+}
 
 // Four or eight entries as floats. A permutation looks up one of eight by the lowest three bits of a dword and ignores
 // the others. Four entries are there twice, so that the third bit is ignored too.
@@ -29,7 +47,7 @@ struct FloatTable {
     entries = _mm256_cvtph_ps(B == 2 ? _mm_unpacklo_epi64(few, few) : few);
   }
 
-  F8 operator[](__m256i dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
+  F8 operator[](Words dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
 };
 
 // Sixteen entries or more as low bytes and high bytes. A byte shuffle looks up one of sixteen, each further bit of the
@@ -72,17 +90,11 @@ struct HalfTable {
 };
 
 // Eight words; after the first `count`, zeros without reading memory.
-inline __m256i load_words(const uint32_t* p, int64_t count) {
+inline Words load_words(const uint32_t* p, int64_t count) {
   if (count >= 8) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i present = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
   return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), present);
-}
-
-// Each dword shifted up, or down if `up` is negative, and masked.
-inline __m256i masked(__m256i words, int up, unsigned mask) {
-  const __m256i moved = up >= 0 ? _mm256_slli_epi32(words, up) : _mm256_srli_epi32(words, -up);
-  return _mm256_and_si256(moved, _mm256_set1_epi32(static_cast<int>(mask)));
 }
 
 inline F8 gather8(const float* x, const uint16_t* columns) {
@@ -93,9 +105,9 @@ inline F8 gather8(const float* x, const uint16_t* columns) {
 #else
 
 inline F8 gather8(const float* x, const uint16_t* columns) {
-  F8 found;
+  float found[8];
   for (int l = 0; l < 8; l++) found[l] = x[columns[l]];
-  return found;
+  return load8(found);
 }
 
 #endif

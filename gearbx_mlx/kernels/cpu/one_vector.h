@@ -11,7 +11,7 @@
 
 namespace gearbx {
 
-#if defined(GEARBX_AVX2)
+#if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
 
 constexpr bool ROW_BY_ROW = true;
 constexpr int MOST_OF_A_ROW = 8192, MOST_GROUPS_OF_A_ROW = MOST_OF_A_ROW / 32;  // columns and groups at a time
@@ -50,7 +50,9 @@ struct RowSums {
   GEARBX_INLINE static Ints one(const uint8_t* const* planes, int i, uint32_t flip, const int8_t* x) {
     Ints totals[X];
     for (int b = 0; b < X; b++) totals[b] = zero_ints();
-    for (int s = i * SPAN; s < (i + 1) * SPAN; s++) {
+#pragma GCC unroll 8
+    for (int span = 0; span < SPAN; span++) {
+      const int s = i * SPAN + span;
       Ints bytes[P][1];
       for (int p = 0; p < P; p++) bytes[p][0] = load_ints(planes[p] + s * 4 * LANES);
       Sums<NARROW> sums[X];

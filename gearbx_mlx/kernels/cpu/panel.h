@@ -58,6 +58,9 @@ GEARBX_INLINE void read_dwords(const Rows& rows, int64_t at, Ints* out) {
 // The codes at bit K of each byte of a plane, moved to bit TO.
 template <int W, int K, int TO>
 GEARBX_INLINE Ints codes_at(Ints dwords) {
+#ifdef GEARBX_NEON
+  if constexpr (K > 0 && K + W == 8 && TO == 0) return shift_bytes<K>(dwords);  // which leaves nothing to mask
+#endif
   return and_ints(shift_ints<TO - K>(dwords), ((1u << W) - 1) * 0x01010101u << TO);
 }
 

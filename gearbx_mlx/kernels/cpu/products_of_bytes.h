@@ -37,6 +37,24 @@ struct Sums {
   }
 };
 
+#elif defined(GEARBX_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+
+constexpr bool SIGNED_BYTES = false;
+
+template <bool NARROW>
+struct Sums {
+  Ints sums;
+  GEARBX_INLINE void begin(Ints before) { sums = before; }
+  GEARBX_INLINE Ints end(Ints) const { return sums; }
+  GEARBX_INLINE void add(Ints codes, Ints x) {
+    sums = vusdotq_s32(sums, vreinterpretq_u8_s32(codes), vreinterpretq_s8_s32(x));
+  }
+  template <int LANE>
+  GEARBX_INLINE void add_lane(Ints codes, int8x16_t x) {
+    sums = vusdotq_laneq_s32(sums, vreinterpretq_u8_s32(codes), x, LANE);
+  }
+};
+
 #else
 
 constexpr bool SIGNED_BYTES = true;
@@ -67,30 +85,47 @@ struct Sums {
   GEARBX_INLINE void begin(Ints before) { sums = before; }
   GEARBX_INLINE Ints end(Ints) const { return sums; }
   GEARBX_INLINE void add(Ints codes, Ints x) {
+#if defined(GEARBX_NEON)
+    const int8x16_t a = vreinterpretq_s8_s32(codes), b = vreinterpretq_s8_s32(x);
+#if defined(__ARM_FEATURE_DOTPROD)
+    sums = vdotq_s32(sums, a, b);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    sums = vpadalq_s16(sums, vpaddq_s16(low, high));  // two products fit 16 bits: 128 * 127 * 2
+#endif
+#else
     int8_t a[4 * LANES], b[4 * LANES];
     store_ints(a, codes);
     store_ints(b, x);
-#if defined(__ARM_NEON)
-    int32x4_t halves[2];
-    store_ints(halves, sums);
-    for (int h = 0; h < 2; h++) {
-      const int8x16_t c = vld1q_s8(a + 16 * h), d = vld1q_s8(b);
-#if defined(__ARM_FEATURE_DOTPROD)
-      halves[h] = vdotq_s32(halves[h], c, d);
-#else
-      const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_s8(vget_high_s8(c), vget_high_s8(d));
-      halves[h] = vaddq_s32(halves[h], vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
-#endif
-    }
-    sums = load_ints(halves);
-#else
     for (int l = 0; l < LANES; l++)
       for (int i = 0; i < 4; i++) sums[l] += a[4 * l + i] * b[i];
 #endif
   }
+#if defined(GEARBX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  template <int LANE>
+  GEARBX_INLINE void add_lane(Ints codes, int8x16_t x) {
+    sums = vdotq_laneq_s32(sums, vreinterpretq_s8_s32(codes), x, LANE);
+  }
+#endif
 };
 
 #endif
 #endif
+
+// Adds the products of codes and COUNT times four activations, one after the other, to as many sums.
+template <int COUNT, bool NARROW>
+GEARBX_INLINE void add_all(Ints codes, const int8_t* x, Sums<NARROW>* sums) {
+  int i = 0;
+#if defined(GEARBX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  for (; i + 4 <= COUNT; i += 4) {  // an instruction takes four activations of a register
+    const int8x16_t sixteen = vld1q_s8(x + 4 * i);
+    sums[i].template add_lane<0>(codes, sixteen);
+    sums[i + 1].template add_lane<1>(codes, sixteen);
+    sums[i + 2].template add_lane<2>(codes, sixteen);
+    sums[i + 3].template add_lane<3>(codes, sixteen);
+  }
+#endif
+  for (; i < COUNT; i++) sums[i].add(codes, all_bytes(x + 4 * i));
+}
 
 }  // namespace gearbx

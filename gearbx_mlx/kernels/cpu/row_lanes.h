@@ -1,5 +1,5 @@
 // Registers in which each lane is another row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512,
-// else eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
+// four with NEON, else eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
 //
 // Products are of codes and activations as bytes, four at a time, by the processor's own instruction where there is
 // one. NARROW codes have at most four bits. Every operation on floats is the same in each lane of every form.
@@ -16,6 +16,10 @@
 #elif defined(GEARBX_AVX2) && defined(__AVXVNNI__)
 #define GEARBX_VNNI 1
 #define GEARBX_DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+#ifdef GEARBX_NEON
+#include "row_lanes_neon.h"
 #endif
 
 namespace gearbx {
@@ -183,7 +187,7 @@ GEARBX_INLINE void transpose(const uint8_t* p, int64_t stride, Ints* out) {
   out[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-#else
+#elif !defined(GEARBX_NEON)
 
 constexpr int LANES = 8;
 constexpr int DWORDS = 4;

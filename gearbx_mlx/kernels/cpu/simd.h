@@ -1,4 +1,4 @@
-// Vectors of eight floats: AVX2 if the compiler targets it, else vectors of GCC and Clang, which work on every
+// Vectors of eight floats: AVX2 or NEON if the compiler targets it, else vectors of GCC and Clang, which work on every
 // processor.
 //
 // Every operation that rounds is explicit here, so that results do not depend on how the compiler treats the loops
@@ -13,8 +13,9 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(GEARBX_PORTABLE)
 #define GEARBX_AVX2 1
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(GEARBX_PORTABLE)
+#define GEARBX_NEON 1
+#include "neon.h"
 #endif
 
 // For functions that run for every few bytes: a call, or a value that goes through memory, would take longer than the
@@ -73,7 +74,7 @@ inline F8 hold(F8 a) {
   return a;
 }
 
-#else
+#elif !defined(GEARBX_NEON)
 
 typedef float F8 __attribute__((vector_size(32)));
 

@@ -6,13 +6,16 @@
 
 namespace gearbx {
 
+typedef float Eight __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
 typedef int64_t Longs __attribute__((vector_size(64)));
 
 inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
   // x = n pi / 2 + r with |r| <= pi / 4, in double precision: pi / 2 is the sum of 33 bits and a rest.
   const double rounding = 6755399441055744.0;  // 1.5 * 2^52: a sum with it is rounded to an integer, in the lowest bits
-  const Doubles x = __builtin_convertvector(angles, Doubles);
+  Eight numbers;
+  std::memcpy(&numbers, &angles, sizeof numbers);
+  const Doubles x = __builtin_convertvector(numbers, Doubles);
   const Doubles sum = x * 0.63661977236758134308 + rounding, n = sum - rounding;
   const Doubles r = (x - n * 1.57079632673412561417) - n * 6.07710050650619224932e-11, square = r * r;
   Longs quarter;
@@ -28,8 +31,12 @@ inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
 
   const Longs swapped = (quarter & 1) != 0;
   const Doubles s = swapped ? cosine : sine, c = swapped ? sine : cosine;
-  sines = __builtin_convertvector((quarter & 2) != 0 ? -s : s, F8);
-  cosines = __builtin_convertvector(((quarter + 1) & 2) != 0 ? -c : c, F8);
+  const auto narrowed = [](Doubles from, F8& to) {
+    const Eight made = __builtin_convertvector(from, Eight);
+    std::memcpy(&to, &made, sizeof to);
+  };
+  narrowed((quarter & 2) != 0 ? -s : s, sines);
+  narrowed(((quarter + 1) & 2) != 0 ? -c : c, cosines);
 }
 
 }  // namespace gearbx

@@ -37,6 +37,8 @@ inline F8 sums8(const F8 (&a)[8]) {
   const F8 sums = ones(twos(fours(a[0], a[1]), fours(a[2], a[3])), twos(fours(a[4], a[5]), fours(a[6], a[7])));
   return _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
+#elif defined(GEARBX_NEON)
+inline F8 sums8(const F8 (&a)[8]) { return {sums4(a[0], a[1], a[2], a[3]), sums4(a[4], a[5], a[6], a[7])}; }
 #else
 inline F8 sums8(const F8 (&a)[8]) {
   F8 sums;
