@@ -1,5 +1,6 @@
 """What can be said about the Metal kernels without clang: selection, bad input, packaging, the benchmark's script."""
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_names_are_unique():
         for width in (48, 53)
     ]
     texts = {launch.spec.name: launch.spec.header for launch in launches}
-    assert len(texts) == len(set(texts.values())) == 27 + 24 + 2 + 11
+    assert len(texts) == len(set(texts.values())) == (27 + 9) + 24 + 2 + 11  # 9: staged activations of other widths
 
 
 def test_shape_of_the_result_is_that_of_the_activations():
@@ -259,3 +260,48 @@ def test_wheel_contains_the_kernels(tmp_path):
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "installed")
     program = "from gearbx_mlx.kernels.metal import source_text as t; print(len(t('matvec')) and len(t('codes')))"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path / "installed")
+
+
+def arrays_of(found, depth: int = 4) -> list[mx.array]:
+    """The arrays that an object keeps, itself or in what it keeps."""
+    if isinstance(found, mx.array):
+        return [found]
+    kept = gc.get_referents(found) if depth and not isinstance(found, type) else []
+    return [array for each in kept for array in arrays_of(each, depth - 1)]
+
+
+@pytest.mark.parametrize("launch", [planes_launch(**arguments()), rowwise_launch(**rowwise_arguments())])
+def test_what_is_prepared_keeps_no_weights(launch):
+    """A gear that is offloaded would stay in memory."""
+    assert {id(array) for array in launch.inputs} <= {id(array) for array in arrays_of(launch)}
+    assert [array.tolist()[:2] for array in arrays_of(launch.prepared)] == [[8, launch.inputs[0].shape[-1]]]
+
+
+def test_a_prepared_launch_takes_other_arrays_and_writes_its_text_once(monkeypatch):
+    built, called = [], []
+
+    def kernel(**made):
+        built.append(made)
+        return lambda inputs, **options: called.append((inputs, options)) or [mx.zeros(options["output_shapes"][0])]
+
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    monkeypatch.setattr(mx.fast, "metal_kernel", kernel)
+    metal.build.cache_clear()
+    given = arguments(vectors=3) | {"bias": mx.zeros((8,), mx.float16), "x": mx.zeros((1, 3, 128), mx.float16)}
+    try:
+        prepared = planes_launch(**given).prepared
+        for x in (given["x"], given["x"] + 1):
+            assert prepared(x, *given["weights"], given["scales"], *given["biases"], given["bias"]).shape == (1, 3, 8)
+    finally:
+        metal.build.cache_clear()
+    assert len(built) == 1
+    assert "//" not in built[0]["source"] + built[0]["header"]
+    assert [inputs[0].sum().item() for inputs, _ in called] == [0, 3 * 128]
+    assert all(len(inputs) == len(built[0]["input_names"]) and "template" not in options for inputs, options in called)
+
+
+def test_a_small_array_is_padded_and_no_other():
+    launch = rowwise_launch(**rowwise_arguments(rows=3))
+    complete = launch.prepared.completed(launch.inputs)
+    assert [array.shape for array in complete] == [(1, 21), (3, 32), (8,), (3,)]
+    assert complete[2].tolist()[:3] == launch.inputs[2].tolist()

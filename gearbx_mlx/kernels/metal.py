@@ -158,7 +158,9 @@ class Prepared:
         A product's are x, the packed arrays and the output bias, and its result has the activations' type. Nothing is
         checked: this is called for every matrix and token. Raises GearbxError where Metal is not available.
         """
-        return self.result(self.kernel(inputs=self.completed(inputs), **self.options)[0])
+        complete = self.completed(inputs) if self.few else (*inputs, *self.numbers)
+        out = self.kernel(inputs=complete, **self.options)[0]
+        return out if self.view is None else self.result(out)
 
     def completed(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no padding."""

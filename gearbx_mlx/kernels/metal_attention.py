@@ -79,7 +79,7 @@ def parts_launch(
 def _parts_prepared(
     shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, blocks: int, hides: str | None, scale: float
 ) -> Prepared:
-    """For queries of this shape and type, and keys in so many blocks, which are hidden from some, "causal", or not."""
+    """For queries of this shape and type; keys in so many blocks; `hides`: "causal", "some" for a mask, or None."""
     batch, heads, length, width = shape
     own_heads = heads_together(heads // kv_heads, length)
     masked = hides == "some"

@@ -83,7 +83,7 @@ def find_clang() -> str | None:
 def _flags(clang: str) -> list[str]:
     probe = [clang, *BFLOAT_FLAGS, "-x", "c++", "-fsyntax-only", "/dev/null"]
     known = subprocess.run(probe, capture_output=True).returncode == 0
-    return FLAGS + ROLLED + (BFLOAT_FLAGS if known else [])
+    return FLAGS + (BFLOAT_FLAGS if known else [])
 
 
 def translation_unit(text: str) -> str:
@@ -136,10 +136,22 @@ def library(text: str) -> Path:
     """
     clang = find_clang()
     assert clang
-    stem = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:24]
+    made = _compiled(clang, text, [*_flags(clang), *ROLLED])
+    _load_runtime(clang)
+    return made
+
+
+def unroll(text: str) -> None:
+    """Compiles a kernel's text with its loops unrolled. Raises DoesNotCompile where clang cannot unroll one."""
+    clang = find_clang()
+    assert clang
+    _compiled(clang, text, _flags(clang))
+
+
+def _compiled(clang: str, text: str, flags: list[str]) -> Path:
+    stem = Path(_FOLDER.name) / hashlib.sha256(f"{text} {flags}".encode()).hexdigest()[:24]
     source, made = stem.with_suffix(".cpp"), stem.with_suffix(".so")
     source.write_text(translation_unit(text))
     # Without the C++ library, which takes longer to link than the kernel to compile; libgcc converts half precision.
-    _run([clang, *_flags(clang), "-I", str(SHIM), "-shared", "-nostdlib", str(source), "-lgcc", "-o", str(made)])
-    _load_runtime(clang)
+    _run([clang, *flags, "-I", str(SHIM), "-shared", "-nostdlib", str(source), "-lgcc", "-o", str(made)])
     return made

@@ -33,10 +33,11 @@ def generated_text(kernel: Any, inputs: list[Any], options: dict[str, Any]) -> s
     Exporting traces the call without running it, so that no Metal device is needed.
     """
     arrays = [i for i in inputs if isinstance(i, mx.array)]
-    numbers = inputs[len(arrays) :]
 
     def call(*traced: mx.array) -> Any:
-        return kernel(inputs=[*traced, *numbers], verbose=True, **options)
+        each = iter(traced)
+        placed = [next(each) if isinstance(given, mx.array) else given for given in inputs]
+        return kernel(inputs=placed, verbose=True, **options)
 
     with captured_stdout() as file, tempfile.TemporaryDirectory() as folder:
         mx.export_function(str(Path(folder) / "kernel.mlxfn"), call, *arrays)
