@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.gate import check_routing, initial_gear, routing_for
 from ..cli.gearbox import settle_gears
 from ..cli.gears import LayoutSettings
@@ -86,7 +87,9 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     Raises:
         GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be analyzed.
     """
-    analysis = analyzed(command_settings(AnalyzeSettings, {"prompts": prompts, **keywords}))
+    settings = command_settings(AnalyzeSettings, {"prompts": prompts, **keywords})
+    choose_device(settings)
+    analysis = analyzed(settings)
     if not analysis.complete:
         raise KeyboardInterrupt  # what was recorded is written
     return analysis.summary

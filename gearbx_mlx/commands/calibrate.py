@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.output import output_path
 from ..cli.parsers.calibrate import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from ..cli.settings import command_settings
@@ -44,6 +45,7 @@ def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
         GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.
     """
     settings = command_settings(CalibrateSettings, keywords)
+    choose_device(settings)
     out = settings.calibration.out
     found = calibrated(settings, None) if out is None else written(settings, output_path(out))
     return found.file

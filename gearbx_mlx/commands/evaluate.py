@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
@@ -41,6 +42,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
         GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
     """
     settings = command_settings(EvaluateSettings, {"data": data, **keywords})
+    choose_device(settings)
     report, _ = measured(settings, Path(settings.task.out))
     if not report.complete:
         raise KeyboardInterrupt  # what is complete is written
