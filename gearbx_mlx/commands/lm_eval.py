@@ -65,7 +65,7 @@ class GearbxLM(MLXLM):
         max_tokens: most tokens to generate; the task's own number if not given.
         kernels, format, manage, group_size: of the Gearbox.
         batch_size, max_batch_size: taken since lm-eval gives them; a token is computed at a time.
-        device: "cpu" or "gpu"; taken by the command before mlx-lm is imported. Others, which lm-eval gives, are torch's.
+        device: "cpu" or "gpu", which the command takes before mlx-lm is imported; others, of torch, mean nothing here.
     """
 
     def __init__(
