@@ -18,7 +18,8 @@ def run() -> None:
         raise GearbxError(
             f"lm_eval needs {error.name}, which is not installed: pip install 'gearbx-mlx[lm-eval]'"
         ) from error
-    body.main()
+    with import_module("gearbx_mlx.kernels.device").wired_memory():
+        body.main()
 
 
 def device_of_command() -> argparse.Namespace:

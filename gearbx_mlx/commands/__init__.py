@@ -20,7 +20,8 @@ def command(name: str) -> Callable[[], None]:
         settings = import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
         choose_device(settings)  # before the body imports mlx-lm, which keeps the device that it finds
         body = import_module(f"{__name__}.{name}")
-        return signals.run_to_end(lambda: body.run(settings))
+        with import_module("gearbx_mlx.kernels.device").wired_memory():
+            return signals.run_to_end(lambda: body.run(settings))
 
     return lambda: terminal.run(run)
 

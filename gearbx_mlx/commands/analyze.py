@@ -29,6 +29,7 @@ from ..gears.attachment import model_fingerprint
 from ..gears.ladder import Ladder
 from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
+from ..kernels.device import wired_memory
 from ..loading import model_name
 from ..telemetry.report import PICTURES, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
@@ -74,6 +75,7 @@ def run(settings: AnalyzeSettings) -> int:
     return 0 if analysis.complete else terminal.INTERRUPTED
 
 
+@wired_memory()
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
 

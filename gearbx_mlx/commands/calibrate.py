@@ -11,6 +11,7 @@ from ..cli.settings import command_settings
 from ..evaluation.journal import JOURNAL, beside
 from ..evaluation.session import remove_session
 from ..files.writing import write_text
+from ..kernels.device import wired_memory
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from .calibrate_drafting import calibrate_drafting
@@ -32,6 +33,7 @@ def run(settings: CalibrateSettings) -> int:
     return 0
 
 
+@wired_memory()
 def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
     """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
 

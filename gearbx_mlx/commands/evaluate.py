@@ -12,6 +12,7 @@ from ..errors import GearbxError
 from ..evaluation.picture import draw
 from ..evaluation.tables import Report
 from ..files.writing import write_text
+from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot
 from . import evaluate_gsm8k, evaluate_pair, evaluate_text
 
@@ -28,6 +29,7 @@ def run(settings: EvaluateSettings) -> int:
     return 0 if report.complete else terminal.INTERRUPTED
 
 
+@wired_memory()
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     """The report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
 

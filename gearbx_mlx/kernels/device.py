@@ -1,6 +1,8 @@
 """The device that MLX computes on: one for a process, chosen before mlx-lm is imported."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -58,3 +60,27 @@ def check_generation(name: str) -> None:
             f"mlx-lm generates on {pinned} since it was imported, and not on {name}; "
             "call gearbx_mlx.use_device before anything imports mlx_lm"
         )
+
+
+def recommended_memory() -> int | None:
+    """Bytes that a program should have on this GPU at most, as macOS recommends; None for other devices."""
+    found = mx.device_info().get("max_recommended_working_set_size")
+    return None if found is None else int(found)
+
+
+@contextmanager
+def wired_memory() -> Iterator[None]:
+    """Within it, what the GPU uses is kept in memory, up to what macOS recommends; elsewhere it does nothing.
+
+    mlx-lm does so while it generates, and not for a pass that is called directly, as evaluation does.
+    """
+    most = recommended_memory()
+    if most is None:
+        yield
+        return
+    before = mx.set_wired_limit(most)
+    try:
+        yield
+    finally:
+        mx.synchronize()  # the limit must not change while something is computed
+        mx.set_wired_limit(before)
