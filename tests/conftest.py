@@ -1,3 +1,6 @@
+import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
+
+# isort: split
 import dataclasses
 import json
 import os
@@ -19,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, Pair, commands, stream_generate
 from gearbx_mlx.formats.packing import unpack_mlx_codes
-from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels import cpu, metal
 from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -94,6 +97,32 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
     exact = float64(x) @ weights.T
     bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
     assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """MLX computes, and mlx-lm generates, on the GPU; without one, the test is skipped."""
+    if not mx.is_available(mx.Device(mx.gpu)):
+        pytest.skip("MLX has no GPU here")
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu)
+    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generation_stream", mx.new_thread_local_stream(mx.gpu))
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def on_metal(on_gpu):
+    """As `on_gpu`, where the GPU is a Mac's."""
+    if not metal.available():
+        pytest.skip(f"not run on Metal: {metal.available().reason}")
+
+
+@pytest.fixture
+def compiled():
+    """Skips the test where there are no native kernels, which the first test that asks for them compiles."""
+    if cpu.why_not() is not None:
+        pytest.skip(f"no native kernels: {cpu.why_not()}")
 
 
 @pytest.fixture
