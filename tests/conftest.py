@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, Pair, commands, stream_generate
 from gearbx_mlx.formats.packing import unpack_mlx_codes
-from gearbx_mlx.kernels import cpu, metal
+from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -38,6 +38,17 @@ PROMPT = mx.array([[1, 5, 9, 2, 7]])
 ON_A_CPU = pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
 )
+
+# A promise of equal bits holds for as many vectors as native CPU kernels take: on a Mac 16, and then MLX goes on.
+MANY_VECTORS = pytest.mark.skipif(
+    dispatch.MOST_VECTORS is not None, reason="on a Mac so many vectors are MLX's, whose kernels there promise no bits"
+)
+
+
+def up_to(vectors: int) -> int:
+    """This number of vectors, or as many as native CPU kernels take here."""
+    return min(vectors, dispatch.MOST_VECTORS or vectors)
+
 
 # One of each kind that has a cache of keys and values and no state; tests/architectures has all classes.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3", "phi3", "mixtral", "gpt_neox")

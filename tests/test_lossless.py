@@ -269,8 +269,8 @@ class TestCache:
         assert len(said) == 1
         assert ours == theirs
 
-    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny):
-        gearbox = Gearbox(tiny, "6,16")
+    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny, kernels):
+        gearbox = Gearbox(tiny, "6,16", kernels=kernels)
         lossless = LosslessModel(gearbox, FixedLength(5))
         cache, other = make_prompt_cache(tiny), make_prompt_cache(tiny)
         for token in (1, 9, 33, 70, 2, 9, 1):
