@@ -86,6 +86,16 @@ def test_one_gear_at_a_time_fits_where_all_do_not(command, room):
     assert "needs about" not in done.err
 
 
+def test_a_pair_is_counted_together(command, room):
+    both = 2 * read_files(DEMO_MODEL).total
+    room(both - 1)
+    done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
+    assert f"the pair of {DEMO_MODEL} and demo needs about {both / 1e6:.3g} MB, and this GPU should have" in done.err
+    room(both)
+    done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
+    assert "needs about" not in done.err
+
+
 def test_a_model_that_fits_is_not_mentioned(command, room):
     room(2**40)
     assert "needs about" not in command("generate", "--max-tokens", 1).err

@@ -24,22 +24,38 @@ def warn_of_memory(model: str | None, gears: GearSettings, whole: bool = False) 
     most = recommended_memory()
     if most is None or gears.ladder is None or gears.residency == "stream":
         return
-    try:
-        files = read_files(find(model or DEMO_MODEL))
-    except (GearbxError, OSError):
-        return  # `load` says what is wrong with them
+    files = files_of(model)
+    if files is None:
+        return
     if whole and all(entry.dtype == "BF16" for entry in files.matrices.values()):
         gears = dataclasses.replace(gears, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
     needed = memory_with(files, gears)
     if needed > most:
         remedies = [] if files.is_quantized else fitting(files, gears, most)
         advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
-        warnings.warn(
-            f"{model_name(model)} needs about {human_bytes(needed)}, and this GPU should have at most "
-            f"{human_bytes(most)}: {advice}",
-            GearbxWarning,
-            stacklevel=2,
-        )
+        warn(model_name(model), needed, most, advice)
+
+
+def warn_of_pair(small: str, large: str | None) -> None:
+    """As `warn_of_memory`, of two models that are in memory together."""
+    most = recommended_memory()
+    found = [] if most is None else [files_of(small), files_of(large)]
+    needed = sum(files.total for files in found if files is not None)
+    if most is not None and needed > most:
+        warn(f"the pair of {small} and {model_name(large)}", needed, most, "give quantized models")
+
+
+def warn(what: str, needed: int, most: int, advice: str) -> None:
+    sizes = f"needs about {human_bytes(needed)}, and this GPU should have at most {human_bytes(most)}"
+    warnings.warn(f"{what} {sizes}: {advice}", GearbxWarning, stacklevel=3)
+
+
+def files_of(model: str | None) -> ModelFiles | None:
+    """What the headers of a model's files say; None where they cannot be read: `load` says what is wrong with them."""
+    try:
+        return read_files(find(model or DEMO_MODEL))
+    except (GearbxError, OSError):
+        return None
 
 
 def memory_with(files: ModelFiles, gears: GearSettings) -> int:
