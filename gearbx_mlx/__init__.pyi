@@ -22,6 +22,7 @@ from .gears.ladder import Gear as Gear
 from .gears.ladder import Ladder as Ladder
 from .gears.observer import Observer as Observer
 from .generate import generate as generate
+from .kernels.device import use_device as use_device
 from .loading import load as load
 from .loading import load_small as load_small
 from .routing.entropy import entropy_bits as entropy_bits

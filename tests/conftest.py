@@ -1,3 +1,6 @@
+import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
+
+# isort: split
 import dataclasses
 import json
 import os
@@ -19,7 +22,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, Pair, commands, stream_generate
 from gearbx_mlx.formats.packing import unpack_mlx_codes
-from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -38,6 +41,17 @@ PROMPT = mx.array([[1, 5, 9, 2, 7]])
 ON_A_CPU = pytest.mark.skipif(
     mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
 )
+
+# A promise of equal bits holds for as many vectors as native CPU kernels take: on a Mac 16, and then MLX goes on.
+MANY_VECTORS = pytest.mark.skipif(
+    dispatch.MOST_VECTORS is not None, reason="on a Mac so many vectors are MLX's, whose kernels there promise no bits"
+)
+
+
+def up_to(vectors: int) -> int:
+    """This number of vectors, or as many as native CPU kernels take here."""
+    return min(vectors, dispatch.MOST_VECTORS or vectors)
+
 
 # One of each kind that has a cache of keys and values and no state; tests/architectures has all classes.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3", "phi3", "mixtral", "gpt_neox")
@@ -97,6 +111,32 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
     exact = float64(x) @ weights.T
     bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
     assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """MLX computes, and mlx-lm generates, on the GPU; without one, the test is skipped."""
+    if not mx.is_available(mx.Device(mx.gpu)):
+        pytest.skip("MLX has no GPU here")
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu)
+    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generation_stream", mx.new_thread_local_stream(mx.gpu))
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def on_metal(on_gpu):
+    """As `on_gpu`, where the GPU is a Mac's."""
+    if not metal.available():
+        pytest.skip(f"not run on Metal: {metal.available().reason}")
+
+
+@pytest.fixture
+def compiled():
+    """Skips the test where there are no native kernels, which the first test that asks for them compiles."""
+    if cpu.why_not() is not None:
+        pytest.skip(f"no native kernels: {cpu.why_not()}")
 
 
 @pytest.fixture

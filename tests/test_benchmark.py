@@ -9,7 +9,7 @@ import pytest
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 
-pytestmark = pytest.mark.skipif(cpu.native() is None, reason=f"no native kernels: {cpu.why_not()}")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def test_kernels(command, tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ON_A_CPU, PROMPT, normal, tiny_model
+from conftest import MANY_VECTORS, ON_A_CPU, PROMPT, normal, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -122,6 +122,7 @@ class TestBits:
         calls.enabled = False
         assert same(native, logits())
 
+    @MANY_VECTORS
     def test_of_a_long_prompt_that_threads_share(self, calls):
         box = boxed()
         tokens = mx.arange(700)[None] % 50

@@ -26,7 +26,11 @@ from gearbx_mlx.loading import DEMO_MODEL
 def whole(tmp_path_factory):
     """A geared checkpoint of the demo model."""
     out = tmp_path_factory.mktemp("whole") / "geared"
-    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", "--mlx-path", out], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "gearbx_mlx.convert", "--device", "cpu", "--mlx-path", out],
+        check=True,
+        capture_output=True,
+    )
     return out
 
 
@@ -106,7 +110,7 @@ class TestLoading:
 class TestConverting:
     def test_a_kill_at_any_moment_and_the_same_command(self, whole, tmp_path, command):
         before, out = contents(DEMO_MODEL), tmp_path / "geared"
-        arguments = [sys.executable, "-m", "gearbx_mlx.convert", "--mlx-path", out]
+        arguments = [sys.executable, "-m", "gearbx_mlx.convert", "--device", "cpu", "--mlx-path", out]
         work = tmp_path / "geared.incomplete"
         kills = 0
         for pause in (0, 0.02, 0.1):  # after the first layer, and later
@@ -172,7 +176,7 @@ class TestConverting:
         out = tmp_path / "geared"
         shell = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
         shell += "from gearbx_mlx.commands import command; command('convert')()"
-        arguments = [sys.executable, "-c", shell, "--mlx-path", out]
+        arguments = [sys.executable, "-c", shell, "--device", "cpu", "--mlx-path", out]
         done = subprocess.run(arguments, capture_output=True, text=True)
         self.stopped(SimpleNamespace(status=done.returncode, err=done.stderr), out, "File too large")
         assert command("convert", "--mlx-path", out).status == 0

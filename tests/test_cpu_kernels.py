@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, weights_of
+from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, up_to, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +112,7 @@ class TestNumbers:
         dtype=st.sampled_from(TYPES),
         rows=st.integers(1, 80),
         columns=st.integers(1, 1200),
-        vectors=st.integers(2, 17) | st.sampled_from([100, 512, 513]),
+        vectors=st.integers(2, up_to(17)) | st.sampled_from([up_to(100), up_to(512), up_to(513)]),
         changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
         seed=st.integers(0, 1 << 30),
     )

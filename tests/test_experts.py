@@ -4,14 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
+from conftest import MANY_VECTORS, ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.gears.description import LayerPath, grouped
-from gearbx_mlx.kernels import experts
+from gearbx_mlx.kernels import dispatch, experts
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 EXPERTS, ROWS, COLUMNS = 5, 33, 128
@@ -51,6 +51,15 @@ class TestManyVectors:
             alone = mx.concatenate([product(x[i : i + 1]) for i in range(vectors)])
             assert mx.array_equal(product(x), alone).item()
 
+    def test_where_few_vectors_are_taken_the_experts_of_as_many_tokens_are(self, native, monkeypatch):
+        x, chosen = random_pairs(16, 2)  # a verification of 16 tokens, with 2 experts each
+        weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(mx.bfloat16)
+        monkeypatch.setattr(dispatch, "MOST_VECTORS", 16)  # as on a Mac
+        together = experts.dense_experts(x, weight, chosen)
+        alone = [experts.dense_experts(x[i : i + 1], weight, chosen[i : i + 1]) for i in range(16)]
+        assert mx.array_equal(together, mx.concatenate(alone)).item()
+
+    @MANY_VECTORS
     def test_in_a_model_a_long_prompt_gives_the_logits_of_its_tokens_one_by_one(self):
         gearbox = Gearbox(tiny_model(), kernels="native")
         head = gearbox.model.lm_head
@@ -229,7 +238,8 @@ class TestOtherLayers:
 
 class TestDescription:
     def test_every_path_and_its_reason(self):
-        assert "q_proj: 4, 8, 16; native (16 vectors at a time" in Gearbox(tiny_model(), kernels="auto").describe()
+        vectors = "16 vectors at a time" if dispatch.MOST_VECTORS is None else "up to 16 vectors, MLX beyond"
+        assert f"q_proj: 4, 8, 16; native ({vectors}" in Gearbox(tiny_model(), kernels="auto").describe()
         assert "q_proj: 4, 8, 16; mlx (as asked)" in Gearbox(tiny_model(), kernels="mlx").describe()
         mixture = Gearbox(tiny_model("mixtral"), kernels="native")
         assert {path.kernels for path in mixture.layer_paths()} == {"native"}

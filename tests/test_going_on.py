@@ -133,7 +133,7 @@ def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     code += "from gearbx_mlx.commands import command; fsync, count = os.fsync, itertools.count(); "
     code += "os.fsync = lambda file: next(count) == 5 and os.kill(os.getpid(), signal.SIGKILL) or fsync(file); "
     code += "command('evaluate')()"
-    killed = subprocess.run([sys.executable, "-c", code, *map(str, more), "--out", tmp_path / "out"])
+    killed = subprocess.run([sys.executable, "-c", code, *map(str, more), "--device", "cpu", "--out", tmp_path / "out"])
     assert killed.returncode == -signal.SIGKILL
     assert command(name, *more, "--out", tmp_path / "out").status == 0
     assert written(tmp_path / "out") == written(tmp_path / "once")

@@ -113,7 +113,7 @@ def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_pa
 @pytest.mark.parametrize("named", ["no-such-compiler", "'"])
 def test_a_command_says_so_in_one_line_and_goes_on(tmp_path, named):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": named, "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "3", "--kernels", "native"]
+    run = [sys.executable, "-m", "gearbx_mlx.generate", "--device", "cpu", "-m", "3", "--kernels", "native"]
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]

@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -18,16 +19,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.snapshots import Snapshot
-from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"
-KERNELS = [
-    "mlx",
-    pytest.param("native", marks=pytest.mark.skipif(cpu.why_not() is not None, reason="no C++ compiler")),
-]
 SAMPLERS = {
     "greedy": None,
     "temperature": make_sampler(0.8),
@@ -36,6 +32,16 @@ SAMPLERS = {
     "top-k": make_sampler(1.0, top_k=20),
     "xtc": make_sampler(0.8, xtc_probability=0.5, xtc_threshold=0.1),
 }
+
+
+@pytest.fixture(params=["mlx", "native"])
+def kernels(request) -> str:
+    """Kernels that give a row the same bits in any company: native ones, and MLX's where they are not Apple's."""
+    if request.param == "native":
+        request.getfixturevalue("compiled")
+    elif sys.platform == "darwin":
+        pytest.skip("MLX's kernels on a Mac do not promise that a row has the same bits in any company")
+    return request.param
 
 
 def told(responses):
@@ -67,7 +73,6 @@ def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tok
 
 
 class TestIsTheTopGear:
-    @pytest.mark.parametrize("kernels", KERNELS)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_bit_for_bit_on_every_architecture(self, architecture, kernels):
         model = tiny_model(architecture)
@@ -80,7 +85,6 @@ class TestIsTheTopGear:
                 assert mine == token
                 assert np.array_equal(np.array(logprobs), np.array(expected))
 
-    @pytest.mark.parametrize("kernels", KERNELS)
     def test_a_row_has_the_same_bits_in_any_company(self, demo, kernels):
         model, _ = mlx_lm.load(str(demo.path))
         gearbox = Gearbox(model, "4,8,16", kernels=kernels)
@@ -265,8 +269,8 @@ class TestCache:
         assert len(said) == 1
         assert ours == theirs
 
-    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny):
-        gearbox = Gearbox(tiny, "6,16")
+    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny, kernels):
+        gearbox = Gearbox(tiny, "6,16", kernels=kernels)
         lossless = LosslessModel(gearbox, FixedLength(5))
         cache, other = make_prompt_cache(tiny), make_prompt_cache(tiny)
         for token in (1, 9, 33, 70, 2, 9, 1):

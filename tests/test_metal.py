@@ -19,8 +19,7 @@ from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, ro
 from gearbx_mlx.kernels.reference import planes_matmul
 
 ROOT = Path(__file__).parents[1]
-needs_metal = pytest.mark.skipif(not available(), reason=f"not run on Metal: {available().reason}")
-without_metal = pytest.mark.skipif(bool(available()), reason="Metal is here")
+needs_metal = pytest.mark.usefixtures("on_metal")
 
 
 def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
@@ -60,7 +59,6 @@ def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
     return {"x": mx.random.normal((1, width)), "arrays": arrays, "bits": bits}
 
 
-@without_metal
 def test_without_metal_one_line_says_why():
     assert not available()
     assert "Metal" in available().reason

@@ -21,7 +21,6 @@ def decoding(given: dict) -> dict:
     return {name: given[name] for name in WITHOUT_X}
 
 
-@pytest.mark.skipif(bool(metal.available()), reason="Metal is here")
 def test_without_metal_one_line_says_why():
     given = arguments()
     for run in (
@@ -33,7 +32,7 @@ def test_without_metal_one_line_says_why():
             run()
 
 
-@pytest.mark.skipif(not metal.available(), reason=f"not run on Metal: {metal.available().reason}")
+@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize("widths", [(3,), (4,), (4, 4)], ids=str)
 def test_on_metal_itself(widths):
     given = arguments(widths, rows=37, columns=1152, vectors=16)

@@ -307,7 +307,9 @@ def killed(step: int, *arguments: object) -> bool:
 
     It ended by itself else.
     """
-    done = subprocess.run([sys.executable, "-c", KILLED, str(step), *map(str, arguments)], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(step), "--device", "cpu", *map(str, arguments)], capture_output=True
+    )
     assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
     return done.returncode != 0
 

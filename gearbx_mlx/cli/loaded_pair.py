@@ -17,6 +17,7 @@ from ..telemetry.summary import Tally, summarize
 from .loaded import load_model, trust
 from .model import ModelSettings
 from .results import Speed
+from .room import warn_of_pair
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def load_pair(settings: ModelSettings, small_model: str) -> LoadedPair:
     Raises:
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
+    warn_of_pair(small_model, settings.model)
     large, tokenizer, config = load_model(settings)
     small = load_small(small_model, tokenizer, **trust(settings.trust_remote_code))
     for model in (small, large):

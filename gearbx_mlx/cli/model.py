@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..gears.names import DTYPES
+from .device import device_flag
 from .settings import Settings, flag
 
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """Which model to load (None: the one that ships), and the type to compute in."""
+    """Which model to load (None: the one that ships), and the type and the device to compute in."""
 
     title: ClassVar[str] = "model"
 
@@ -25,3 +26,4 @@ class ModelSettings(Settings):
         "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
         choices=("auto", *DTYPES),
     )
+    device: str | None = device_flag()

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from ..cli import signals, terminal
+from ..cli.device import choose_device
 
 
 def command(name: str) -> Callable[[], None]:
@@ -17,8 +18,10 @@ def command(name: str) -> Callable[[], None]:
 
     def run() -> int | None:
         settings = import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
+        choose_device(settings)  # before the body imports mlx-lm, which keeps the device that it finds
         body = import_module(f"{__name__}.{name}")
-        return signals.run_to_end(lambda: body.run(settings))
+        with import_module("gearbx_mlx.kernels.device").wired_memory():
+            return signals.run_to_end(lambda: body.run(settings))
 
     return lambda: terminal.run(run)
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.gate import check_routing, initial_gear, routing_for
 from ..cli.gearbox import settle_gears
 from ..cli.gears import LayoutSettings
@@ -28,6 +29,7 @@ from ..gears.attachment import model_fingerprint
 from ..gears.ladder import Ladder
 from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
+from ..kernels.device import wired_memory
 from ..loading import model_name
 from ..telemetry.report import PICTURES, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
@@ -73,6 +75,7 @@ def run(settings: AnalyzeSettings) -> int:
     return 0 if analysis.complete else terminal.INTERRUPTED
 
 
+@wired_memory()
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
 
@@ -86,7 +89,9 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     Raises:
         GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be analyzed.
     """
-    analysis = analyzed(command_settings(AnalyzeSettings, {"prompts": prompts, **keywords}))
+    settings = command_settings(AnalyzeSettings, {"prompts": prompts, **keywords})
+    choose_device(settings)
+    analysis = analyzed(settings)
     if not analysis.complete:
         raise KeyboardInterrupt  # what was recorded is written
     return analysis.summary

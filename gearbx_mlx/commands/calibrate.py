@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.output import output_path
 from ..cli.parsers.calibrate import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from ..cli.settings import command_settings
 from ..evaluation.journal import JOURNAL, beside
 from ..evaluation.session import remove_session
 from ..files.writing import write_text
+from ..kernels.device import wired_memory
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from .calibrate_drafting import calibrate_drafting
@@ -31,6 +33,7 @@ def run(settings: CalibrateSettings) -> int:
     return 0
 
 
+@wired_memory()
 def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
     """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
 
@@ -44,6 +47,7 @@ def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
         GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.
     """
     settings = command_settings(CalibrateSettings, keywords)
+    choose_device(settings)
     out = settings.calibration.out
     found = calibrated(settings, None) if out is None else written(settings, output_path(out))
     return found.file

@@ -16,6 +16,7 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.model import ModelSettings
 from ..cli.parsers.calibrate import CalibrateSettings
+from ..cli.room import warn_of_memory
 from ..decoding.agreement import Agreement, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.journal import Journal
@@ -44,6 +45,7 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
         place: of the journal, if there is one.
     """
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
+    warn_of_memory(settings.model.model, gears)
     ladders = [gears.ladder] if gears.ladder else ladders_to_compare(gears.format, settings.calibration.top)
     check_ladder(ladders[0], "nothing to draft with")
     texts = prompts_by_kind(settings.calibration)["mixed"]

@@ -16,6 +16,7 @@ from ..cli.gearbox import require_gearbox, settle_gears
 from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import CalibrateSettings
+from ..cli.room import warn_of_memory
 from ..cli.sizes import human_bytes
 from ..decoding.agreement import Agreement, draft_files
 from ..decoding.stream import stream_generate
@@ -63,6 +64,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         place: the directory of the records, which serve any wish; None: they are not kept.
     """
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
+    warn_of_memory(settings.model.model, gears)
     asked = prompts_by_kind(settings.calibration)["mixed"]
     documents = read_documents(Path(settings.target.data)) if settings.target.data else None
     model, tokenizer, config = load_model(settings.model)

@@ -13,6 +13,7 @@ from ..cli.gearbox import require_gearbox, settle_gears
 from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import KICKDOWN, MANUAL, MEDIAN, PERCENTILE, SHARE, CalibrateSettings
+from ..cli.room import warn_of_memory
 from ..decoding.entropy_sampler import sampled_tokens
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.stream import stream_generate
@@ -105,6 +106,7 @@ def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], 
 def settle(settings: CalibrateSettings) -> tuple[GearSettings, list[float]]:
     """The gears, and the share of tokens for each. Raises GearbxError for gears that need no threshold."""
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
+    warn_of_memory(settings.model.model, gears)
     check_ladder(gears.gears, "no thresholds")
     return gears, settings.calibration.shares_of(len(gears.gears))
 

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..cli.device import choose_device
 from ..cli.parsers.convert import ConversionSettings, ConvertSettings
 from ..cli.settings import command_settings
 from ..conversion.journal import is_begun
@@ -48,7 +49,7 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
-            dtype, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
+            dtype, device, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
             min_cos_lazy, memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
             written instead.
 
@@ -57,6 +58,7 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
             or a directory that exists or cannot be written.
     """
     settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
+    choose_device(settings)
     if settings.conversion.verify is not None:
         raise GearbxError("verify is for the command, which writes nothing then; leave it out")
     out = write_checkpoint(settings)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
+from ..cli.device import choose_device
 from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
@@ -11,6 +12,7 @@ from ..errors import GearbxError
 from ..evaluation.picture import draw
 from ..evaluation.tables import Report
 from ..files.writing import write_text
+from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot
 from . import evaluate_gsm8k, evaluate_pair, evaluate_text
 
@@ -27,6 +29,7 @@ def run(settings: EvaluateSettings) -> int:
     return 0 if report.complete else terminal.INTERRUPTED
 
 
+@wired_memory()
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     """The report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
 
@@ -41,6 +44,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
         GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
     """
     settings = command_settings(EvaluateSettings, {"data": data, **keywords})
+    choose_device(settings)
     report, _ = measured(settings, Path(settings.task.out))
     if not report.complete:
         raise KeyboardInterrupt  # what is complete is written

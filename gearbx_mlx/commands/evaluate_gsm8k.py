@@ -11,6 +11,7 @@ from ..cli.gearbox import require_gearbox, settle_gears
 from ..cli.loaded import load_model, room_for
 from ..cli.parsers.evaluate import WRITING, EvaluateSettings, TaskSettings
 from ..cli.prompt import PromptSettings, encode_prompt
+from ..cli.room import warn_of_memory
 from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation import gsm8k
@@ -36,6 +37,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     """
     examples, problems = problems_of(settings.task)
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
+    warn_of_memory(settings.model.model, gears)
     ladder = gears.gears
     model, tokenizer, config = load_model(settings.model)
     gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)

@@ -7,6 +7,7 @@ from ..cli.gearbox import require_gearbox, settle_gears
 from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
+from ..cli.room import warn_of_memory
 from ..errors import GearbxError
 from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.plans import entries
@@ -33,6 +34,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     """
     comparison, data = settings.comparison, settings.task.data
     gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
+    warn_of_memory(settings.model.model, gears)
     between = parse_between(comparison.between, gears.gears)
     documents = read_documents(Path(data))
     model, tokenizer, config = load_model(settings.model)

@@ -8,6 +8,7 @@ from ..cli.model import ModelSettings
 from ..cli.parsers.evaluate import EvaluateSettings
 from ..evaluation.inputs import adapter_contents, model_contents, versions
 from ..evaluation.session import fingerprint
+from ..kernels.device import device_in_use
 from ..loading import model_name
 
 
@@ -26,6 +27,7 @@ def model_inputs(settings: ModelSettings) -> dict[str, Any]:
     return {
         "model contents": model_contents(settings.model),
         "dtype": settings.dtype,
+        "device": device_in_use(),
         "adapter_path": settings.adapter_path,
         "adapter contents": adapter_contents(settings.adapter_path),
         **versions(),

@@ -16,6 +16,7 @@ from ..cli.mode_choice import ModeChoice, choose_mode, make_mode, takes_whole_we
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.results import Draft, summary_of
+from ..cli.room import warn_of_memory
 from ..cli.tables import layers_table, summary_table
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
@@ -36,13 +37,16 @@ def run(settings: GenerateSettings) -> int:
 
         return generate_pair.run(settings, settings.mode.small_model, prompt, trace, summary)
     choice, gears = settle(settings)
+    takes_whole = takes_whole_weights(settings, choice, gears_of(settings.model.model))
     cache, model_path = load_cache(settings.input.prompt_cache_file, settings.model.model)
+    if not settings.mode.observes:
+        warn_of_memory(model_path, gears, takes_whole)
     model, tokenizer, config = load_model(replace(settings.model, model=model_path))
     tokens = encode_prompt(settings.prompt, tokenizer, prompt, settings.input.prefill_response, cache is not None)
     read = length_of(settings.input.prompt_cache_file, cache, model) + len(tokens)
     max_tokens = room_for(config, read, settings.prompt.max_tokens, settings.cache.max_kv_size)
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, cache)
-    if takes_whole_weights(settings, choice, gears_of(settings.model.model)):
+    if takes_whole:
         gears = in_whole_weights(gears, model)
     gearbox = make_gearbox(gears, model, model_path, settings.model.dtype, settings.mode.observes)
     mode = make_mode(choice, gears.gears, gearbox, prompt)

@@ -30,6 +30,8 @@ from ..evaluation.policies import Policy, Route, Static
 from ..evaluation.replay import computed, next_logprobs
 from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
+from ..kernels.device import use_device
+from ..kernels.names import DEVICES
 from ..loading import load
 from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor
@@ -62,7 +64,8 @@ class GearbxLM(MLXLM):
         thresholds: bits, with colons between.
         max_tokens: most tokens to generate; the task's own number if not given.
         kernels, format, manage, group_size: of the Gearbox.
-        batch_size, max_batch_size, device: taken since lm-eval gives them; a token is computed at a time.
+        batch_size, max_batch_size: taken since lm-eval gives them; a token is computed at a time.
+        device: "cpu" or "gpu", which the command takes before mlx-lm is imported; others, of torch, mean nothing here.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class GearbxLM(MLXLM):
             raise GearbxError(f"--model_args {name}: there is no such argument; choose from {', '.join(ARGUMENTS)}")
         if mode not in MODES:
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
+        if device in DEVICES:
+            use_device(device)
         self._model, self.tokenizer = load(as_text(path), **trust(trust_remote_code))
         self.gearbox = Gearbox(
             self._model,

@@ -9,6 +9,7 @@ from ..gears.attachment import attached
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
+from ..kernels.device import check_device
 from .cache_checks import check_quantizable
 from .governor import Governor
 from .mode import Mode
@@ -60,7 +61,7 @@ def stream_generate(
         GearResponse for each token.
 
     Raises:
-        GearbxError: arguments that do not fit together.
+        GearbxError: arguments that do not fit together; a gearbox that was made on another device.
     """
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
@@ -76,6 +77,7 @@ def stream_generate(
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
         return chosen.stream(model, tokenizer, prompt, **keywords)
+    check_device(box.device)
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
     return in_turn(responses, box)

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..kernels.candidates import NATIVE
 from ..kernels.dispatch import block_kernels
+from ..kernels.operations import WHOLE_BLOCKS
 from .fused import (
     ORIGIN,
     NativeGeGLU,
@@ -93,6 +94,8 @@ class Programs:
 
 class NativeBlock(nn.Module):
     """What a native block adds to mlx-lm's class, which computes whatever the native operation does not take."""
+
+    operation = WHOLE_BLOCKS
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = run(self, x, mask, cache)

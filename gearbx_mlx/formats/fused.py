@@ -15,10 +15,13 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
 from ..kernels import dispatch
+from ..kernels.operations import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
 
 
 class NativeRMSNorm(nn.RMSNorm):
     """An RMSNorm that one native operation computes."""
+
+    operation = NORMS
 
     def __call__(self, x: mx.array) -> mx.array:
         return dispatch.rms_norm(x, self["weight"], self.eps)
@@ -27,6 +30,8 @@ class NativeRMSNorm(nn.RMSNorm):
 class NativeRoPE(nn.RoPE):
     """A RoPE that one native operation computes."""
 
+    operation = POSITIONS
+
     def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
         y = dispatch.rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
         return super().__call__(x, offset) if y is None else y
@@ -34,6 +39,8 @@ class NativeRoPE(nn.RoPE):
 
 class NativeLlama3RoPE(Llama3RoPE):
     """Llama 3's RoPE, with scaled frequencies, that one native operation computes."""
+
+    operation = POSITIONS
 
     @property
     def frequencies(self) -> mx.array:
@@ -61,12 +68,16 @@ def inverse_frequencies(dims: int, base: float) -> mx.array:
 class NativeShiftedNorm(nn.Module):
     """What a native norm adds to mlx-lm's class of Gemma, whose weight is one below what it multiplies by."""
 
+    operation = NORMS
+
     def __call__(self, x: mx.array) -> mx.array:
         return dispatch.rms_norm(x, 1.0 + self["weight"], self.eps)
 
 
 class NativeGeGLU(nn.Module):
     """What one native operation for the gate adds to mlx-lm's class of an MLP that gates by an approximate GELU."""
+
+    operation = GATES
 
     def __call__(self, x: mx.array) -> mx.array:
         y = dispatch.geglu(self.gate_proj(x), self.up_proj(x))
@@ -75,6 +86,8 @@ class NativeGeGLU(nn.Module):
 
 class NativeSwiGLU(SwiGLU):
     """The SwiGLU of a mixture's experts that one native operation computes."""
+
+    operation = GATES
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         return swiglu(gate, x)
@@ -116,16 +129,19 @@ def attention(
     return y
 
 
-# Names by which mlx-lm's models call a function: mlx-lm's function, and ours in its place.
+# Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and ours in its place.
 FUNCTIONS = {
-    "swiglu": (activations.swiglu, swiglu),
-    "scaled_dot_product_attention": (base.scaled_dot_product_attention, attention),
+    "swiglu": (GATES, activations.swiglu, swiglu),
+    "scaled_dot_product_attention": (ATTENTION, base.scaled_dot_product_attention, attention),
 }
 
 
 @functools.cache
-def native_class(kind: Any) -> type[nn.Module] | None:
+def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
     """A subclass of mlx-lm's class `kind` whose `__call__` calls our FUNCTIONS; None if it calls none of them.
+
+    Args:
+        operations: those for which ours are called.
 
     The subclass has the same code as `kind`, and other globals: nothing in mlx-lm is changed.
     """
@@ -134,8 +150,8 @@ def native_class(kind: Any) -> type[nn.Module] | None:
         return None
     replaced = {
         name: ours
-        for name, (theirs, ours) in FUNCTIONS.items()
-        if name in call.__code__.co_names and call.__globals__.get(name) is theirs
+        for name, (operation, theirs, ours) in FUNCTIONS.items()
+        if operation in operations and name in call.__code__.co_names and call.__globals__.get(name) is theirs
     }
     if not replaced:
         return None

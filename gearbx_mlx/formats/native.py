@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..kernels.candidates import NATIVE as OURS
 from ..kernels.candidates import Chosen, Kind
 from ..kernels.experts import dense_experts, stack_experts
+from ..kernels.operations import OPERATIONS
 from ..kernels.products import dense_product, stack_product
 from .block import coded_class
 from .fused import FUSED, native_class, stock_class
@@ -143,17 +144,30 @@ def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.ar
     return y + mx.expand_dims(module["bias"][indices].astype(y.dtype), -2) if "bias" in module else y
 
 
-def with_kernels(module: nn.Module, native: bool) -> nn.Module:
+def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = OPERATIONS) -> nn.Module:
     """The native form of a layer or fused operation, or MLX's form, over the same arrays.
+
+    Args:
+        operations: beside products, those that have their native form (`kernels.operations.native_operations`).
 
     Returns the module itself if it has that form already, if its class is unknown and may compute something else, or
     if native kernels do not read the type of its weights.
     """
     own: Any = type(module)
-    kind = NATIVE.get(own) or coded_class(own) or native_class(own) if native else STOCK.get(own) or stock_class(own)
-    if kind is None or ("weight" in module and module["weight"].dtype not in FLOATING):
+    stock = STOCK.get(own) or stock_class(own) or own
+    kind = native_form(stock, operations) if native else stock
+    if kind is own or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     return as_class(module, kind)
+
+
+def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
+    """The native class for mlx-lm's class; that class itself if there is none, or none of these operations."""
+    kind = NATIVE.get(stock) or coded_class(stock)
+    if kind is None:
+        return native_class(stock, operations) or stock
+    operation = getattr(kind, "operation", None)  # a product has none
+    return kind if operation is None or operation in operations else stock
 
 
 def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
+from ..kernels.device import device_in_use
 from .adapters import places_of, put_modules, tree_of
-from .attachment import ATTACHED, attached, model_fingerprint
+from .attachment import ATTACHED, check_attached, model_fingerprint
 from .compiled import CompiledSteps
 from .discovery import Layer, Predicate, at_least, at_most
 from .double_quantization import warn_if_quantized
@@ -71,6 +72,8 @@ class Gearbox(GearCosts):
     Raises:
         GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
             layer to manage, a table of another gear or layer.
+
+    It is for the device on which MLX computes when it is made (`device`), and refuses to shift on another.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Gearbox(GearCosts):
         low_model: nn.Module | None = None,
     ):
         layout = layout_of(model, ladder, format, manage, group_size)
-        self.model, self.saved = model, layout.saved
+        self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.fingerprint = model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
@@ -101,7 +104,7 @@ class Gearbox(GearCosts):
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(kernels, bool(quantized), activations, bool(self.format.ladders))
         self._places = places_of(model)
-        use_kernels(model, self.kernels.native)
+        use_kernels(model, self.kernels)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
         computed = compute_model_in(model, self._changing, layout, dtype, bool(quantized))
         self.compute_dtype, self.storage, scales = computed
@@ -228,7 +231,7 @@ class Gearbox(GearCosts):
                 this model since. The gear stays what it was.
         """
         gear = self.ladder.find(gear)
-        self._check_attached()
+        check_attached(self)
         if gear == self.gear:
             return 0.0
         start = time.perf_counter()
@@ -263,7 +266,7 @@ class Gearbox(GearCosts):
 
     def _engage(self, gear: Gear) -> None:
         """Put a gear into the model, or leave the one that is in it."""
-        self._check_attached()
+        check_attached(self)
         before = self.gear
         self._complete(gear)
         try:
@@ -278,10 +281,6 @@ class Gearbox(GearCosts):
             put_modules(self.model, self._trees[before])
             self.compiled.forget()
             raise
-
-    def _check_attached(self) -> None:
-        if attached(self.model) is not self:
-            raise GearbxError("another gearbox was put on this model since; use that one")
 
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""

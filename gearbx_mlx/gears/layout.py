@@ -12,6 +12,8 @@ from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
+from ..kernels.dispatch import Choice
+from ..kernels.operations import native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed
@@ -106,10 +108,11 @@ def quantized_widths(
     return quantized
 
 
-def use_kernels(model: nn.Module, native: bool) -> None:
+def use_kernels(model: nn.Module, choice: Choice) -> None:
     """Have the whole model run on the chosen kernels."""
+    operations = native_operations(choice.ours_alone)
     for path, module in list(model.named_modules()):
-        made = with_kernels(module, native)
+        made = with_kernels(module, choice.native, operations)
         if made is not module:  # one by one, since some are in others
             put_modules(model, tree_unflatten([(path, made)]))
 

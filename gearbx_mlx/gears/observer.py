@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels.device import device_in_use
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of
 from .cost import layer_bytes, token_bytes
@@ -24,7 +25,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
-        self.model = model
+        self.model, self.device = model, device_in_use()
         linear = linear_layers(model)
         self.compute_dtype = compute_in(model, dtype, is_quantized(model))
         storage = stored_dtype(model)

@@ -6,7 +6,7 @@
 | product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time, or 512 rounded ones            |
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
-| attention, rotary positions, CPU; Metal: 16 tokens | native                                                       |
+| attention, rotary positions; Metal: with `native`  | native; on Metal up to 16 tokens                             |
 | norm, SwiGLU, GeGLU, CPU                           | native                                                       |
 | a whole transformer block of a known form, CPU     | native                                                       |
 

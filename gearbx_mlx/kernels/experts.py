@@ -1,5 +1,6 @@
 """Products of mixtures of experts: a native CPU kernel, or MLX's."""
 
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -7,7 +8,7 @@ import mlx.core as mx
 
 from . import reference
 from .dispatch import cpu_kernels, on_cpu
-from .metal_rows import uses_order
+from .metal_rows import MOST_EXPERTS, uses_order
 
 
 def stack_experts(
@@ -48,5 +49,9 @@ def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorte
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors."""
-    return cpu_kernels(indices.size) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
+    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
+
+    Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
+    """
+    tokens = math.ceil(indices.size / MOST_EXPERTS)
+    return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None

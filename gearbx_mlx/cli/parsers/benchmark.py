@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
+from ..device import device_flag
 from ..settings import Settings, add_flags, flag, settings_of
 
 MOST = 100_000  # trials or tokens: more take days
@@ -76,6 +77,7 @@ class ModelBenchmark(Settings):
     tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    device: str | None = device_flag()
 
     def __post_init__(self) -> None:
         super().__post_init__()

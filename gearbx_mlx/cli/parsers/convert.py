@@ -10,6 +10,7 @@ from ...formats import DEFAULT_FORMAT
 from ...gears.ladder import Ladder
 from ...gears.names import DEFAULT_LADDER, DTYPES, EMBEDDINGS
 from ..budget import Budget, BudgetSettings
+from ..device import device_flag
 from ..floors import FloorSettings
 from ..gears import LayoutSettings, quality_ladder
 from ..settings import Settings, command_settings, flag, parser_of
@@ -37,6 +38,7 @@ class ConversionSettings(Settings):
     revision: str | None = flag(None, "Of a Hub repository: a branch, a tag or a commit.", named=True)
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
     dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
+    device: str | None = device_flag()
     embeddings: str | None = flag(
         None,
         "Whether the lowest gear looks up quantized rows of embeddings, as what mlx_lm.convert writes. The other gears "

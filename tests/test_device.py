@@ -1,0 +1,84 @@
+"""One device for a process: --device, `use_device`, and a gearbox that stays on its own."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from conftest import same_weights, weights_of
+
+from gearbx_mlx import Gearbox, GearbxError, evaluate, stream_generate, use_device
+
+GPU = mx.Device(mx.gpu)
+WITHOUT_GPU = pytest.mark.skipif(mx.is_available(GPU), reason="MLX has a GPU here")
+ORDER = """
+import sys
+import mlx.core as mx
+choose = mx.set_default_device
+def chosen(device):
+    print(device.type.name, "mlx_lm" in sys.modules)
+    choose(device)
+mx.set_default_device = chosen
+sys.argv = ["gearbx_mlx.generate", "--device", "cpu", "--model", "nowhere"]
+from gearbx_mlx.generate import main
+main()
+"""
+
+
+@pytest.fixture
+def generating_elsewhere(monkeypatch):
+    """mlx-lm was imported while MLX computed on another device than now."""
+    other = mx.Device(mx.cpu if mx.default_device() == GPU else mx.gpu)
+    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generation_stream", SimpleNamespace(device=other))
+
+
+def test_a_command_chooses_before_mlx_lm_is_imported():
+    done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True)
+    assert done.stdout.split() == ["cpu", "False"]
+    assert "nowhere: no such model directory" in done.stderr
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("name", ["generate", "analyze", "calibrate", "convert", "evaluate", "sensitivity", "allocate"])
+def test_a_gpu_that_is_not_here_is_one_line(command, name, tmp_path):
+    required = {"analyze": ["--prompts", "none"], "evaluate": ["--data", "none"]}.get(name, [])
+    done = command(name, "--device", "gpu", *required)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == "error: device gpu: MLX has no such device here; leave it out, and MLX's own choice is used\n"
+
+
+@WITHOUT_GPU
+def test_a_function_takes_the_device_too():
+    with pytest.raises(GearbxError, match="no such device here"):
+        evaluate("none", device="gpu")
+
+
+def test_a_device_that_does_not_exist():
+    with pytest.raises(GearbxError, match="device 'tpu' does not exist; choose from cpu, gpu"):
+        use_device("tpu")
+
+
+def test_a_device_that_mlx_lm_does_not_generate_on(generating_elsewhere):
+    now = mx.default_device().type.name
+    with pytest.raises(GearbxError, match=f"mlx-lm generates on .pu since it was imported, and not on {now};"):
+        use_device(now)
+
+
+def test_a_gearbox_refuses_to_shift_on_another_device(tiny, monkeypatch):
+    gearbox = Gearbox(tiny, "4,16")
+    before = weights_of(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu if gearbox.device == "gpu" else mx.gpu))
+        with pytest.raises(GearbxError, match=f"this gearbox was made on {gearbox.device}, and MLX now computes on"):
+            gearbox.shift("low")
+    assert gearbox.gear.name == "high"
+    assert same_weights(weights_of(tiny), before)
+    gearbox.shift("low")  # on its own device again
+    assert gearbox.gear.name == "low"
+
+
+def test_a_gearbox_writes_no_text_on_another_device(fresh_demo, generating_elsewhere):
+    gearbox = Gearbox(fresh_demo.model, "4,16")
+    with pytest.raises(GearbxError, match="use_device before anything imports mlx_lm"):
+        next(stream_generate(fresh_demo.model, fresh_demo.tokenizer, "x", 2, gearbox=gearbox))
