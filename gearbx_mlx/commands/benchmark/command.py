@@ -5,7 +5,6 @@ A trial goes through everything that is compared in turn, and the first trial is
 then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
 """
 
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
+from .machine import machine_name
 from .pictures import draw_threads, draw_token
 from .routing import benchmark_routing
 from .threads import benchmark_threads
@@ -38,23 +38,30 @@ COLUMNS = {
 }
 
 
+SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 PICTURES = {"threads": draw_threads, "token": draw_token}
 
 
 def run(settings: Benchmark) -> int:
     out = None if settings.json is None else output_path(settings.json)
     picture = picture_path(settings)
-    machine = f"{platform.platform()}, {platform.processor() or platform.machine()}"
+    machine = machine_name()
     rows = [row | {"machine": machine} for row in measure(settings)]
     Console(width=160).print(table_of(rows, COLUMNS[settings.what]))
-    threads = max(row["threads"] for row in rows)
-    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
-    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {threads} threads, {machine}")
+    print(f"read bandwidth {bandwidth_text(rows)}, {machine}")
     if out is not None:
         write_text(out, as_json({"rows": rows}))
     if picture is not None:
         PICTURES[settings.what](rows, picture)
     return 0
+
+
+def bandwidth_text(rows: list[dict[str, Any]]) -> str:
+    """The median of what was measured, and what measured it; on as many threads as there were."""
+    threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
+    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
+    read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
+    return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
 
 
 def picture_path(settings: Benchmark) -> Path | None:
