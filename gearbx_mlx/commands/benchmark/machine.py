@@ -18,6 +18,7 @@ from ...kernels.dispatch import on_cpu
 from ...kernels.timing import seconds_of
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
+READ = GIBIBYTE  # in a measurement of the read bandwidth
 SUMS = 4  # of an evaluation, so that waiting for a GPU counts little
 # Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
 NATIVE, INT16, INT8, METAL, MLX = "native", "native int16", "native int8", "metal", "mlx"
@@ -76,9 +77,9 @@ def kernels_here() -> str:
     return paths_here()[0][1]
 
 
-def bandwidth_meter(size: int = GIBIBYTE) -> Meter:
-    """Sums `size` bytes on all threads by the native kernels, or by MLX on its default device."""
-    module = cpu_module()
+def bandwidth_meter(size: int | None = None) -> Meter:
+    """Sums `size` bytes, READ if None, on all threads by the native kernels, or by MLX on its default device."""
+    module, size = cpu_module(), READ if size is None else size
     if module is None:
         values = mx.ones((size // 4,), dtype=mx.float32)
         mx.eval(values)
