@@ -9,20 +9,28 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...cli.output import check_distinct, output_path
-from ...cli.parsers.benchmark import Benchmark, DecodeBenchmark, KernelBenchmark, ThreadBenchmark, TokenBenchmark
+from ...cli.parsers.benchmark import (
+    Benchmark,
+    DecodeBenchmark,
+    KernelBenchmark,
+    MetalBenchmark,
+    RoutingBenchmark,
+    ThreadBenchmark,
+    TokenBenchmark,
+)
 from ...files.writing import write_text
 from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .machine import machine_name
+from .metal import run_metal
 from .pictures import draw_threads, draw_token
 from .routing import benchmark_routing
+from .tables import table_of
 from .threads import benchmark_threads
 from .token import benchmark_token
 
@@ -38,11 +46,14 @@ COLUMNS = {
 }
 
 
+Rows = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark
 SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 PICTURES = {"threads": draw_threads, "token": draw_token}
 
 
 def run(settings: Benchmark) -> int:
+    if isinstance(settings, MetalBenchmark):
+        return run_metal(settings)
     out = None if settings.json is None else output_path(settings.json)
     picture = picture_path(settings)
     machine = machine_name()
@@ -64,7 +75,7 @@ def bandwidth_text(rows: list[dict[str, Any]]) -> str:
     return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
 
 
-def picture_path(settings: Benchmark) -> Path | None:
+def picture_path(settings: Rows) -> Path | None:
     """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
     if not isinstance(settings, ThreadBenchmark | TokenBenchmark) or settings.picture is None:
         return None
@@ -73,7 +84,7 @@ def picture_path(settings: Benchmark) -> Path | None:
     return output_path(settings.picture)
 
 
-def measure(settings: Benchmark) -> list[dict[str, Any]]:
+def measure(settings: Rows) -> list[dict[str, Any]]:
     """The rows of a benchmark."""
     if isinstance(settings, KernelBenchmark):
         return benchmark_kernels(settings)
@@ -84,18 +95,3 @@ def measure(settings: Benchmark) -> list[dict[str, Any]]:
     if isinstance(settings, TokenBenchmark):
         return benchmark_token(settings)
     return benchmark_routing(settings)
-
-
-def table_of(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:
-    table = Table(*columns, box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(*(cell(row[name]) for name in columns))
-    return table
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, list):
-        return "-".join(f"{v:.2f}" for v in value)
-    if value is None:
-        return "never"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
