@@ -89,7 +89,7 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
     """The variant with this name, or the best one. This is the only place that decides.
 
     The best one is a prediction: the two fastest published kernels are like `registers`, and more than 8 vectors do not
-    fit there. `scripts/bench_metal.py` times all three. A result has the same bits in every variant.
+    fit there. `benchmark metal` times all three. A result has the same bits in every variant.
 
     Raises:
         GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
