@@ -8,7 +8,7 @@ import pytest
 from gearbx_mlx.cli.parsers.benchmark import MOST_VECTORS
 from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_operations, metal_times
 from gearbx_mlx.commands.benchmark import metal as subject
-from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels import metal, timing
 from gearbx_mlx.kernels.metal import Launch, available
 
 SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
@@ -29,6 +29,7 @@ def short(bench, launches, monkeypatch):
     for module in (metal_checks, metal_operations):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     monkeypatch.setattr(machine, "READ", 2**20)
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_operations, "KEYS", (37,))
     monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
@@ -171,7 +172,26 @@ def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
     report = written()
     assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
     wrong = {row["what"]: len(row["wrong"]) for row in report["checks"]}
-    assert wrong == {"rowwise 6": 6, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
+    assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
+
+
+@pytest.mark.clang
+def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monkeypatch):
+    right = Launch.run
+
+    def run(self: Launch) -> mx.array:
+        if self.spec.layout.name == "planes_4_g64" and self.shape[-1] == 32:
+            raise RuntimeError("out of memory")
+        return right(self)
+
+    monkeypatch.setattr(Launch, "run", run)
+    only(monkeypatch, "affine 4", "rowwise 8")
+    result = short(*SHORT)
+    assert result.status == 1
+    report = written()
+    assert report["failed"] == ["affine 4, 32x128: out of memory"]
+    assert "failed: affine 4, 32x128: out of memory" in result.out
+    assert [row["what"] for row in report["kernels"]] == ["rowwise"] * 4
 
 
 @pytest.mark.clang
@@ -192,3 +212,25 @@ def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
     assert [row["what"] for row in report["checks"]] == ["affine 4", "rowwise 8"]
     assert [row["path"] for row in report["kernels"]] == ["mlx", *VARIANTS]
     assert "| affine" in result.out
+
+
+def test_gears_and_modes_of_a_model(bench, monkeypatch):
+    """On MLX's kernels: those of Metal in whole models are checked in test_gears.py."""
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    monkeypatch.setattr(machine, "ON_METAL", ())
+    monkeypatch.setattr(machine, "READ", 2**20)
+    for name in ("add_checks", "add_times"):
+        monkeypatch.setattr(subject, name, lambda *arguments: None)
+    result = bench("--gears", "4,16", "--tokens", "3", "--trials", "1", "--json", "all.json")
+    assert result.status == 0, result.err
+    with open("all.json", encoding="utf-8") as file:
+        report = json.load(file)
+    assert [(row["bits"], row["path"]) for row in report["gears"]] == [(4, "mlx"), (16, "mlx")]
+    assert all(row["shift_seconds"] > 0 and row["peak_memory_bytes"] > 0 for row in report["gears"])
+    modes = {row["mode"]: row for row in report["modes"]}
+    assert list(modes) == ["top gear", "route", "lossless"]
+    assert (modes["top gear"]["ratio"], modes["top gear"]["tokens"]) == (1, 9)
+    assert modes["lossless"]["identical"] == 1
+    assert all(row["peak_memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in modes.values())
+    assert report["model"] == "demo"
+    assert "| lossless | mlx" in result.out

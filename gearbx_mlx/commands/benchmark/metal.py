@@ -17,10 +17,12 @@ import mlx.core as mx
 from rich.console import Console
 
 from ... import __version__
+from ...cli.gearbox import settle_gears
+from ...cli.gears import LayoutSettings
 from ...cli.output import output_path
 from ...cli.parsers.benchmark import DecodeBenchmark, MetalBenchmark, parse_shapes, parse_vectors
 from ...cli.terminal import progress_bar
-from ...errors import GearbxError
+from ...errors import GearbxError, one_line
 from ...files.writing import write_text
 from ...kernels import metal
 from ...loading import DEMO_MODEL, model_name
@@ -29,7 +31,7 @@ from .decode import benchmark_decode
 from .machine import GIBIBYTE, machine_name
 from .memory import check_memory
 from .metal_checks import examine, product_checks
-from .metal_kernels import Kernel, all_kernels
+from .metal_kernels import all_kernels
 from .metal_modes import row_of, runs_of, time_runs
 from .metal_operations import all_operations, operation_checks
 from .metal_times import sum_buffer, time_operation, time_product
@@ -52,32 +54,32 @@ COLUMNS = {
 
 
 def run_metal(settings: MetalBenchmark) -> int:
-    """Check, time, print and write. Returns 1 where a kernel is wrong, else 0.
+    """Check, time, print and write. Returns 1 where a kernel is wrong or something cannot be run, else 0.
 
     Raises:
-        GearbxError: there is no Metal here, the file cannot be written, or more than memory allows.
+        GearbxError: there is no Metal here, the file cannot be written, more than memory allows, or the model.
     """
     can = metal.available()
     if not can:
         raise GearbxError(can.reason)
     out = output_path(settings.json)
     check_memory(bytes_needed(settings), "these shapes")
+    settle_gears(settings.model, LayoutSettings(gears=settings.gears))  # a wrong model is said before the work
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)
-    with section(report, "checks", out) as rows:
-        add_checks(settings, rows)
-    wrong = {row["what"] for row in report["checks"] if row["wrong"]}
+    with section(report, "checks", out):
+        add_checks(settings, report)
     if not settings.check_only:
-        with section(report, "kernels", out) as rows:
-            add_times(settings, wrong, rows)
-        with section(report, "gears", out) as rows:
-            add_gears(settings, rows)
-        with section(report, "modes", out) as rows:
-            add_modes(settings, rows)
+        with section(report, "kernels", out):
+            add_times(settings, report)
+        with section(report, "gears", out):
+            add_gears(settings, report)
+        with section(report, "modes", out):
+            add_modes(settings, report)
     report["complete"] = True
     write_text(out, as_json(report))
-    return 1 if wrong else 0
+    return 1 if report["failed"] or wrong_kernels(report) else 0
 
 
 def new_report(settings: MetalBenchmark) -> Report:
@@ -95,6 +97,7 @@ def new_report(settings: MetalBenchmark) -> Report:
         "settings": vars(settings),
         "complete": False,
         **{name: [] for name in COLUMNS},
+        "failed": [],
     }
 
 
@@ -105,15 +108,30 @@ def bytes_needed(settings: MetalBenchmark) -> float:
 
 
 @contextlib.contextmanager
-def section(report: Report, name: str, out: Path) -> Iterator[Rows]:
-    """The rows of a section, to append to. However it ends, they are printed, and the file is written."""
-    rows: Rows = report[name]
+def section(report: Report, name: str, out: Path) -> Iterator[None]:
+    """However a section ends, its rows are printed and the file is written; an error of MLX ends no more than it."""
     try:
-        yield rows
+        with noting_failures(report, name):
+            yield
     finally:
-        if rows:
-            print_section(name, rows)
+        if report[name]:
+            print_section(name, report[name])
+        if report[name] or report["failed"]:
             write_text(out, as_json(report))
+
+
+@contextlib.contextmanager
+def noting_failures(report: Report, what: str) -> Iterator[None]:
+    """An error of MLX becomes a sentence in the report, and a line on stdout."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        report["failed"].append(f"{what}: {one_line(error)}")
+        print(f"failed: {report['failed'][-1]}", flush=True)
+
+
+def wrong_kernels(report: Report) -> set[str]:
+    return {row["what"] for row in report["checks"] if row["wrong"]}
 
 
 def print_section(name: str, rows: Rows) -> None:
@@ -137,50 +155,54 @@ def derived(row: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def add_checks(settings: MetalBenchmark, rows: Rows) -> None:
+def add_checks(settings: MetalBenchmark, report: Report) -> None:
     """A row for each kernel."""
     vectors = parse_vectors(settings.vectors)
     products = {kernel.name: product_checks(kernel, vectors) for kernel, _ in all_kernels(settings.group_size)}
+    checks = [*(products | operation_checks(vectors)).items()]
     with progress_bar() as progress:
-        for name, checks in progress.track(
-            [*(products | operation_checks(vectors)).items()], description="kernels checked"
-        ):
-            rows.append(examine(name, checks))
+        for name, some in progress.track(checks, description="kernels checked"):
+            report["checks"].append(examine(name, some))
 
 
-def add_times(settings: MetalBenchmark, wrong: set[str], rows: Rows) -> None:
+def add_times(settings: MetalBenchmark, report: Report) -> None:
     """Rows of every kernel that is right, with each shape and number of vectors."""
-    vectors, dtype = parse_vectors(settings.vectors), getattr(mx, settings.dtype)
     buffer = sum_buffer(settings.megabytes * 2**20)
-    pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name not in wrong]
-    operations = [each for each in all_operations() if each.name not in wrong]
-    products: list[tuple[tuple[int, int], tuple[Kernel, Kernel]]] = list(
-        itertools.product(parse_shapes(settings.shapes), pairs)
-    )
     with progress_bar() as progress:
-        task = progress.add_task("kernels timed", total=len(products) + len(operations))
-        for shape, pair in products:
-            timed = time_product(*pair, shape, dtype, buffer, settings.trials)
-            for count in vectors:
-                rows.extend(row | {"dtype": settings.dtype} for row in timed(count))
-            progress.advance(task)
-        for operation in operations:
-            found = time_operation(operation, vectors, dtype, buffer, settings.trials)
-            rows.extend(row | {"dtype": settings.dtype} for row in found)
-            progress.advance(task)
+        jobs = timing_jobs(settings, wrong_kernels(report), buffer)
+        for name, rows in progress.track(jobs, description="kernels timed"):
+            with noting_failures(report, name):
+                report["kernels"].extend(row | {"dtype": settings.dtype} for row in rows)
 
 
-def add_gears(settings: MetalBenchmark, rows: Rows) -> None:
+def timing_jobs(
+    settings: MetalBenchmark, wrong: set[str], buffer: mx.array
+) -> list[tuple[str, Iterator[dict[str, Any]]]]:
+    """Names of what is timed, and its rows, each of which is timed when it is asked for."""
+    how = parse_vectors(settings.vectors), getattr(mx, settings.dtype), buffer, settings.trials
+    pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name not in wrong]
+    products = itertools.product(parse_shapes(settings.shapes), pairs)
+    operations = [each for each in all_operations() if each.name not in wrong]
+    return [
+        *(
+            (f"{pair[0].name}, {'x'.join(map(str, shape))}", time_product(pair, shape, *how))
+            for shape, pair in products
+        ),
+        *((f"{each.name}, {each.size}", time_operation(each, *how)) for each in operations),
+    ]
+
+
+def add_gears(settings: MetalBenchmark, report: Report) -> None:
     """The rows of `benchmark decode`."""
     model = settings.model or str(DEMO_MODEL)
     decode = DecodeBenchmark(model=model, gears=settings.gears, tokens=settings.tokens, trials=settings.trials)
-    rows.extend(benchmark_decode(decode))
+    report["gears"].extend(benchmark_decode(decode))
 
 
-def add_modes(settings: MetalBenchmark, rows: Rows) -> None:
+def add_modes(settings: MetalBenchmark, report: Report) -> None:
     """A row for each mode on each path; after an interruption, of the trials that were complete."""
     runs = list(runs_of(settings.model, settings.gears, settings.tokens))
     with progress_bar() as progress:
         for _ in progress.track(range(settings.trials), description="texts timed"):
             time_runs(runs, settings.tokens)
-            rows[:] = [row_of(run, runs) for run in runs]
+            report["modes"][:] = [row_of(run, runs) for run in runs]

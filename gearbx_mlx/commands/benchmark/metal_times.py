@@ -25,7 +25,7 @@ COPIES = 64  # of what a launch does not read from memory
 
 @dataclass(frozen=True)
 class Path:
-    """One way to a result: bytes that a launch reads once, and what builds a launch for each copy."""
+    """One way to a result: bytes of weights, or of keys and values, of a launch; what builds one for each copy."""
 
     size: int
     make: Callable[[], list[mx.array]]
@@ -48,25 +48,34 @@ def copies(arrays: Arrays, total: int) -> list[Arrays]:
 
 
 def time_product(
-    kernel: Kernel, rival: Kernel, shape: tuple[int, int], dtype: mx.Dtype, buffer: mx.array, trials: int
-) -> Callable[[int], Iterator[dict[str, Any]]]:
-    """Packs a matrix of this shape; what is returned times every variant and MLX's own with that many vectors."""
+    pair: tuple[Kernel, Kernel],
+    shape: tuple[int, int],
+    vectors: Sequence[int],
+    dtype: mx.Dtype,
+    buffer: mx.array,
+    trials: int,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a kernel's variants and of MLX's own, its rival, for each number of vectors."""
+    kernel, rival = pair
     rows, columns = shape
     weight = random_matrix(rows, columns, dtype)
-    packed = {id(each): copies(each.pack(weight), buffer.nbytes) for each in (kernel, rival)}
-
-    def path(which: Kernel, variant: str, x: mx.array) -> Path:
-        made = packed[id(which)]
-        return Path(sum(a.nbytes for a in made[0]), lambda: [which.product(x, a, variant) for a in made])
-
-    def timed(vectors: int) -> Iterator[dict[str, Any]]:
-        x = mx.random.normal((vectors, columns)).astype(dtype)
-        names = variants_for(kernel, columns, vectors, dtype)
-        paths = {MLX: path(rival, "", x)} | {path_of(name): path(kernel, name, x) for name in names}
-        what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": vectors}
+    ours, others = (copies(each.pack(weight), buffer.nbytes) for each in pair)
+    for count in vectors:
+        x = mx.random.normal((count, columns)).astype(dtype)
+        names = variants_for(kernel, columns, count, dtype)
+        paths = {MLX: path_over(others, partial(product_of, rival, x, ""))}
+        paths |= {path_of(name): path_over(ours, partial(product_of, kernel, x, name)) for name in names}
+        what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": count}
         yield from time_paths(what, paths, buffer, trials)
 
-    return timed
+
+def product_of(kernel: Kernel, x: mx.array, variant: str, arrays: Arrays) -> mx.array:
+    return kernel.product(x, arrays, variant)
+
+
+def path_over(made: list[Arrays], launch: Callable[[Arrays], mx.array]) -> Path:
+    """A path of one launch for each of the copies."""
+    return Path(sum(array.nbytes for array in made[0]), lambda: [launch(arrays) for arrays in made])
 
 
 def time_operation(
@@ -76,17 +85,9 @@ def time_operation(
     made = copies(operation.arrays(dtype), buffer.nbytes)
     for count in vectors:
         x = mx.random.normal((1, HEADS, count, WIDTH)).astype(dtype)
-        size = sum(array.nbytes for array in made[0]) or x.nbytes
-        paths = {
-            name: Path(size, partial(launches, function, x, made))
-            for name, function in {MLX: operation.mlx, METAL: operation.ours}.items()
-        }
+        paths = {MLX: path_over(made, partial(operation.mlx, x)), METAL: path_over(made, partial(operation.ours, x))}
         what = {"what": operation.name, "bits": str(8 * dtype.size), "size": operation.size, "vectors": count}
         yield from time_paths(what, paths, buffer, trials)
-
-
-def launches(function: Callable[[mx.array, Arrays], mx.array], x: mx.array, made: list[Arrays]) -> list[mx.array]:
-    return [function(x, arrays) for arrays in made]
 
 
 def time_paths(what: dict[str, Any], paths: dict[str, Path], buffer: mx.array, trials: int) -> Iterator[dict[str, Any]]:
