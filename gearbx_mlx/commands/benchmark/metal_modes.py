@@ -1,5 +1,6 @@
 """The wall clock of whole texts: the top gear, route and lossless, on our kernels and on MLX's."""
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def runs_of(model: str | None, gears: str | None, tokens: int) -> Iterator[Run]:
     `gears` nor the checkpoint says which gears.
     """
     for path, kernels, activations in paths_here():
+        gc.collect()  # models of earlier sections, or their end would count as ours
         before = mx.get_active_memory()
         flags = GearFlags(kernels=kernels, activations=activations)
         settings = settle_gears(model, LayoutSettings(gears=gears), flags)
