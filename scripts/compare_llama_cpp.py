@@ -131,13 +131,13 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
     from beside_llama_cpp.drafting import lossless_rows
     from beside_llama_cpp.random_models import RandomModels, decode_rows, prompt_rows
 
-    from gearbx_mlx.commands.benchmark.kernels import bandwidth_reader, native_module
+    from gearbx_mlx.commands.benchmark.machine import bandwidth_meter, native_module
 
     native = native_module()
     found = {}
     with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
         folder, threads = Path(name), native.threads()
-        rounds = Rounds(args.trials, bandwidth_reader(native), progress)
+        rounds = Rounds(args.trials, bandwidth_meter(), progress)
         if {"decode", "prompt"} & {*args.subjects}:
             models = RandomModels(args, folder, threads)
             if "decode" in args.subjects:

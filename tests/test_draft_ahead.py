@@ -18,7 +18,7 @@ from gearbx_mlx.decoding import draft_depth
 from gearbx_mlx.decoding.draft_depth import DEPTHS, default_depth, depth_here, round_times, shallowest
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.kernels import cpu, tuning_cache
+from gearbx_mlx.kernels import tuning_cache
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
 from gearbx_mlx.routing.entropy import entropy_bits
 from gearbx_mlx.routing.pass_costs import Costs
@@ -26,13 +26,17 @@ from gearbx_mlx.routing.rounds import Rounds
 
 TALE = "Once upon a time there was a king who"
 SOME = (1, 4, MOST_DRAFTED)
-KERNELS = [
-    "mlx",
-    pytest.param("native", marks=pytest.mark.skipif(cpu.why_not() is not None, reason="no C++ compiler")),
-]
 SAMPLERS = {"greedy": None, "sampled": make_sampler(0.8, top_p=0.9)}
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
 LENGTHS = (1, 5, 2, 9, 3)
+
+
+@pytest.fixture(params=["mlx", "native"])
+def kernels(request) -> str:
+    """Kernels that there are here."""
+    if request.param == "native":
+        request.getfixturevalue("compiled")
+    return request.param
 
 
 class InTurn:
@@ -70,7 +74,6 @@ def assert_same(ours, theirs):
 class TestTheTextIsTheTopGears:
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    @pytest.mark.parametrize("kernels", KERNELS)
     def test_with_samplers_and_processors(self, kernels, sampler, processors):
         model = tiny_model()
         gearbox = Gearbox(model, "6,16", kernels=kernels)
@@ -90,7 +93,6 @@ class TestTheTextIsTheTopGears:
             lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
             assert [token for token, _ in written(lossless, prompt)[0]] == [token for token, _ in made]
 
-    @pytest.mark.parametrize("kernels", KERNELS)
     @pytest.mark.parametrize(
         "keywords",
         [

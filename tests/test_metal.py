@@ -1,4 +1,4 @@
-"""What can be said about the Metal kernels without clang: selection, bad input, packaging, the benchmark's script."""
+"""What can be said about the Metal kernels without clang: selection, bad input, packaging."""
 
 import gc
 import shutil

@@ -1,54 +1,72 @@
-"""scripts/bench_metal.py: without Metal it says so; with launches run on the CPU it checks, times and reports."""
+"""benchmark metal: without Metal it says so; with launches run on the CPU it checks, times and writes everything."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.kernels import metal
+from gearbx_mlx.cli.parsers.benchmark import MOST_VECTORS
+from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_operations, metal_times
+from gearbx_mlx.commands.benchmark import metal as subject
+from gearbx_mlx.kernels import metal, timing
 from gearbx_mlx.kernels.metal import Launch, available
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_metal.py"
 SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
+SHORT += ["--tokens", "3"]
+VARIANTS = [f"metal {name}" for name in metal.VARIANTS]
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    """The script, called with flags: its exit status."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)  # where its other part is
-    spec = importlib.util.spec_from_file_location("bench_metal", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_metal", module)
-    spec.loader.exec_module(module)
-
-    def run(*flags: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["bench_metal.py", *map(str, flags)])
-        return module.main()
-
-    run.module = module
-    return run
+def bench(command, monkeypatch, tmp_path):
+    """The command in a directory of its own: called with flags, status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *flags: command("benchmark", "metal", *flags)
 
 
 @pytest.fixture
 def short(bench, launches, monkeypatch):
-    """The script where Metal is said to be, with one type to check and no copies."""
-    monkeypatch.setattr(bench.module, "available", metal.available)
-    monkeypatch.setattr(bench.module, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(bench.module, "copies", lambda arrays, total: [arrays])
+    """The command where Metal is said to be, with one type to check, few keys, no copies and no model."""
+    for module in (metal_checks, metal_operations):
+        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(machine, "READ", 2**20)
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
+    monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
+    monkeypatch.setattr(metal_operations, "KEYS", (37,))
+    monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
+    monkeypatch.setattr(metal_times, "copies", lambda arrays, total: [arrays])
+    monkeypatch.setattr(subject, "add_gears", lambda settings, rows: None)
+    monkeypatch.setattr(subject, "add_modes", lambda settings, rows: None)
     return bench
+
+
+def only(monkeypatch, *which: str) -> None:
+    """Of all kernels these."""
+
+    def some(group_size: int, every=subject.all_kernels) -> list:
+        return [pair for pair in every(group_size) if pair[0].name in which]
+
+    monkeypatch.setattr(subject, "all_kernels", some)
+    every_operation, every_check = subject.all_operations, subject.operation_checks
+    monkeypatch.setattr(subject, "all_operations", lambda: [one for one in every_operation() if one.name in which])
+    monkeypatch.setattr(
+        subject, "operation_checks", lambda v: {name: one for name, one in every_check(v).items() if name in which}
+    )
+
+
+def written() -> dict:
+    with open("metal.json", encoding="utf-8") as file:
+        return json.load(file)
 
 
 @pytest.mark.skipif(bool(available()), reason="Metal is here")
 @pytest.mark.parametrize("flags", [[], ["--check-only"]])
-def test_without_metal_is_one_line_and_status_2(bench, capsys, flags):
-    assert bench(*flags) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    assert "Metal" in captured.err
+def test_without_metal_is_one_line_and_status_2(bench, tmp_path, flags):
+    result = bench(*flags)
+    assert result.status == 2
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert "Metal" in result.err
+    assert not (tmp_path / "metal.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -56,84 +74,163 @@ def test_without_metal_is_one_line_and_status_2(bench, capsys, flags):
     [
         (["--shapes", "64"], "ROWSxCOLUMNS"),
         (["--shapes", "64x100"], "multiple of 128"),
-        (["--vectors", "17"], "1 to 16"),
-        (["--trials", "0"], "1 or more"),
+        (["--shapes", "0x128"], "give 1 to"),
+        (["--vectors", "17"], "give 1 to 16"),
+        (["--vectors", "1,x"], "not a list of numbers"),
+        (["--trials", "0"], "--trials is 0"),
+        (["--group-size", "16"], "choose from 32, 64, 128"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(bench, capsys, flags, said):
-    with pytest.raises(SystemExit) as stopped:
-        bench(*flags)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+def test_flags_that_make_no_sense_are_refused(bench, flags, said):
+    result = bench(*flags)
+    assert result.status == 2
+    assert said in result.err
 
 
-def only(bench, monkeypatch, *which: str) -> None:
-    """Of all kernels these."""
-
-    def some(group_size: int, every=bench.module.all_kernels) -> list:
-        return [pair for pair in every(group_size) if f"{pair[0].format} {pair[0].bits}" in which]
-
-    monkeypatch.setattr(bench.module, "all_kernels", some)
+def test_as_many_vectors_as_a_kernel_takes():
+    assert MOST_VECTORS == metal.MAX_VECTORS
 
 
 @pytest.mark.clang
-def test_checks_every_kernel(short, capsys, launches):
-    assert short("--check-only", "--vectors", "1") == 0
-    assert " products checked, 0 wrong" in capsys.readouterr().out
-    names = {launch.spec.layout.name for launch in launches}
+def test_checks_every_kernel(short, launches):
+    result = short("--check-only", "--vectors", "1")
+    assert result.status == 0, result.out
+    assert " comparisons, 0 wrong" in result.out
+    layouts = {launch.spec.layout.name for launch in launches if hasattr(launch.spec, "layout")}
     wanted = {f"planes_{bits}_g64" for bits in ("2", "3", "4", "5", "6", "8", "4_4", "4_1_1_2")}
     wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise"}
     wanted |= {f"exact_{bits}_g64" for bits in ("3", "4", "4_4")}
     wanted |= {f"codebook_{bits}" for bits in range(2, 7)} | {f"library_{bits}" for bits in (2, 3, 4)}
-    assert names == wanted
-    assert {launch.spec.variant.name for launch in launches if launch.spec.ragged} == set(metal.VARIANTS)
+    assert layouts == wanted
+    assert {launch.spec.variant.name for launch in launches if getattr(launch.spec, "ragged", False)} == set(
+        metal.VARIANTS
+    )
+    assert {launch.spec.text for launch in launches} == {
+        "matvec",
+        "exact",
+        "dense",
+        "attention",
+        "attention_join",
+        "rope",
+    }
+    report = written()
+    assert report["complete"]
+    assert report["kernels"] == []
+    assert all(row["checked"] and 0 < row["largest_error"] <= 1 and not row["wrong"] for row in report["checks"])
 
 
 @pytest.mark.clang
-def test_table_and_rows(short, capsys, monkeypatch, tmp_path):
-    only(short, monkeypatch, "affine 4", "planes 4+4", "rowwise 8", "groupwise 4")
-    file = tmp_path / "metal.json"
-    assert short(*SHORT, "--json", file) == 0
-    out = capsys.readouterr().out
-    table = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 4 * (1 + len(metal.VARIANTS))
-    assert len({line.count("|") for line in table}) == 1
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(table) - 2
-    assert {"machine", "format", "bits", "path", "bandwidth_ratio", "times_mlx", "trials"} <= rows[0].keys()
+def test_table_and_rows(short, monkeypatch):
+    only(monkeypatch, "affine 4", "rowwise 8", "dense 16", "attention", "rope")
+    result = short(*SHORT)
+    assert result.status == 0, result.out + result.err
+    report = written()
+    assert report["machine"] in result.out
+    assert (report["settings"]["shapes"], report["complete"]) == ("32x128", True)
+    rows = report["kernels"]
+    paths = {what: [row["path"] for row in rows if row["what"] == what] for what in ("affine", "rowwise", "dense")}
+    assert paths == {"affine": ["mlx", *VARIANTS], "rowwise": ["mlx", *VARIANTS], "dense": ["mlx", "metal"]}
+    assert [row["path"] for row in rows if row["what"] in ("attention", "rope")] == ["mlx", "metal"] * 2
     for row in rows:
-        assert row["bandwidth_ratio"] == pytest.approx(
-            row["gigabytes_per_second"] / row["read_bandwidth_gigabytes_per_second"]
-        )
-        assert (row["times_mlx"] == 1) or row["path"] != "MLX"
+        share = row["gigabytes_per_second"] / row["read_bandwidth_gigabytes_per_second"]
+        assert row["bandwidth_ratio"] == pytest.approx(share)
+        assert row["times_mlx"] == 1 or row["path"] != "mlx"
+        assert row["spread"][0] <= row["times_mlx"] <= row["spread"][1]
+        assert row["python_seconds"] > 0
+    table = [line for line in result.out.splitlines() if line.startswith("| affine  ")]
+    assert len(table) == 1 + len(VARIANTS)
 
 
 @pytest.mark.clang
-def test_exact_weights_stand_beside_dense_ones(short, capsys, monkeypatch):
-    only(short, monkeypatch, "exact 4")
-    assert short(*SHORT) == 0
-    table = [line.split("|")[1:6] for line in capsys.readouterr().out.splitlines() if line.startswith("| exact")]
-    assert [row[-1].strip() for row in table] == ["MLX", "registers", "tiles"]
+def test_exact_weights_stand_beside_dense_ones(short, monkeypatch):
+    only(monkeypatch, "exact 4")
+    assert short(*SHORT).status == 0
+    assert [row["path"] for row in written()["kernels"]] == ["mlx", "metal registers", "metal tiles"]
 
 
 @pytest.mark.clang
-def test_a_wrong_kernel_is_named_and_not_timed(short, capsys, monkeypatch):
+def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
     right = Launch.run
 
     def run(self: Launch) -> mx.array:
-        if self.spec.layout.name == "rowwise_6" and self.spec.ragged:
+        name = self.spec.layout.name
+        if name == "rowwise_6" and self.spec.ragged:
             return right(self) * 1.01
-        if self.spec.layout.name == "groupwise":
+        if name == "groupwise":
             raise RuntimeError("Metal's compiler says no")
+        if name == "rowwise_2" and self.spec.vectors == 2:
+            return right(self) * (1 + 2.0**-20)
         return right(self)
 
     monkeypatch.setattr(Launch, "run", run)
-    only(short, monkeypatch, "rowwise 6", "rowwise 4", "groupwise 4")
-    assert short(*SHORT) == 1
-    captured = capsys.readouterr()
-    assert "wrong: rowwise 6, 13x533, 2 vectors, mlx.core.float32, registers: off by 1" in captured.err
-    assert "wrong: groupwise 4, 37x640, 2 vectors, mlx.core.float32, device: Metal's compiler says no" in captured.err
-    assert "9 wrong" in captured.out
-    table = [line.split("|")[1:3] for line in captured.out.splitlines() if line.startswith("| rowwise")]
-    assert {bits.strip() for _, bits in table} == {"4"}
-    assert "| groupwise" not in captured.out
+    only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4")
+    result = short(*SHORT)
+    assert result.status == 1
+    assert "wrong: rowwise 6, 13x533, 2 vectors, float32, metal registers: off by 1" in result.out
+    assert "wrong: rowwise 2, 37x640, 2 vectors, float32, metal device, the first alone: off by" in result.out
+    assert "wrong: groupwise 4, 37x640, 2 vectors, float32, metal device: Metal's compiler says no" in result.out
+    report = written()
+    assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
+    wrong = {row["what"]: len(row["wrong"]) for row in report["checks"]}
+    assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
+
+
+@pytest.mark.clang
+def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monkeypatch):
+    right = Launch.run
+
+    def run(self: Launch) -> mx.array:
+        if self.spec.layout.name == "planes_4_g64" and self.shape[-1] == 32:
+            raise RuntimeError("out of memory")
+        return right(self)
+
+    monkeypatch.setattr(Launch, "run", run)
+    only(monkeypatch, "affine 4", "rowwise 8")
+    result = short(*SHORT)
+    assert result.status == 1
+    report = written()
+    assert report["failed"] == ["affine 4, 32x128: out of memory"]
+    assert "failed: affine 4, 32x128: out of memory" in result.out
+    assert [row["what"] for row in report["kernels"]] == ["rowwise"] * 4
+
+
+@pytest.mark.clang
+def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
+    only(monkeypatch, "affine 4", "rowwise 8")
+    timed = metal_times.time_paths
+
+    def interrupted(what: dict, *arguments: object):
+        if what["what"] == "rowwise":
+            raise KeyboardInterrupt
+        return timed(what, *arguments)
+
+    monkeypatch.setattr(metal_times, "time_paths", interrupted)
+    result = short(*SHORT)
+    assert result.status == 130
+    report = written()
+    assert not report["complete"]
+    assert [row["what"] for row in report["checks"]] == ["affine 4", "rowwise 8"]
+    assert [row["path"] for row in report["kernels"]] == ["mlx", *VARIANTS]
+    assert "| affine" in result.out
+
+
+def test_gears_and_modes_of_a_model(bench, monkeypatch):
+    """On MLX's kernels: those of Metal in whole models are checked in test_gears.py."""
+    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    monkeypatch.setattr(machine, "ON_METAL", ())
+    monkeypatch.setattr(machine, "READ", 2**20)
+    for name in ("add_checks", "add_times"):
+        monkeypatch.setattr(subject, name, lambda *arguments: None)
+    result = bench("--gears", "4,16", "--tokens", "3", "--trials", "1", "--json", "all.json")
+    assert result.status == 0, result.err
+    with open("all.json", encoding="utf-8") as file:
+        report = json.load(file)
+    assert [(row["bits"], row["path"]) for row in report["gears"]] == [(4, "mlx"), (16, "mlx")]
+    assert all(row["shift_seconds"] > 0 and row["peak_memory_bytes"] > 0 for row in report["gears"])
+    modes = {row["mode"]: row for row in report["modes"]}
+    assert list(modes) == ["top gear", "route", "lossless"]
+    assert (modes["top gear"]["ratio"], modes["top gear"]["tokens"]) == (1, 9)
+    assert modes["lossless"]["identical"] == 1
+    assert all(row["peak_memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in modes.values())
+    assert report["model"] == "demo"
+    assert "| lossless | mlx" in result.out

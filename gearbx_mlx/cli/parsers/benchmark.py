@@ -7,12 +7,14 @@ from typing import ClassVar
 
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
+from ...gears.names import GROUP_SIZES
 from ..device import device_flag
 from ..settings import Settings, add_flags, flag, settings_of
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
+MOST_VECTORS = 16  # that a Metal kernel takes
 PICTURES = (".png", ".svg")
 
 
@@ -116,8 +118,65 @@ class RoutingBenchmark(ModelBenchmark):
     what: ClassVar[str] = "routing"
 
 
-Benchmark = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark
-ALL = KernelBenchmark, ThreadBenchmark, DecodeBenchmark, TokenBenchmark, RoutingBenchmark
+@dataclass(frozen=True)
+class MetalBenchmark(Settings):
+    """On a Mac: every Metal kernel checked and timed, the gears and modes of a model; one file with all of it."""
+
+    what: ClassVar[str] = "metal"
+
+    check_only: bool = flag(False, "Only compare every kernel with what it stands for.")
+    shapes: str = flag("4096x4096,14336x4096,4096x14336", "ROWSxCOLUMNS that are timed.")
+    vectors: str = flag("1,2,4,8", f"Vectors in one call, 1 to {MOST_VECTORS}.")
+    dtype: str = flag("float16", "Type that is timed.", choices=("float16", "bfloat16", "float32"))
+    group_size: int = flag(64, "Of affine and planes.", choices=GROUP_SIZES)
+    megabytes: int = flag(512, "Weights read in a trial; more than the caches have room for.", least=1, most=2**20)
+    model: str | None = flag(
+        None, "Whose gears and modes are timed: local directory or Hub repository. Default: the demo model", named=True
+    )
+    gears: str | None = flag(None, "Bits of its gears. Default: those of a geared checkpoint, or 4,8,16")
+    tokens: int = flag(64, "Most tokens of a text.", least=1, most=MOST)
+    trials: int = flag(7, "Counted trials.", least=1, most=MOST)
+    json: str = flag("metal.json", "Write everything as JSON.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_shapes(self.shapes)
+        parse_vectors(self.vectors)
+        if self.gears is not None:
+            Ladder.parse(self.gears)
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """Rows and columns of matrices, from text such as "4096x4096,14336x4096".
+
+    Raises:
+        GearbxError: another form, or columns that groups do not divide.
+    """
+    try:
+        pairs = [(int(rows), int(columns)) for rows, columns in (part.split("x") for part in text.split(","))]
+    except ValueError as error:
+        raise GearbxError(f"--shapes '{text}' is not ROWSxCOLUMNS, such as 4096x4096,14336x4096") from error
+    for rows, columns in pairs:
+        if not 1 <= rows <= 2**20 or not 1 <= columns <= 2**20 or columns % max(GROUP_SIZES):
+            raise GearbxError(
+                f"--shapes '{text}': give 1 to {2**20} rows, and columns that are a multiple of {max(GROUP_SIZES)}"
+            )
+    return pairs
+
+
+def parse_vectors(text: str) -> list[int]:
+    """Numbers of vectors, from text such as "1,2,4,8". Raises GearbxError for what no kernel takes."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise GearbxError(f"--vectors '{text}' is not a list of numbers, such as 1,2,4,8") from error
+    if not all(1 <= count <= MOST_VECTORS for count in counts):
+        raise GearbxError(f"--vectors '{text}': give 1 to {MOST_VECTORS}")
+    return counts
+
+
+Benchmark = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark | MetalBenchmark
+ALL = KernelBenchmark, ThreadBenchmark, DecodeBenchmark, TokenBenchmark, RoutingBenchmark, MetalBenchmark
 KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in ALL}
 
 

@@ -5,24 +5,32 @@ A trial goes through everything that is compared in turn, and the first trial is
 then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
 """
 
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...cli.output import check_distinct, output_path
-from ...cli.parsers.benchmark import Benchmark, DecodeBenchmark, KernelBenchmark, ThreadBenchmark, TokenBenchmark
+from ...cli.parsers.benchmark import (
+    Benchmark,
+    DecodeBenchmark,
+    KernelBenchmark,
+    MetalBenchmark,
+    RoutingBenchmark,
+    ThreadBenchmark,
+    TokenBenchmark,
+)
 from ...files.writing import write_text
 from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
+from .machine import machine_name
+from .metal import run_metal
 from .pictures import draw_threads, draw_token
 from .routing import benchmark_routing
+from .tables import table_of
 from .threads import benchmark_threads
 from .token import benchmark_token
 
@@ -38,18 +46,20 @@ COLUMNS = {
 }
 
 
+Rows = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark
+SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 PICTURES = {"threads": draw_threads, "token": draw_token}
 
 
 def run(settings: Benchmark) -> int:
+    if isinstance(settings, MetalBenchmark):
+        return run_metal(settings)
     out = None if settings.json is None else output_path(settings.json)
     picture = picture_path(settings)
-    machine = f"{platform.platform()}, {platform.processor() or platform.machine()}"
+    machine = machine_name()
     rows = [row | {"machine": machine} for row in measure(settings)]
     Console(width=160).print(table_of(rows, COLUMNS[settings.what]))
-    threads = max(row["threads"] for row in rows)
-    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
-    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {threads} threads, {machine}")
+    print(f"read bandwidth {bandwidth_text(rows)}, {machine}")
     if out is not None:
         write_text(out, as_json({"rows": rows}))
     if picture is not None:
@@ -57,7 +67,15 @@ def run(settings: Benchmark) -> int:
     return 0
 
 
-def picture_path(settings: Benchmark) -> Path | None:
+def bandwidth_text(rows: list[dict[str, Any]]) -> str:
+    """The median of what was measured, and what measured it; on as many threads as there were."""
+    threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
+    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
+    read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
+    return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
+
+
+def picture_path(settings: Rows) -> Path | None:
     """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
     if not isinstance(settings, ThreadBenchmark | TokenBenchmark) or settings.picture is None:
         return None
@@ -66,7 +84,7 @@ def picture_path(settings: Benchmark) -> Path | None:
     return output_path(settings.picture)
 
 
-def measure(settings: Benchmark) -> list[dict[str, Any]]:
+def measure(settings: Rows) -> list[dict[str, Any]]:
     """The rows of a benchmark."""
     if isinstance(settings, KernelBenchmark):
         return benchmark_kernels(settings)
@@ -77,18 +95,3 @@ def measure(settings: Benchmark) -> list[dict[str, Any]]:
     if isinstance(settings, TokenBenchmark):
         return benchmark_token(settings)
     return benchmark_routing(settings)
-
-
-def table_of(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Table:
-    table = Table(*columns, box=box.MARKDOWN)
-    for row in rows:
-        table.add_row(*(cell(row[name]) for name in columns))
-    return table
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, list):
-        return "-".join(f"{v:.2f}" for v in value)
-    if value is None:
-        return "never"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """Tokens per second of every gear, on native kernels and on MLX's own."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from ...errors import GearbxError
 from ...gears.cost import break_even_tokens
 from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear, Ladder
+from ...kernels.dispatch import on_cpu
 from ...loading import load
-from .kernels import GIBIBYTE, GIGABYTE, INT8, INT16, MLX, NATIVE, bandwidth_reader, native_module, timed
+from .machine import GIBIBYTE, GIGABYTE, INT8, INT16, MLX, NATIVE, Meter, bandwidth_meter, paths_here, timed
 from .memory import check_memory
 
-SLOW_TOKENS = 2  # in a trial of MLX's own kernels
-PATHS = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"), (MLX, "mlx", "float"))
+SLOW_TOKENS = 2  # in a trial of MLX's own kernels on a CPU
 PROMPT = [1, 2, 3]
 VOCABULARY = 32000
 
@@ -53,38 +53,35 @@ def benchmark_decode(settings: DecodeBenchmark) -> list[dict[str, Any]]:
     """A row for each gear on each path; trials go through all of them in turn.
 
     Raises:
-        GearbxError: no native kernels, a model that cannot be loaded, or more than memory allows.
+        GearbxError: a model that cannot be loaded, or more than memory allows.
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
+    paths = paths_here()
     if settings.model is None:
-        check_llama(settings.shape, ladder, len(PATHS), settings.context)
-    module = native_module()
-    read_bandwidth = bandwidth_reader(module)
+        check_llama(settings.shape, ladder, len(paths), settings.context)
+    read_bandwidth = bandwidth_meter()
     cases = cases_of(settings.model, settings.shape, ladder)
     bandwidths = time_cases(cases, settings.trials, settings.tokens, settings.context, read_bandwidth)
     bandwidth = statistics.median(bandwidths)
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": bandwidth,
-        "threads": module.threads(),
         "trials": settings.trials,
-    }
+    } | read_bandwidth.row
     return [row_of(case, cases, ladder.top, bandwidth) | shared for case in cases]
 
 
 def cases_of(model: str | None, shape: str, ladder: Ladder) -> list[Case]:
     """Every gear on every path; each path has a model of its own."""
     cases = []
-    for path, kernels, activations in PATHS:
+    for path, kernels, activations in paths_here():
         gearbox = Gearbox(load_or_make(model, shape), ladder, kernels=kernels, activations=activations)
         # Weights that are not packed meet activations as they are.
         cases += [Case(path, gear, gearbox) for gear in ladder if path not in (INT16, INT8) or not gear.dense]
     return cases
 
 
-def time_cases(
-    cases: Sequence[Case], trials: int, tokens: int, context: int, read_bandwidth: Callable[[], float]
-) -> list[float]:
+def time_cases(cases: Sequence[Case], trials: int, tokens: int, context: int, read_bandwidth: Meter) -> list[float]:
     """Fill in what the trials measure. Returns the read bandwidths that were measured between them, in GB/s."""
     bandwidths = []
     with progress_bar() as progress:
@@ -93,7 +90,8 @@ def time_cases(
                 bandwidths.append(read_bandwidth())
                 shift = case.gearbox.shift(case.gear)
                 mx.reset_peak_memory()
-                spent = decode_seconds(case.gearbox.model, SLOW_TOKENS if case.path == MLX else tokens, context)
+                few = SLOW_TOKENS if case.path == MLX and on_cpu() else tokens
+                spent = decode_seconds(case.gearbox.model, few, context)
                 case.peak_memory = mx.get_peak_memory()
                 if trial:  # the first one is a warm-up
                     case.seconds.append(spent)
@@ -108,7 +106,7 @@ def row_of(case: Case, cases: Sequence[Case], top: Gear, bandwidth: float) -> di
     """
     tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
     base, seconds = tops[MLX], case.seconds_per_token
-    in_top = tops.get(case.path, tops[NATIVE])
+    in_top = tops[case.path if case.path in tops else NATIVE]
     read = case.gearbox.weight_bytes_per_token(case.gear)
     return {
         "gear": case.gear.name,

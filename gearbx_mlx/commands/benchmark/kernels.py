@@ -2,7 +2,6 @@
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,36 +10,36 @@ from typing import Any
 import mlx.core as mx
 
 from ...cli.parsers.benchmark import GROUP, KernelBenchmark
-from ...cli.terminal import progress_bar, show_compiling
+from ...cli.terminal import progress_bar
 from ...errors import GearbxError
 from ...formats import groupwise, rowwise
 from ...formats.planes import split
-from ...kernels import cpu, reference
+from ...kernels import metal, reference
+from ...kernels.dispatch import on_cpu
+from ...kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from ...kernels.metal_rows import dense_launch
 from ...kernels.products import dense_product, groupwise_product, rowwise_product, stack_product
+from ...kernels.timing import seconds_of
+from .machine import GIBIBYTE, GIGABYTE, INT8, INT16, METAL, MLX, NATIVE, Meter, bandwidth_meter, paths_here
 from .memory import check_memory
 
-GIGABYTE, GIBIBYTE = 1e9, 2**30
-SLOW_TRIALS = 2  # of MLX's own kernels
-NATIVE, INT16, INT8, MLX = "native", "native int16", "native int8", "mlx"  # paths; int16, int8: rounded activations
+SLOW_TRIALS = 2  # of MLX's own kernels on a CPU
 
-Product = Callable[..., mx.array | None]
+Product = Callable[..., Any]  # an array: its path has a kernel
 Many = list[mx.array]
 
 
 @dataclass
 class Case:
-    """A format on a path: its row, a product of x (1, inputs) with every copy of a matrix, bytes of one, how many."""
+    """A format on a path: its row, products of x (1, inputs) with every copy of a matrix, bytes of one, how many.
+
+    make: builds the products, which are not evaluated.
+    """
 
     row: dict[str, Any]
-    work: Callable[[mx.array], None]
+    make: Callable[[mx.array], Many]
     size: int
     copies: int
-
-
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def cases_of(
@@ -60,10 +59,10 @@ def cases_of(
     for path in paths:
         if path in products:
 
-            def work(x: mx.array, product: Product = products[path]) -> None:
-                mx.eval([product(x, *arrays) for arrays in copies])
+            def make(x: mx.array, product: Product = products[path]) -> Many:
+                return [product(x, *arrays) for arrays in copies]
 
-            yield Case({"format": name, "bits": bits, "path": path}, work, size, len(copies))
+            yield Case({"format": name, "bits": bits, "path": path}, make, size, len(copies))
 
 
 def copied(part: Any) -> Any:
@@ -71,11 +70,11 @@ def copied(part: Any) -> Any:
 
 
 def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """Weights as they are. MLX widens half-precision ones whole at every use, which is no kernel to compare with."""
+    """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        products: dict[str, Product] = {NATIVE: dense_product}
-        if dtype == mx.float32:
-            products[MLX] = lambda x, w: x @ w.T
+        products: dict[str, Product] = {NATIVE: dense_product, METAL: lambda x, w: dense_launch(x, w).run()}
+        if dtype == mx.float32 or not on_cpu():
+            products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
         name = f"dense {str(dtype).rpartition('.')[2]}"
         yield from cases_of(name, 8 * dtype.size, [weight.astype(dtype)], total, products, paths)
 
@@ -93,12 +92,16 @@ def cases_of_stack(weight: mx.array, widths: tuple[int, ...], total: int, paths:
     def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
         return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
 
+    def launch(x: mx.array, w: Many, s: mx.array, b: Many, variant: str) -> mx.array:
+        return planes_launch(x, w, s, b, widths, GROUP, variant=variant).run()
+
     def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
         return reference.planes_matmul(x, w, s, b, widths, GROUP)
 
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
     arrays = [planes.weights, planes.scales, planes.biases]
-    yield from cases_of(name, sum(widths), arrays, total, by_activations(product) | {MLX: own}, paths)
+    products = by_activations(product) | by_variant(launch) | {MLX: own}
+    yield from cases_of(name, sum(widths), arrays, total, products, paths)
 
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
@@ -109,16 +112,23 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
         def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
             return rowwise_product(x, codes, scales, bits, width, x_bits=x_bits)
 
+        def launch(x: mx.array, codes: mx.array, scales: mx.array, variant: str, bits: int = bits) -> mx.array:
+            return rowwise_launch(x, codes, scales, bits, width, variant=variant).run()
+
         codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
         arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
-        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows), paths)
+        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows) | by_variant(launch), paths)
 
     def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
         return groupwise_product(x, w, s, width, x_bits=x_bits)
 
+    def launch_groups(x: mx.array, w: mx.array, s: mx.array, variant: str) -> mx.array:
+        return groupwise_launch(x, w, s, width, variant=variant).run()
+
     codes, scales = groupwise.quantize(weight)
     arrays = [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
-    yield from cases_of("groupwise", groupwise.BITS, arrays, total, by_activations(groups), paths)
+    products = by_activations(groups) | by_variant(launch_groups)
+    yield from cases_of("groupwise", groupwise.BITS, arrays, total, products, paths)
 
 
 def by_activations(product: Product) -> dict[str, Product]:
@@ -126,13 +136,19 @@ def by_activations(product: Product) -> dict[str, Product]:
     return {path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()}
 
 
-def time_case(case: Case, x: mx.array, trials: int, read_bandwidth: Callable[[], float]) -> dict[str, Any]:
+def by_variant(launch: Callable[..., mx.array]) -> dict[str, Product]:
+    """The paths of a product with Metal, one for each variant."""
+    return {f"{METAL} {name}": functools.partial(launch, variant=name) for name in metal.VARIANTS}
+
+
+def time_case(case: Case, x: mx.array, trials: int, read_bandwidth: Meter) -> dict[str, Any]:
     """One row: medians over trials, each beside a measurement of the read bandwidth made just before it."""
-    case.work(x)  # a warm-up
+    make = functools.partial(case.make, x)
+    seconds_of(make)  # a warm-up
     speeds, ratios, bandwidths = [], [], []
     for _ in range(trials):
         bandwidths.append(read_bandwidth())
-        speeds.append(case.size * case.copies / timed(lambda: case.work(x)) / GIGABYTE)
+        speeds.append(case.size * case.copies / seconds_of(make) / GIGABYTE)
         ratios.append(speeds[-1] / bandwidths[-1])
     return case.row | {
         "seconds": case.size / statistics.median(speeds) / GIGABYTE,
@@ -148,45 +164,49 @@ def benchmark_kernels(settings: KernelBenchmark) -> list[dict[str, Any]]:
     """A row for each format and path.
 
     Raises:
-        GearbxError: no native kernels, with which the read bandwidth is measured, or more than memory allows.
+        GearbxError: more than memory allows, or only our own kernels are asked for and there are none.
     """
     rows, cols, vectors, total = settings.rows, settings.cols, settings.vectors, settings.megabytes * 2**20
     matrix = 4 * rows * cols
     check_memory(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
-    module = native_module()
-    paths = [NATIVE, INT16, INT8] if settings.native_only else [NATIVE, INT16, INT8, MLX]
+    dtype = mx.float32 if on_cpu() else mx.bfloat16  # in which a model computes there
+    paths = product_paths(cols, vectors, dtype, settings.native_only)
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
-    x = mx.random.normal((vectors, cols), key=mx.random.key(1))
-    read_bandwidth = bandwidth_reader(module)
+    x = mx.random.normal((vectors, cols), key=mx.random.key(1)).astype(dtype)
+    read_bandwidth = bandwidth_meter()
     mx.eval(weight, x)
-    shape = {"rows": rows, "cols": cols, "vectors": vectors, "threads": module.threads()}
+    shape = {"rows": rows, "cols": cols, "vectors": vectors} | read_bandwidth.row
     makers = dense_cases, stack_cases, symmetric_cases
     found = []
     with progress_bar() as progress:
         task = progress.add_task("kernels timed", total=None)
         for case in chain.from_iterable(make(weight, total, paths) for make in makers):
-            trials = settings.trials if case.row["path"] != MLX else min(settings.trials, SLOW_TRIALS)
+            slow = case.row["path"] == MLX and on_cpu()
+            trials = min(settings.trials, SLOW_TRIALS) if slow else settings.trials
             found.append(time_case(case, x, trials, read_bandwidth) | shape)
             progress.advance(task)
     return found
 
 
-def native_module() -> Any:
-    """Raises GearbxError where there are no native kernels."""
-    show_compiling()
-    module = cpu.native()
-    if module is None:
-        raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")
-    return module
+def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) -> list[str]:
+    """The paths of a product here; those of Metal are its variants, and METAL for a kernel that has none.
+
+    Raises:
+        GearbxError: ours_alone, and there are no kernels of ours for this many vectors.
+    """
+    names = [name for name, *_ in paths_here()]
+    if METAL in names:
+        names = [*metal_paths(cols, vectors, dtype), MLX]
+    if ours_alone:
+        names.remove(MLX)
+    if not names:
+        raise GearbxError("there are no native kernels for these products here; leave --native-only out")
+    return names
 
 
-def bandwidth_reader(module: Any, size: int = GIBIBYTE) -> Callable[[], float]:
-    """Measures GB/s of a sum over `size` bytes of words, on all threads, when called."""
-    words = mx.full((size // 4,), 1, dtype=mx.uint32)
-    mx.eval(words)
-
-    def read() -> float:
-        return words.nbytes / timed(lambda: module.read_sum(words)) / GIGABYTE
-
-    read()  # a warm-up
-    return read
+def metal_paths(cols: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    """The paths with Metal that take this many vectors and columns."""
+    if vectors > metal.MAX_VECTORS:
+        return []
+    fits = metal.fits_threadgroup(cols, vectors, dtype)
+    return [METAL, *(f"{METAL} {name}" for name in metal.VARIANTS if name != "threadgroup" or fits)]

@@ -17,7 +17,7 @@ from ...gears.gearbox import Gearbox
 from ...loading import load
 from ...routing.gates import ThresholdGate
 from .decode import PROMPT, check_llama, load_or_make
-from .kernels import bandwidth_reader, native_module, timed
+from .machine import bandwidth_meter, kernels_here, timed
 
 
 class Stay(ThresholdGate):
@@ -34,15 +34,14 @@ def benchmark_routing(settings: RoutingBenchmark) -> list[dict[str, Any]]:
     """A row for each gear: seconds of a token that is routed, beside one of mlx-lm's own loop.
 
     Raises:
-        GearbxError: no native kernels, a model that cannot be loaded, or more than memory allows.
+        GearbxError: a model that cannot be loaded, or more than memory allows.
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
     if settings.model is None:
         check_llama(settings.shape, ladder, 1)
-    module = native_module()
-    read_bandwidth = bandwidth_reader(module)
+    read_bandwidth = bandwidth_meter()
     model, tokenizer = load_or_make(settings.model, settings.shape), load()[1]
-    gearbox = Gearbox(model, ladder, kernels="native")
+    gearbox = Gearbox(model, ladder, kernels=kernels_here())
     rows = []
     with progress_bar() as progress:
         task = progress.add_task("trials", total=len(ladder) * (settings.trials + 1))
@@ -61,8 +60,8 @@ def benchmark_routing(settings: RoutingBenchmark) -> list[dict[str, Any]]:
                     "ratio": statistics.median(ratios),
                     "spread": [min(ratios), max(ratios)],
                     "read_bandwidth_gigabytes_per_second": read_bandwidth(),
-                    "threads": module.threads(),
                     "trials": settings.trials,
+                    **read_bandwidth.row,
                 }
             )
     return rows

@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .kernels import INT16, NATIVE, bandwidth_reader, cases_of_stack, dense_cases, native_module, time_case
+from .kernels import cases_of_stack, dense_cases, time_case
+from .machine import INT16, NATIVE, bandwidth_meter, native_module
 
 FIELDS = "bits", "seconds", "bandwidth_ratio", "read_bandwidth_gigabytes_per_second"
 
@@ -17,7 +18,7 @@ def measure(rows: int, cols: int, megabytes: int) -> list[dict[str, Any]]:
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((1, cols), key=mx.random.key(1))
     mx.eval(weight, x)
-    read_bandwidth = bandwidth_reader(module, total)
+    read_bandwidth = bandwidth_meter(total)
     found = []
     for make in (
         lambda: cases_of_stack(weight, (4,), total, [INT16]),

@@ -10,7 +10,7 @@ from typing import Any
 from ...cli.parsers.benchmark import ThreadBenchmark
 from ...cli.terminal import progress_bar
 from ...errors import GearbxError
-from .kernels import GIBIBYTE, native_module
+from .machine import GIBIBYTE, native_module
 from .memory import check_memory
 
 TRIAL = f"{__package__}.thread_trial"
@@ -68,4 +68,5 @@ def row_of(threads: int, bits: int, found: list[Trial], alone: list[Trial]) -> d
         "spread": [min(speedups), max(speedups)],
         "bandwidth_ratio": shares,
         "read_bandwidth_gigabytes_per_second": bandwidths,
+        "read_by": "native",
     }

@@ -27,13 +27,13 @@ from ...formats.block import single_operations
 from ...gears.gearbox import Gearbox
 from ...kernels import dispatch
 from .decode import PROMPT, check_llama, fill_cache, load_or_make
-from .kernels import bandwidth_reader, native_module, timed
+from .machine import bandwidth_meter, kernels_here, timed
 from .pictures import AS_BLOCKS, GRAPH_AS_BLOCKS, WITH_BLOCKS
 
 PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
 TOKEN = "token"  # all parts of single operations
-PARTS = PRODUCTS, HEAD, ATTENTION, FUSED, GRAPH, REST, *WITH_BLOCKS
+TIMED = PRODUCTS, HEAD, ATTENTION, FUSED  # by themselves
 KERNELS = {"attention": ATTENTION} | dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu"), FUSED)  # of `dispatch`
 
 Call = Callable[[], Any]
@@ -53,14 +53,13 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     """A row for each gear and part of a token's time; trials go through all gears in turn.
 
     Raises:
-        GearbxError: no native kernels, a model that cannot be loaded, or more than memory allows.
+        GearbxError: a model that cannot be loaded, or more than memory allows.
     """
     ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
     if settings.model is None:
         check_llama(settings.shape, ladder, 1, settings.context)
-    module = native_module()
-    read_bandwidth = bandwidth_reader(module)
-    gearbox = Gearbox(load_or_make(settings.model, settings.shape), ladder, kernels="native")
+    read_bandwidth = bandwidth_meter()
+    gearbox = Gearbox(load_or_make(settings.model, settings.shape), ladder, kernels=kernels_here())
     cache = make_prompt_cache(gearbox.model)
     if settings.context:
         fill_cache(gearbox.model, cache, settings.context)
@@ -80,14 +79,19 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
-        "threads": module.threads(),
         "trials": settings.trials,
-    }
+    } | read_bandwidth.row
     return [
         {"gear": gear.name, "bits": gear.bits} | row_of(part, found) | shared
         for gear, found in measured.items()
-        for part in PARTS
+        for part in parts_of(found)
     ]
+
+
+def parts_of(found: Measured) -> tuple[str, ...]:
+    """The parts that there are here: MLX's own fused operations count as the rest, and blocks are for the CPU."""
+    timed_parts = (part for part in TIMED if found.calls[part])
+    return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
 
 
 def measured_of(gearbox: Gearbox, cache: list[Any]) -> Measured:
@@ -150,7 +154,7 @@ def row_of(part: str, found: Measured) -> dict[str, Any]:
 
 def calls_of_token(gearbox: Gearbox, cache: list[Any]) -> dict[str, list[Call]]:
     """The calls that a token makes, with their arguments, in the gear that is engaged."""
-    calls: dict[str, list[Call]] = {part: [] for part in (PRODUCTS, HEAD, ATTENTION, FUSED)}
+    calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with recording(gearbox, calls):
         mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
     return calls

@@ -1,24 +1,26 @@
-"""The Metal kernels that bench_metal.py checks and times: how each packs a matrix, dequantizes it and multiplies."""
+"""The Metal products that `benchmark metal` checks and times: how each packs a matrix, reads it and multiplies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook_packing import LAYOUT
-from gearbx_mlx.formats.exact_decoding import decode
-from gearbx_mlx.formats.exact_encoding import encode
-from gearbx_mlx.formats.planes import Planes, split
-from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.kernels.metal import VARIANTS
-from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
-from gearbx_mlx.kernels.metal_exact import EXACT_WIDTHS, exact_launch, exact_matmul_tiles
-from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from ...formats import codebook, codebook_library, groupwise, rowwise
+from ...formats.codebook_packing import LAYOUT
+from ...formats.exact_decoding import decode
+from ...formats.exact_encoding import encode
+from ...formats.planes import Planes, split
+from ...kernels.exact import ExactMatrix
+from ...kernels.metal import VARIANTS
+from ...kernels.metal_codebooks import codebook_launch, library_launch
+from ...kernels.metal_exact import EXACT_WIDTHS, decode_launch, exact_launch, exact_matmul_tiles
+from ...kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from ...kernels.metal_rows import dense_launch
 
 AFFINE = (2, 3, 4, 5, 6, 8)
 CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
 STACKS = ((4, 4), (4, 1, 1, 2))
+TILES = "tiles"  # exact weights, decoded for MLX's product
 
 Arrays = list[mx.array]
 
@@ -28,7 +30,8 @@ class Kernel:
     """A format at some bits.
 
     pack: a matrix (O, I) to arrays. dense: arrays and I to the dequantized matrix (O, I), float32. product: x (V, I),
-    arrays and a variant to the result. multiple: the columns have to be a multiple of it. variants: that there are.
+    arrays and a variant to the result. multiple: the columns have to be a multiple of it. variants: that there are; ""
+    where there is one. decoded: arrays to the weight, bit for bit, by a launch; None: there is no such kernel.
     """
 
     format: str
@@ -38,6 +41,11 @@ class Kernel:
     product: Callable[[mx.array, Arrays, str], mx.array]
     multiple: int = 1
     variants: tuple[str, ...] = VARIANTS
+    decoded: Callable[[Arrays], mx.array] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.format} {self.bits}"
 
 
 def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
@@ -71,7 +79,7 @@ def mlx_kernel(bits: int, group_size: int) -> Kernel:
     affine = affine_kernel(bits, group_size)
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return mx.quantized_matmul(x, *a, group_size=group_size, bits=bits)
+        return mx.quantized_matmul(x, a[0], a[1], a[2], group_size=group_size, bits=bits)
 
     return Kernel("affine", str(bits), affine.pack, affine.dense, product, group_size)
 
@@ -85,7 +93,7 @@ def rowwise_kernel(bits: int) -> Kernel:
         return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return rowwise_launch(x, *a, bits, x.shape[-1], variant=variant).run()
+        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], variant=variant).run()
 
     return Kernel("rowwise", str(bits), pack, dense, product)
 
@@ -100,7 +108,7 @@ def groupwise_kernel() -> Kernel:
         return groupwise.dequantize(codes, a[1], columns)
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return groupwise_launch(x, *a, x.shape[-1], variant=variant).run()
+        return groupwise_launch(x, a[0], a[1], x.shape[-1], variant=variant).run()
 
     return Kernel("groupwise", str(groupwise.BITS), pack, dense, product)
 
@@ -133,28 +141,43 @@ def exact_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
         return [*weights, scales, *biases, *others]
 
     def matrix(a: Arrays) -> ExactMatrix:
-        return ExactMatrix(a[:count], a[count], a[count + 1 : -3], *a[-3:], list(widths), group_size)
+        low, high, offsets = a[-3:]
+        return ExactMatrix(a[:count], a[count], a[count + 1 : -3], low, high, offsets, list(widths), group_size)
 
     def dense(a: Arrays, columns: int) -> mx.array:
         return decode(matrix(a)).astype(mx.float32)
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return exact_matmul_tiles(x, *matrix(a)) if variant == "tiles" else exact_launch(x, *matrix(a)).run()
+        return exact_matmul_tiles(x, *matrix(a)) if variant == TILES else exact_launch(x, *matrix(a)).run()
+
+    def decoded(a: Arrays) -> mx.array:
+        return decode_launch(*matrix(a)).run()
 
     bits = "+".join(map(str, widths))
-    return Kernel("exact", bits, pack, dense, product, group_size, ("registers", "tiles"))
+    return Kernel("exact", bits, pack, dense, product, group_size, ("registers", TILES), decoded)
 
 
 def dense_kernel() -> Kernel:
-    """MLX's own product with the weight as it is."""
+    """Our product with the weight as it is."""
 
-    def pack(weight: mx.array) -> Arrays:
-        return [weight]
+    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
+        return dense_launch(x, a[0]).run()
+
+    return dense_by(product)
+
+
+def mlx_dense_kernel() -> Kernel:
+    """MLX's own product with the weight as it is."""
 
     def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
         return x @ a[0].T
 
-    return Kernel("dense", "16", pack, lambda a, columns: a[0].astype(mx.float32), product)
+    return dense_by(product)
+
+
+def dense_by(product: Callable[[mx.array, Arrays, str], mx.array]) -> Kernel:
+    """A product with the weight as it is."""
+    return Kernel("dense", "16", lambda weight: [weight], lambda a, columns: a[0], product, variants=("",))
 
 
 def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
@@ -167,5 +190,6 @@ def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:
         (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
         *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
         *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
-        *((exact_kernel(widths, group_size), dense_kernel()) for widths in EXACT_WIDTHS),
+        *((exact_kernel(widths, group_size), mlx_dense_kernel()) for widths in EXACT_WIDTHS),
+        (dense_kernel(), mlx_dense_kernel()),
     ]

@@ -1,0 +1,98 @@
+"""The benchmark command where MLX computes on a GPU, and where there is no C++ compiler: nothing is compiled, and paths
+have the names of what runs. MLX is said to compute on a GPU; it is the CPU that does."""
+
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+from gearbx_mlx.commands.benchmark import machine
+from gearbx_mlx.kernels import cpu
+from gearbx_mlx.loading import DEMO_MODEL
+
+KERNELS = "kernels", "--rows", 64, "--cols", 128, "--megabytes", 1, "--trials", 1
+MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
+
+
+@pytest.fixture(autouse=True)
+def small_sums(monkeypatch):
+    monkeypatch.setattr(machine, "READ", 2**20)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """MLX's default device is said to be a GPU without Metal; whoever asks for kernels of the CPU fails."""
+
+    def compiled() -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(cpu, "native", compiled)
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("what", [KERNELS, ("decode", *MODEL), ("token", *MODEL), ("routing", *MODEL)])
+def test_a_gpu_needs_no_compiler(command, tmp_path, what):
+    result = command("benchmark", *what, "--json", tmp_path / "b.json")
+    assert result.status == 0, result.err
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {row.get("path", "mlx") for row in rows} == {"mlx"}
+    assert {(row["read_by"], row["threads"]) for row in rows} == {("mlx gpu", None)}
+    assert all(row["read_bandwidth_gigabytes_per_second"] > 0 for row in rows)
+    assert all(row["machine"].startswith(mx.device_info()["device_name"]) for row in rows)
+    assert "GB/s, MLX's sum on the GPU, " in result.out
+
+
+@pytest.mark.usefixtures("gpu")
+def test_half_precision_of_mlx_is_timed_on_a_gpu(command, tmp_path):
+    assert command("benchmark", *KERNELS, "--json", tmp_path / "b.json").status == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    dense = [row["format"] for row in rows if row["format"].startswith("dense")]
+    assert dense == ["dense bfloat16", "dense float16", "dense float32"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_parts_of_a_token_are_those_that_there_are(command, tmp_path):
+    assert command("benchmark", "token", *MODEL, "--json", tmp_path / "b.json").status == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"products", "output head", "graph (Python)", "rest (MLX)"}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("threads", "--rows", 64, "--cols", 128), "this benchmark times kernels of the CPU"),
+        ((*KERNELS, "--native-only"), "leave --native-only out"),
+    ],
+)
+def test_what_makes_no_sense_on_a_gpu_is_one_line(command, arguments, words):
+    result = command("benchmark", *arguments)
+    assert result.status == 2
+    assert len(result.err.strip().splitlines()) == 1
+    assert words in result.err
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path):
+    result = command("benchmark", "decode", *MODEL, "--json", tmp_path / "b.json")
+    assert result.status == 0, result.err
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["path"], row["gear"], row["read_by"]) for row in rows] == [
+        ("mlx", "low", "mlx cpu"),
+        ("mlx", "high", "mlx cpu"),
+    ]
+    assert "GB/s, MLX's sum on the CPU, " in result.out
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_threads_need_a_compiler(command):
+    result = command("benchmark", "threads", "--rows", 64, "--cols", 128)
+    assert result.status == 2
+    assert "no native kernels to compare with: no C++ compiler was found" in result.err
