@@ -78,6 +78,6 @@ def run_sanitized(check: Path, directory: Path, flags: Sequence[str]) -> None:
 def run_on_arm(check: Path, directory: Path, flags: Sequence[str]) -> None:
     """On an emulated 64-bit ARM; skipped where its compiler or the emulator is missing."""
     if not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)):
-        pytest.skip(f"NEON was not checked: {ARM_COMPILER} or {ARM_EMULATOR} is not installed")
+        pytest.skip(f"NEON WAS NOT CHECKED: {ARM_COMPILER} or {ARM_EMULATOR} is not installed")
     build(check, directory / "check", [ARM_COMPILER], ["-O2", "-static", "-DEMULATED", *flags])
     run([ARM_EMULATOR, str(directory / "check")])
