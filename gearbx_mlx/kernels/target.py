@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 ARM = ("arm64", "aarch64")
+CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def this_target() -> Target:
 def processor_features() -> str:
     """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {apple_model() or platform.processor()}"
     fields = ("flags", "Features", "model name", "CPU part")
