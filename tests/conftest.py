@@ -26,6 +26,9 @@ from gearbx_mlx.loading import DEMO_MODEL
 # The hundreds of commands that tests start compile the package once, not each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Which kernels are fastest is measured by tests of just that, which write to a directory of their own.
+os.environ["GEARBX_TUNE"] = "0"
+
 # How long an example takes says nothing on a machine that others use. The examples are the same in every run, so that
 # a failure comes from what was changed; HYPOTHESIS_SEARCH=1 looks for others.
 settings.register_profile("gearbx", deadline=None, derandomize="HYPOTHESIS_SEARCH" not in os.environ)

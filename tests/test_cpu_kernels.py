@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import NativeDense
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import products
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -68,7 +68,7 @@ class TestNumbers:
             for count in range(1, len(widths) + 1):
                 stack = planes.weights[:count], planes.scales, planes.biases[:count], widths[:count], group_size
                 x = mx.random.normal((3, 256))
-                assert_products_close(dispatch.stack_product(x, *stack), x, *stack_weights(*stack))
+                assert_products_close(products.stack_product(x, *stack), x, *stack_weights(*stack))
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("columns", [1, 7, 8, 33, 100, 384])
@@ -90,7 +90,7 @@ class TestNumbers:
         key = mx.random.key(seed)
         weight, scales, biases = mx.quantize(mx.random.normal((rows, groups * 32), key=key), 32, bits)
         x = mx.random.normal((vectors, groups * 32), key=key)
-        y = dispatch.stack_product(x, [weight], scales, [biases], [bits], 32)
+        y = products.stack_product(x, [weight], scales, [biases], [bits], 32)
         assert_products_close(y, x, *stack_weights([weight], scales, [biases], [bits], 32))
 
     def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
@@ -122,9 +122,9 @@ class TestNumbers:
         for place, value in changes:
             x.flat[place % x.size] = value
         dense = mx.array(weight).astype(dtype)
-        y = np.array(dispatch.dense_product(mx.array(x), dense))
+        y = np.array(products.dense_product(mx.array(x), dense))
         chosen = [0, vectors // 2, vectors - 1]
-        alone = np.concatenate([np.array(dispatch.dense_product(mx.array(x[v : v + 1]), dense)) for v in chosen])
+        alone = np.concatenate([np.array(products.dense_product(mx.array(x[v : v + 1]), dense)) for v in chosen])
         assert (np.isnan(y[chosen]) == np.isnan(alone)).all()
         assert np.nan_to_num(y[chosen]).tobytes() == np.nan_to_num(alone).tobytes()
 
@@ -150,7 +150,7 @@ class TestNumbers:
         weight = mx.random.normal((5, 64)).astype(mx.bfloat16)
         for shape in [(64,), (1, 64), (2, 1, 4, 64)]:
             assert native.dense_matvec(mx.ones(shape), weight).shape == (*shape[:-1], 5)
-        assert dispatch.dense_product(mx.ones((1, 64), mx.float16), weight).dtype == mx.float16
+        assert products.dense_product(mx.ones((1, 64), mx.float16), weight).dtype == mx.float16
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
     def test_what_is_not_finite_shows_in_its_row_alone(self, native, value):

@@ -16,8 +16,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import FORMATS, get_format
+from gearbx_mlx.formats.nested_planes import PlanesLinear, PlanesSwitchLinear
 from gearbx_mlx.formats.packing import pack_mlx_codes, unpack_mlx_codes
-from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
+from gearbx_mlx.formats.planes import plane_widths, split
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 STOCK = ["planes", "affine"]  # formats of any bits and MLX's groups

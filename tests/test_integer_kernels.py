@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import products
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
@@ -36,7 +36,7 @@ class TestRoundedActivations:
             mx.random.normal((rows, groups * group_size), key=keys[0]), group_size, bits
         )
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
-        y = dispatch.stack_product(x, [weight], scales, [biases], [bits], group_size, x_bits=x_bits)
+        y = products.stack_product(x, [weight], scales, [biases], [bits], group_size, x_bits=x_bits)
         stack = stack_weights([weight], scales, [biases], [bits], group_size)
         assert_products_close(y, rounded(x, group_size, x_bits), *stack)
 
@@ -65,10 +65,10 @@ class TestRoundedActivations:
         planes = split(mx.random.normal((rows, groups * group_size), key=keys[0]), widths, group_size)
         stack = planes.weights, planes.scales, planes.biases, widths, group_size
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
-        together = dispatch.stack_product(x, *stack, x_bits=x_bits)
+        together = products.stack_product(x, *stack, x_bits=x_bits)
         for v in (0, vectors // 2, vectors - 1):
             assert mx.array_equal(
-                together[v : v + 1], dispatch.stack_product(x[v : v + 1], *stack, x_bits=x_bits)
+                together[v : v + 1], products.stack_product(x[v : v + 1], *stack, x_bits=x_bits)
             ).item()
 
     @pytest.mark.parametrize("x_bits", STEPS)

@@ -6,7 +6,7 @@ import pytest
 from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import products
 
 pytestmark = ON_A_CPU
 
@@ -33,8 +33,8 @@ class TestShapes:
         assert native.dense_experts(x, mx.ones((2, 0, 64)), chosen).shape == (3, 1, 0)
 
     def test_no_vector_at_all(self, native):
-        assert dispatch.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
-        assert dispatch.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)
+        assert products.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
+        assert products.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)
 
     def test_a_batch_where_a_vector_was_expected(self, native):
         weight, x = mx.random.normal((5, 64)), mx.random.normal((3, 2, 7, 64))

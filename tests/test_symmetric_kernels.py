@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx.formats import groupwise, rowwise
-from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import products
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 
@@ -29,7 +29,7 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = rowwise.quantize(mx.random.normal((rows, width), key=keys[0]).astype(dtype), bits)
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = dispatch.rowwise_product(x, rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
+        y = products.rowwise_product(x, rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
         weights = float64(codes) * float64(scales)[:, None]
         # Codes are multiplied with their offset, which the sum of the activations takes away again.
         assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * float64(scales)[:, None])
@@ -40,7 +40,7 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = groupwise.quantize(mx.random.normal((rows, width), key=keys[0]))
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = dispatch.groupwise_product(x, rowwise.pack_symmetric_codes(codes, 4), scales, width)
+        y = products.groupwise_product(x, rowwise.pack_symmetric_codes(codes, 4), scales, width)
         sizes = np.repeat(float64(scales), 32, axis=1)[:, :width]
         weights = float64(codes)[:, :width] * sizes
         assert_products_close(y, x, weights, np.abs(weights) + 8 * sizes)

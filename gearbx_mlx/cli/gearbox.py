@@ -13,17 +13,21 @@ from ..errors import GearbxError, about
 from ..gears.activations import stored_dtype
 from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox
+from ..gears.kernel_choices import measure_gears
 from ..gears.ladder import Ladder
 from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
 from ..gears.settings import choose_kernels
+from ..kernels.names import MEASURE
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
-from .terminal import note, progress_bar, show_compiling, show_encoding
+from .kernels_table import kernels_table
+from .terminal import messages, note, progress_bar, show_compiling, show_encoding, show_measuring
 
 NO_FLOORS = FloorSettings()
+VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
 def settle_gears(
@@ -100,6 +104,7 @@ def make_gearbox(
     if observe or without_gears(model):
         return Observer(model, settings.gears, dtype=dtype)
     show_compiling()
+    show_measuring()
     show_encoding()
     low_model = None if settings.low_model is None else load(settings.low_model)[0]
     layers: dict[str, Any] = {"manage": settings.manage, "widths": settings.cap_bits}
@@ -107,7 +112,7 @@ def make_gearbox(
         layers = layers_of_manifest(settings, settings.precision, model)
     elif settings.floors is not None:
         layers["manage"] = predicate_of_floors(model, settings, settings.floors)
-    return Gearbox(
+    gearbox = Gearbox(
         model,
         settings.gears,
         format=settings.format,
@@ -120,6 +125,19 @@ def make_gearbox(
         activations=settings.activations,
         **layers,
     )
+    if settings.kernels == MEASURE:
+        measure_gears(gearbox, VECTORS)
+        show_kernels(gearbox)
+    return gearbox
+
+
+def show_kernels(gearbox: Gearbox) -> None:
+    """Print, on stderr, which kernels were chosen by what was measured."""
+    used = gearbox.kernel_choices.tuner.used
+    if used:
+        messages.print(kernels_table(used))
+    else:
+        note("kernels: nothing to choose, for layers so small, with GEARBX_TUNE=0 or without native kernels")
 
 
 def require_gearbox(settings: GearSettings, model: nn.Module, checkpoint: str | None, dtype: str = "auto") -> Gearbox:

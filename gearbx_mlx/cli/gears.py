@@ -103,8 +103,9 @@ class GearFlags(Settings):
     )
     kernels: str = flag(
         "auto",
-        "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: native on a CPU that "
-        "has them, except for the original weights alone (--gears 16), which stay mlx-lm bit for bit.",
+        "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of layer "
+        "the fastest, measured once on this machine, except for the original weights alone (--gears 16), which stay "
+        "mlx-lm bit for bit; measure: measured anew, with a table.",
         choices=KERNELS,
     )
     activations: str = flag(

@@ -22,6 +22,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU: once, and then kept"
+MEASURING = "measuring which kernels are fastest here: once, and then kept"
 
 messages = Console(stderr=True, highlight=False)
 
@@ -104,6 +105,13 @@ def show_compiling() -> None:
     from ..kernels import cpu  # imports mlx, which --help does not wait for
 
     cpu.while_compiling = lambda: messages.status(COMPILING) if messages.is_terminal else nullcontext()
+
+
+def show_measuring() -> None:
+    """Let a spinner turn while kernels are measured, which takes a second or two, once for a machine."""
+    from ..gears import kernel_choices  # imports mlx
+
+    kernel_choices.while_measuring = lambda: messages.status(MEASURING) if messages.is_terminal else nullcontext()
 
 
 def show_encoding() -> None:

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..cli import terminal
 from ..cli.gate import check_routing
-from ..cli.gearbox import in_whole_weights, make_gearbox, settle_gears
+from ..cli.gearbox import in_whole_weights, make_gearbox, settle_gears, show_kernels
 from ..cli.gears import GearSettings
 from ..cli.generation import generation_keywords, length_of, load_cache
 from ..cli.governing import check_governing, governor
@@ -20,6 +20,7 @@ from ..cli.tables import layers_table, summary_table
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
+from ..gears.kernel_choices import measure_gears
 from ..gears.observer import Observer
 from ..loading import gears_of, model_name
 from .written_text import show_summary, write_out
@@ -84,8 +85,16 @@ def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path
         terminal.note(f"{model_name(model_path)} is quantized already: telemetry only, no layer changes gear")
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+        describe_kernels(gearbox)
         if mode.about():
             terminal.note(mode.about())
+
+
+def describe_kernels(gearbox: Gearbox | Observer) -> None:
+    """Print which kernels won in every gear, and by how much; `--kernels measure` has done that."""
+    if isinstance(gearbox, Gearbox) and gearbox.kernels.native and not gearbox.kernels.anew:
+        measure_gears(gearbox)
+        show_kernels(gearbox)
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

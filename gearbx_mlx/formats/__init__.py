@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .base import Format
 
 FORMATS = {  # name to module and class
-    "planes": "gearbx_mlx.formats.planes:NestedPlanes",
+    "planes": "gearbx_mlx.formats.nested_planes:NestedPlanes",
     "affine": "gearbx_mlx.formats.affine:Affine",
     "exact": "gearbx_mlx.formats.exact:Exact",
     "rowwise": "gearbx_mlx.formats.rowwise:Rowwise",

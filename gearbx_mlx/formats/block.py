@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from ..kernels.candidates import NATIVE
 from ..kernels.dispatch import block_kernels
 from .fused import (
     ORIGIN,
@@ -249,9 +250,14 @@ def stock_code(module: Any) -> Code:
 
 
 def part_of(module: nn.Module, kernels: ModuleType) -> Any:
-    """A linear layer as a part of a block; None if its class does not say how (a class derived from it need not)."""
+    """A linear layer as a part of a block; None if its class does not say how (a class derived from it need not).
+
+    Nor where another kernel than ours was chosen for it.
+    """
     part = vars(type(module)).get("part")
-    return None if part is None else part(module, kernels)
+    if part is None or (module.chosen is not None and module.chosen(1) != NATIVE):
+        return None
+    return part(module, kernels)
 
 
 def norm_of(module: nn.Module, kernels: ModuleType) -> Any:

@@ -14,7 +14,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import GearbxError
-from ..kernels.dispatch import codebook_product
+from ..kernels.candidates import Kind
+from ..kernels.products import codebook_product
 from .base import Copies, StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
 from .codebook_outliers import (
@@ -132,7 +133,12 @@ class NativeProduct(Native, ReconstructedLinear):
     """A linear layer over codebooks, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return codebook_product(x, self.packed(), self.bits, lambda: self.dense_weight(x.dtype), self.get("bias"))
+        packed = self.packed(), self.bits, lambda: self.dense_weight(x.dtype)
+        return codebook_product(x, *packed, self.get("bias"), self.chosen)
+
+    def kind(self) -> Kind:
+        form = "codebook library" if "library" in self else "codebook"
+        return Kind(f"{form} {self.bits}", self.weight_shape, stock=False, rounded=False)
 
 
 class CodebookLinear(_Rows, ReconstructedLinear):

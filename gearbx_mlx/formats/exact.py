@@ -15,12 +15,14 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
+from ..kernels.candidates import NATIVE, Kind
 from ..kernels.exact import ExactMatrix, decoded, decoded_by_tiles, exact_experts, exact_product, product_by_tiles
 from .base import DENSE, StoredArray, whole_groups
 from .exact_decoding import LOW_BITS, decode
 from .exact_encoding import encode
 from .native import Native, NativeMultiLinear, with_expert_bias
-from .planes import NestedPlanes, Planes
+from .nested_planes import NestedPlanes
+from .planes import Planes
 
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
 NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weights that have a byte beside the others
@@ -82,7 +84,11 @@ class NativeExactLinear(Native, ExactLinear):
     """A linear layer over exact weights, with native kernels that decode each weight once for all vectors."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return exact_product(x, self.matrix, decode, self.get("bias"))
+        return exact_product(x, self.matrix, decode, self.get("bias"), self.chosen)
+
+    def kind(self) -> Kind:
+        form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
+        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), rounded=False)
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.exact_part(*self.matrix, self.get("bias"))

@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.dispatch import groupwise_product
+from ..kernels.candidates import Kind
+from ..kernels.products import groupwise_product
 from .base import Copies, StoredArray
 from .native import Native, NativeDense
 from .reconstruct import (
@@ -68,8 +69,12 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
     """A linear layer over groupwise codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = groupwise_product(x, self["weight"], self["scales"], self.input_dims, self.get("bias"), self.x_bits)
+        packed = self["weight"], self["scales"], self.input_dims
+        y = groupwise_product(x, *packed, self.get("bias"), self.x_bits, self.chosen)
         return super().__call__(x) if y is None else y
+
+    def kind(self) -> Kind:
+        return Kind(f"groupwise {BITS}", self.weight_shape, stock=False)
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.symmetric_part(

@@ -1,5 +1,6 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -8,8 +9,10 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..kernels.dispatch import dense_product, stack_product
+from ..kernels.candidates import NATIVE as OURS
+from ..kernels.candidates import Chosen, Kind
 from ..kernels.experts import dense_experts, stack_experts
+from ..kernels.products import dense_product, stack_product
 from .block import coded_class
 from .fused import FUSED, native_class, stock_class
 
@@ -18,10 +21,20 @@ class Native:
     """A layer whose arrays keep the checkpoint's type, usually of two bytes, while activations may have another.
 
     A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
-    activations for packed weights; 0 leaves them as they are. Dense weights always take them as they are.
+    activations for packed weights; 0 leaves them as they are. Dense weights always take them as they are. `chosen`: the
+    kernels of its products; None: ours, wherever there are some.
     """
 
     x_bits = 0
+    chosen: Chosen | None = None
+
+    def kind(self) -> Kind | None:
+        """What the speed of its products depends on; None if there is nothing to choose for it."""
+        return None
+
+    def product(self, x: mx.array) -> mx.array:
+        """The product (..., O) that `kind` is about."""
+        return self(x)  # type: ignore[operator]
 
     def part(self, kernels: ModuleType) -> Any:
         """The layer as a part of a native block (block.py); None if blocks cannot contain it.
@@ -35,8 +48,11 @@ class NativeDense(Native, nn.Linear):
     """A Linear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = dense_product(x, self["weight"])
+        y = dense_product(x, self["weight"], self.chosen)
         return y + self["bias"].astype(x.dtype) if "bias" in self else y
+
+    def kind(self) -> Kind:
+        return dense_kind(self["weight"])
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.dense_part(self["weight"], self.get("bias"))
@@ -47,7 +63,10 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return stack_product(x, *stack, self.get("bias"), self.x_bits)
+        return stack_product(x, *stack, self.get("bias"), self.x_bits, self.chosen)
+
+    def kind(self) -> Kind:
+        return stack_kind([self.bits], self["scales"], self.group_size)
 
     def part(self, kernels: ModuleType) -> Any:
         stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
@@ -87,7 +106,13 @@ class NativeEmbedding(Native, nn.Embedding):
         return weight[x].astype(self.activations if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return dense_product(x, self["weight"])
+        return dense_product(x, self["weight"], self.chosen)
+
+    def kind(self) -> Kind:
+        return dense_kind(self["weight"])
+
+    def product(self, x: mx.array) -> mx.array:
+        return self.as_linear(x)
 
 
 NATIVE: dict[type[nn.Module], type[nn.Module]] = {
@@ -99,6 +124,18 @@ NATIVE: dict[type[nn.Module], type[nn.Module]] = {
 }
 STOCK = {native: stock for stock, native in NATIVE.items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)
+
+
+def dense_kind(weight: mx.array) -> Kind:
+    """Of products with a weight (O, I) as it is."""
+    return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), rounded=False)
+
+
+def stack_kind(widths: Sequence[int], scales: mx.array, group_size: int) -> Kind:
+    """Of products with bit planes of these widths, or with a single one, which is MLX's affine weight."""
+    form = "affine" if len(widths) == 1 else "planes"
+    bits = "+".join(map(str, widths))
+    return Kind(f"{form} {bits}, group {group_size}", (len(scales), scales.shape[-1] * group_size), stock=True)
 
 
 def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:

@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.dispatch import rowwise_product
+from ..kernels.candidates import Kind
+from ..kernels.products import rowwise_product
 from .base import Copies, StoredArray
 from .native import Native, NativeDense
 from .reconstruct import (
@@ -116,10 +117,12 @@ class NativeRowwiseLinear(Native, RowwiseLinear):
     """A linear layer over per-channel codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = rowwise_product(
-            x, self["weight"], self["scales"], self.bits, self.input_dims, self.get("bias"), self.x_bits
-        )
+        packed = self["weight"], self["scales"], self.bits, self.input_dims
+        y = rowwise_product(x, *packed, self.get("bias"), self.x_bits, self.chosen)
         return super().__call__(x) if y is None else y
+
+    def kind(self) -> Kind:
+        return Kind(f"rowwise {self.bits}", self.weight_shape, stock=False)
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.symmetric_part(

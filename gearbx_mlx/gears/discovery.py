@@ -14,7 +14,7 @@ from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
-from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
+from ..formats.nested_planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from ..formats.reconstruct import Reconstructed
 from .activations import STORED, dtype_name
 from .adapters import layers_of, places_of

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import mlx.nn as nn
 
-from ..formats.native import Native
-from ..formats.tied import linear_of
 from .discovery import Layer
+from .kernel_choices import KernelChoices
 from .ladder import DENSE
 from .offload import EMPTY, Residency, Resident
 from .sources import Source
@@ -23,7 +22,7 @@ class GearModules:
         source: makes modules, or reads them.
         residency: of modules that are not engaged.
         made: path to the gears of a layer that exist already; None: a layer has its original alone.
-        x_bits: to which native kernels round activations.
+        kernels: chooses them for native layers.
     """
 
     def __init__(
@@ -32,9 +31,9 @@ class GearModules:
         source: Source,
         residency: Residency,
         made: Mapping[str, dict[int, nn.Module]] | None,
-        x_bits: int,
+        kernels: KernelChoices,
     ):
-        self.layers, self.source, self.residency, self.x_bits = layers, source, residency, x_bits
+        self.layers, self.source, self.residency, self.kernels = layers, source, residency, kernels
         self.has_originals = made is None
         self.keeps_all = isinstance(residency, Resident)
         self.made: dict[str, dict[int, nn.Module]] = {
@@ -55,9 +54,7 @@ class GearModules:
             self._unread.setdefault(layer.path, []).extend(made.values())
             self.made[layer.path] = made | self.made[layer.path]
         chosen = {path: made[bits[path]] for path, made in self.made.items()}
-        for module in map(linear_of, chosen.values()):
-            if isinstance(module, Native):
-                module.x_bits = self.x_bits
+        self.kernels.take(chosen.values())
         return chosen
 
     def complete(self, bits: Bits) -> dict[str, nn.Module]:
@@ -71,6 +68,7 @@ class GearModules:
             raise
         for path in unread:
             del self._unread[path]
+        self.kernels.measure(modules.values())
         return modules
 
     def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:

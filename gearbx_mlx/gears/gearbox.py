@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,12 +20,13 @@ from .experts import warn_of_unknown_routing
 from .external_low_gear import differing, external_low_gear
 from .gear_costs import GearCosts
 from .gear_modules import GearModules
+from .kernel_choices import KernelChoices
 from .ladder import DENSE, Gear, Ladder
 from .layout import Layout, as_they_are_now, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
 from .model_type import Typed
 from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
 from .output_head import tied_head
-from .ownership import own
+from .ownership import own, why_unsaveable
 from .settings import check_tables, choose_kernels
 from .sources import FromFiles, Original, Source
 from .streaming import Stream, StreamedFiles, residency_of
@@ -56,12 +58,12 @@ class Gearbox(GearCosts):
             low gears do not need is read from a geared checkpoint of format exact at every use.
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
-        kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": for a CPU, compiled on this
-            machine (the top gear then differs from mlx-lm in the last bits), or for Metal. "auto": native on a CPU
-            that has them, if the ladder has quantized gears.
+        kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": ours, compiled for this CPU or
+            for Metal; results differ from MLX's in the last bits. "auto": what is fastest as measured on this machine,
+            if the ladder has quantized gears. "measure": the same, and all is measured once more.
         activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are.
-            "int16", "int8": activations rounded to 16 or 8 bits, with one step for each token and group of inputs. 16
-            bits are more exact than bfloat16 activations; 8 are faster and less exact (docs/performance.md).
+            "int16", "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more
+            exact than bfloat16, 8 are faster (docs/performance.md).
         tables: name of a gear to path to bits, for layers that have other bits than the gear.
         widths: further bits at which every layer is stored, so that `cap` can put it there.
         low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
@@ -119,11 +121,12 @@ class Gearbox(GearCosts):
 
     def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
         """Put the gearbox on its model. made: the gears that exist."""
-        self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernels.x_bits)
+        self.kernel_choices = KernelChoices(self.model, self.kernels, self.compute_dtype)
+        self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernel_choices)
         self.compiled = CompiledSteps(self.model)
         self._typed = Typed(self.model, self._changing, self.compute_dtype)
         setattr(self.model, ATTACHED, self)
-        own(self.model, self._shapes, self._unsaveable, gearbox=True)
+        own(self.model, self._shapes, partial(why_unsaveable, self), gearbox=True)
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -279,17 +282,6 @@ class Gearbox(GearCosts):
     def _check_attached(self) -> None:
         if attached(self.model) is not self:
             raise GearbxError("another gearbox was put on this model since; use that one")
-
-    def _unsaveable(self) -> str | None:
-        """Why mlx-lm could not load what the model is in the engaged gear; None: it could."""
-        for layer in self.layers:
-            bits = self.bits_of(layer, self.gear)
-            is_whole = self.source.widths(layer) in self.format.ladders
-            if (bits != DENSE or is_whole) and (self.saved is None or not self.saved.in_base(layer, bits)):
-                first = "" if is_whole else "shift to a gear of 16 bits first, or "
-                remedy = f"{first}write the gears with gearbx_mlx.convert"
-                return f"mlx-lm would not load {layer.path} as it is in gear '{self.gear.name}'; {remedy}"
-        return None
 
     def _bound(self, caps: dict[str, int]) -> None:
         """Take caps, and forget what depends on them."""

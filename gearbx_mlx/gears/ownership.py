@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import GearbxError, one_line
 from .adapters import adapters_of, places_of
+from .ladder import DENSE
 
 BEFORE = "do that before the model gets a gearbox"
 
@@ -113,3 +114,15 @@ def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str |
         if id(block) in blocks:
             inside = [each.removeprefix(f"{path}.") for each in paths if each.startswith(f"{path}.")]
             block.update_modules = Owned(block, inside, unsaveable).update_modules
+
+
+def why_unsaveable(gearbox: Any) -> str | None:
+    """Why mlx-lm could not load what the model of a Gearbox is in the engaged gear; None: it could."""
+    for layer in gearbox.layers:
+        bits = gearbox.bits_of(layer, gearbox.gear)
+        is_whole = gearbox.source.widths(layer) in gearbox.format.ladders
+        if (bits != DENSE or is_whole) and (gearbox.saved is None or not gearbox.saved.in_base(layer, bits)):
+            first = "" if is_whole else "shift to a gear of 16 bits first, or "
+            remedy = f"{first}write the gears with gearbx_mlx.convert"
+            return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {remedy}"
+    return None

@@ -55,12 +55,12 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
     """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
-    if kernels == "auto" and not quantized and not ours_alone:
+    if kernels in ("auto", "measure") and not quantized and not ours_alone:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
-    choice = choose(kernels, activations, ours_alone)
-    if kernels == "native" and not choice.native:
+    choice = choose(kernels, activations)
+    if kernels != "mlx" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:
         warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Choose the kernel for every operation: this is the only place that decides.
+"""Run every operation on a kernel.
 
 | operation                                          | kernel, where `choose` allows native ones and there are some |
 | ---                                                | ---                                                          |
@@ -16,22 +16,22 @@ others are in the call. On
 Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
 BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
 
-`choose` decides once for a model between native kernels and MLX's; the number of vectors decides at each call
-(products of experts: `experts.py`). On Metal, experts stay with MLX; with "auto" everything does, except in format
-`exact` (`exact.py`).
+`choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
+product (`candidates.py`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number of
+vectors. For other operations the number of vectors decides at each call (experts: `experts.py`; on Metal they stay with
+MLX).
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 import mlx.core as mx
 
-from . import cpu, metal, metal_attention, reference
-from .metal_codebooks import codebook_launch, library_launch
-from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from .metal_rows import dense_launch, rope_launch, takes_dense, takes_rope
+from . import cpu, metal, metal_attention
+from .candidates import GPU, METAL, device, is_tuning
+from .metal_rows import rope_launch, takes_rope
 from .names import ACTIVATIONS
 from .shapes import are_attention
 
@@ -43,28 +43,36 @@ MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 class Choice:
     """Whether a model uses native kernels, and the reason in a few words.
 
+    native: whether linear layers may run on our kernels, or on the fastest of several, as `ours_alone` says.
     x_bits: bits to which CPU kernels round the activations for packed weights; 0: activations stay as they are.
+    ours_alone: whether MLX's kernels are used only where there is none of ours.
+    anew: whether everything is measured once more.
     """
 
     native: bool
     reason: str
     x_bits: int = 0
+    ours_alone: bool = False
+    anew: bool = False
 
 
-def choose(kernels: str, activations: str = "int16", ours_alone: bool = False) -> Choice:
+def choose(kernels: str, activations: str = "int16") -> Choice:
     """Choose native kernels or MLX's for a model on this machine; compiles the CPU kernels if they are needed.
 
     Args:
         kernels: one of KERNELS. activations: one of ACTIVATIONS.
-        ours_alone: whether MLX has no kernel for the top gear.
     """
     if kernels == "mlx":
         return Choice(False, "as asked")
-    if metal.available():
-        if kernels == "auto" and not ours_alone:
-            return Choice(False, "the Metal kernels have not been timed yet; 'native' uses them")
-        return Choice(True, f"Metal, up to {metal.MAX_VECTORS} vectors, MLX beyond")
-    if not on_cpu():
+    how = {"ours_alone": kernels == "native", "anew": kernels == "measure"}
+    fastest = "the fastest as measured here" if is_tuning() else "those that should be fastest"
+    on = device()
+    if on == METAL:
+        which = "ours" if kernels == "native" else fastest
+        return Choice(True, f"Metal: {which}, up to {metal.MAX_VECTORS} vectors; MLX beyond", **how)
+    if on == GPU and kernels != "native":
+        return Choice(True, f"MLX's kernels: {fastest}", **how)
+    if on == GPU:
         return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
@@ -73,7 +81,7 @@ def choose(kernels: str, activations: str = "int16", ours_alone: bool = False) -
     x_bits = ACTIVATIONS[activations]
     if x_bits:
         notes.append(f"packed weights by activations of {x_bits} bits")
-    return Choice(True, "; ".join(notes), x_bits)
+    return Choice(True, "; ".join(notes), x_bits, **how)
 
 
 def on_cpu() -> bool:
@@ -95,112 +103,6 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
 def cpu_kernels_for(x: mx.array) -> ModuleType | None:
     """The native CPU kernels, if they take activations (..., I); else None."""
     return cpu_kernels(x.size // x.shape[-1] if x.size else 0)
-
-
-def add_bias(y: mx.array, bias: mx.array | None) -> mx.array:
-    return y if bias is None else y + bias.astype(y.dtype)
-
-
-def stack_product(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    bias: mx.array | None = None,
-    x_bits: int = 0,
-) -> mx.array:
-    """x @ W^T + bias over a stack of bit planes; a single plane is an affine weight of MLX.
-
-    Args:
-        x, weights, scales, biases, widths, group_size: as for `reference.planes_matmul`.
-        bias: (O,) or None.
-        x_bits: 8 or 16: CPU kernels round activations to this number of bits, and multiply integers. 0: they do not.
-
-    Returns:
-        (..., O) of x's type, accumulated in float32.
-    """
-    if is_metal(x):
-        return planes_launch(x, weights, scales, biases, widths, group_size, bias).run()
-    module = cpu_kernels_for(x)
-    if module is None:
-        return add_bias(reference.planes_matmul(x, weights, scales, biases, widths, group_size), bias)
-    stack = list(weights), scales, list(biases), list(widths), group_size
-    return add_bias(module.stack_matvec(x, *stack, x_bits).astype(x.dtype), bias)
-
-
-def rowwise_product(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    bits: int,
-    width: int,
-    bias: mx.array | None = None,
-    x_bits: int = 0,
-) -> mx.array | None:
-    """x (..., width) @ W^T + bias for per-channel codes, arguments as for `rowwise_launch`.
-
-    Returns None if there is no kernel: the caller then reconstructs the weight.
-    """
-    if is_metal(x):
-        return rowwise_launch(x, weight, scales, bits, width, bias).run()
-    return symmetric_product(x, weight, scales, bits, bias, x_bits)
-
-
-def groupwise_product(
-    x: mx.array, weight: mx.array, scales: mx.array, width: int, bias: mx.array | None = None, x_bits: int = 0
-) -> mx.array | None:
-    """x (..., width) @ W^T + bias for groupwise codes, arguments as for `groupwise_launch`.
-
-    Returns None if there is no kernel: the caller then reconstructs the weight.
-    """
-    if is_metal(x):
-        return groupwise_launch(x, weight, scales, width, bias).run()
-    return symmetric_product(x, weight, scales, 4, bias, x_bits)
-
-
-def symmetric_product(
-    x: mx.array, weight: mx.array, scales: mx.array, bits: int, bias: mx.array | None, x_bits: int
-) -> mx.array | None:
-    """x @ W^T + bias on the CPU for symmetric codes, with a scale for each row or group; None without a kernel."""
-    module = cpu_kernels_for(x)
-    if module is None:
-        return None
-    return add_bias(module.symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
-
-
-def dense_product(x: mx.array, weight: mx.array) -> mx.array:
-    """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
-    if metal.available() and takes_dense(x, weight):
-        return dense_launch(x, weight).run()
-    module = cpu_kernels_for(x)
-    if module is None:
-        return x @ weight.astype(x.dtype).T
-    return module.dense_matvec(x, weight).astype(x.dtype)
-
-
-def codebook_product(
-    x: mx.array,
-    arrays: Mapping[str, mx.array],
-    bits: int,
-    dense: Callable[[], mx.array],
-    bias: mx.array | None = None,
-) -> mx.array:
-    """x (..., I) @ W^T + bias over one codebook per row, or over a library of codebooks, of x's type.
-
-    Args:
-        arrays: by their names in the format; with a `library`, or else with a `codebook`.
-        dense: makes W (O, I) of x's type, for MLX's kernels.
-    """
-    library = "library" in arrays
-    if is_metal(x):
-        return (library_launch if library else codebook_launch)(x, arrays, bits, bias).run()
-    module = cpu_kernels_for(x)
-    if module is None:
-        return add_bias(x @ dense().T, bias)
-    kernel = module.library_matvec if library else module.codebook_matvec
-    return add_bias(kernel(x, **arrays, bits=bits).astype(x.dtype), bias)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import metal
-from .dispatch import add_bias, cpu_kernels, cpu_kernels_for, is_metal
+from .candidates import STOCK, Chosen
+from .dispatch import cpu_kernels
 from .experts import cpu_kernels_for_experts, dense_experts_of_mlx
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
+from .products import add_bias, compiled, kernel_for
 
 TILE = 2**20  # weights that are decoded at a time for a product with many vectors
 
@@ -102,14 +104,17 @@ def decoded_by_tiles(matrix: ExactMatrix, decode: Decode) -> mx.array:
     return mx.concatenate(parts).reshape(matrix.shape)
 
 
-def exact_product(x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None) -> mx.array:
-    """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels."""
+def exact_product(
+    x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None, chosen: Chosen | None = None
+) -> mx.array:
+    """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels. chosen: for `kernel_for`."""
+    kernel = kernel_for(x, chosen)
     if metal.available():
-        return exact_launch(x, *matrix, bias).run() if is_metal(x) else add_bias(exact_matmul_tiles(x, *matrix), bias)
-    module = cpu_kernels_for(x)
-    if module is None:
+        ours = kernel not in STOCK
+        return exact_launch(x, *matrix, bias).run() if ours else add_bias(exact_matmul_tiles(x, *matrix), bias)
+    if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix, decode), bias)
-    return add_bias(module.exact_matvec(x, *matrix).astype(x.dtype), bias)
+    return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)
 
 
 def exact_experts(

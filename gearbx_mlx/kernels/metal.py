@@ -80,21 +80,26 @@ def variant_named(name: str, bits: int, vectors: int) -> Variant:
     raise GearbxError(f"kernel variant {name!r} is none of {', '.join(VARIANTS)}")
 
 
+def expected_variant(vectors: int) -> str:
+    """The variant that should be the fastest; nobody has measured that.
+
+    The two fastest published kernels are like `registers`, and more than 8 vectors do not fit there.
+    """
+    return "registers" if vectors <= MOST_IN_REGISTERS else "device"
+
+
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
     """Whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
     return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
 
 
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
-    """The variant with this name, or the best one. This is the only place that decides.
-
-    The best one is a prediction: the two fastest published kernels are like `registers`, and more than 8 vectors do not
-    fit there. `scripts/bench_metal.py` times all three. A result has the same bits in every variant.
+    """The variant with this name, or the expected one. A result has the same bits in every variant.
 
     Raises:
         GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
     """
-    chosen = variant_named(name or ("registers" if vectors <= MOST_IN_REGISTERS else "device"), bits, vectors)
+    chosen = variant_named(name or expected_variant(vectors), bits, vectors)
     if chosen.name == "threadgroup" and not fits_threadgroup(columns, vectors, dtype):
         raise GearbxError(
             f"{vectors} x {columns} activations of {dtype.size} bytes do not fit threadgroup memory "
@@ -104,13 +109,17 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
 
 
 def source_text(name: str) -> str:
-    """The text of metal/<name>.metal, which is in the installed package, or at the top of a checkout."""
+    """The text of metal/<name>.metal."""
+    file = metal_folder() / f"{name}.metal"
+    if not file.is_file():
+        raise GearbxError(f"metal/{name}.metal is missing from this installation; install gearbx-mlx again")
+    return file.read_text(encoding="utf-8")
+
+
+def metal_folder() -> Path:
+    """The folder of the kernels' texts: in the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "metal", package.parent / "metal"):
-        file = folder / f"{name}.metal"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    raise GearbxError(f"metal/{name}.metal is missing from this installation; install gearbx-mlx again")
+    return next((each for each in (package / "metal", package.parent / "metal") if each.is_dir()), package / "metal")
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,21 @@ def planes_matmul(
     return sum_planes(product, widths)
 
 
+def planes_dense(
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+) -> mx.array:
+    """The weight (..., O, I) of a prefix of bit planes, arguments as for `planes_matmul`; of the scales' type."""
+
+    def plane(i: int, width: int) -> mx.array:
+        return mx.dequantize(weights[i], scales, biases[i], group_size, width)
+
+    return sum_planes(plane, widths)
+
+
 def planes_gather_matmul(
     x: mx.array,
     weights: Sequence[mx.array],

@@ -51,7 +51,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
         launches.clear()
         native.model(PROMPT)
         assert launches == []
-    assert "native (Metal, up to 16 vectors, MLX beyond)" in native.describe()
+    assert "native (Metal: ours, up to 16 vectors; MLX beyond)" in native.describe()
 
 
 @pytest.mark.clang
@@ -63,12 +63,25 @@ def test_a_launch_of_several_vectors_is_one(launches):
     assert [spec.vectors for spec in packed] == [5] * len(gearbox.layers)
 
 
-def test_metal_is_used_when_asked_for_only(monkeypatch):
+def test_metal_is_used_unless_it_is_refused(monkeypatch):
     monkeypatch.setattr(metal, "available", lambda: Availability(True))
-    assert dispatch.choose("native").native
-    assert not dispatch.choose("auto").native
-    assert "not been timed" in dispatch.choose("auto").reason
+    assert dispatch.choose("native").ours_alone
+    assert dispatch.choose("auto").native
+    assert not dispatch.choose("auto").ours_alone
     assert not dispatch.choose("mlx").native
+
+
+@pytest.mark.clang
+@pytest.mark.parametrize("format", GEARS)
+def test_auto_without_measuring_is_mlx_where_it_has_a_kernel_and_ours_elsewhere(format, launches):
+    gearbox = Gearbox(tiny_model(), GEARS[format], format=format, kernels="auto")
+    for gear in gearbox.ladder:
+        launches.clear()
+        gearbox.shift(gear)
+        gearbox.model(TOKEN)
+        ours = not gear.dense and format not in ("planes", "affine")
+        assert sum(launch.spec.text == "matvec" for launch in launches) == (len(gearbox.layers) if ours else 0)
+        assert not any(launch.spec.text == "dense" for launch in launches)
 
 
 def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypatch):

@@ -16,7 +16,7 @@ from ...errors import GearbxError
 from ...formats import groupwise, rowwise
 from ...formats.planes import split
 from ...kernels import cpu, reference
-from ...kernels.dispatch import dense_product, groupwise_product, rowwise_product, stack_product
+from ...kernels.products import dense_product, groupwise_product, rowwise_product, stack_product
 from .memory import check_memory
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30

@@ -1,0 +1,177 @@
+"""Format `planes`: the gears of a layer are prefixes of one stack of bit planes (planes.py)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear
+
+from ..kernels.candidates import Kind
+from ..kernels.experts import stack_experts
+from ..kernels.products import stack_product
+from ..kernels.reference import planes_gather_matmul, planes_matmul
+from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
+from .native import Native, stack_kind, with_expert_bias
+from .planes import Planes, plane_widths, split
+
+Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
+
+
+class _PlanesModule(nn.Module):
+    """A layer over a prefix of bit planes; its parameters are frozen, and shared between gears."""
+
+    def __init__(self, planes: Planes, bits: int, dense: nn.Module):
+        super().__init__()
+        count = planes.prefix(bits)
+        self.weights = planes.weights[:count]
+        self.scales = planes.scales
+        self.plane_biases = planes.biases[:count]
+        self.widths = planes.widths[:count]
+        self.group_size = planes.group_size
+        self.bits = bits
+        if "bias" in dense:
+            self.bias = dense.bias
+        self.freeze()
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape (..., O, I) of the dense weight."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+
+    def _extra_repr(self) -> str:
+        return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
+
+    def dense_weight(self) -> mx.array:
+        """The weight (..., O, I) that these planes stand for, float32."""
+        stack = Planes(self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size)
+        return stack.dequantize(self.bits)
+
+    def _stack(self) -> Stack:
+        return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
+
+
+class PlanesLinear(_PlanesModule):
+    """A linear layer (..., I) -> (..., O) over a prefix of bit planes."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = planes_matmul(x, *self._stack())
+        return y + self["bias"] if "bias" in self else y
+
+
+class NativePlanesLinear(Native, PlanesLinear):
+    """A linear layer over a prefix of bit planes, with native kernels that read all planes in one pass."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits, self.chosen)
+
+    def kind(self) -> Kind:
+        return stack_kind(self.widths, self["scales"], self.group_size)
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.stack_part(*self._stack(), self.x_bits, self.get("bias"))
+
+
+class PlanesSwitchLinear(_PlanesModule):
+    """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return with_expert_bias(self, planes_gather_matmul(x, *self._stack(), indices, sorted_indices), indices)
+
+    @property
+    def input_dims(self) -> int:
+        return self.scales.shape[-1] * self.group_size
+
+    @property
+    def output_dims(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.scales.shape[0]
+
+
+class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
+    """A SwitchLinear over a prefix of bit planes, with native kernels."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
+        return with_expert_bias(self, y, indices)
+
+
+class PlanesMultiLinear(_PlanesModule):
+    """A MultiLinear over a prefix of bit planes: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        return planes_matmul(x, *self._stack(), transpose=transpose)
+
+
+class NestedPlanes(Copies):
+    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
+
+    name = "planes"
+    layer_bits: tuple[int, ...] = ()
+    native = native_experts = True
+    scales = frozenset({"scales", "biases", "plane_biases"})
+
+    def check(self, bits: int) -> None:
+        pass  # planes of some widths add up to any bits of a ladder
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return whole_groups(width, group_size)
+
+    def modules(
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
+        return {each: self.prefix(dense, each, planes) for each in ladder}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        count = ladder.index(bits) + 1
+        if count == 1:
+            weights, biases = [arrays["weight"]], [arrays["biases"]]
+        else:
+            weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
+        stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return self.prefix(dense, bits, stack)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        made = affine_arrays(shape, ladder[0], group_size, dtype)
+        if bits == ladder[0]:
+            return made
+        widths = plane_widths(ladder[: ladder.index(bits) + 1])
+        arrays = {"scales": made["scales"], "weights.0": made["weight"], "plane_biases.0": made["biases"]}
+        for i, width in enumerate(widths[1:], 1):
+            plane = affine_arrays(shape, width, group_size, dtype)
+            arrays[f"weights.{i}"] = plane["weight"]._replace(bits=ladder[i], name=f"weights.{i}")
+            first = widths.index(width, 1)  # planes of one width share a bias
+            arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
+        return arrays
+
+    def prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
+        """The module for the gear with `bits`."""
+        if bits == planes.widths[0]:
+            first = planes.weights[0], planes.scales, planes.biases[0]
+            return quantized_module(dense, bits, planes.group_size, *first)
+        native, one = isinstance(dense, Native), dense.weight.ndim == 2
+        kind: type[_PlanesModule]
+        if isinstance(dense, MultiLinear):
+            kind = PlanesMultiLinear
+        elif native:
+            kind = NativePlanesLinear if one else NativePlanesSwitchLinear
+        else:
+            kind = PlanesLinear if one else PlanesSwitchLinear
+        return kind(planes, bits, dense)
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        weights = math.prod(shape)
+        planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
+        return weights * bits // 8 + planes * 2 * weights // group_size * scale_size

@@ -1,0 +1,215 @@
+"""Kernels are chosen by what was measured on this machine; a small file in the user's cache keeps that."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import ON_A_CPU, normal
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.errors import GearbxWarning
+from gearbx_mlx.gears.kernel_choices import measure_gears
+from gearbx_mlx.kernels import candidates, tuning_cache
+from gearbx_mlx.kernels.candidates import GPU, METAL, MLX, NATIVE, RECONSTRUCT, Kind
+from gearbx_mlx.kernels.tuner import FAILED, Tuner, fastest, measure
+from gearbx_mlx.kernels.tuning_cache import TuningCache
+
+WIDTH = 512  # so that a layer is worth measuring
+AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
+PLANES = Kind("planes 4+4, group 64", (4096, 4096), stock=True)
+ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The file of an empty cache, with measuring on."""
+    monkeypatch.setenv("GEARBX_TUNE", "1")
+    monkeypatch.setattr(tuning_cache.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    return tmp_path / "tuning.json"
+
+
+def two_layers() -> nn.Module:
+    mx.random.seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def boxed(**settings) -> Gearbox:
+    return Gearbox(two_layers(), "4,16", **{"format": "affine", "kernels": "auto"} | settings)
+
+
+def plant(file: Path, product: str, **seconds: float) -> None:
+    """A cache that says that this was measured here."""
+    file.write_text(json.dumps({"machines": {tuning_cache.machine(): {product: seconds}}}))
+
+
+@ON_A_CPU
+class TestGearbox:
+    def test_measures_each_kind_of_product_once(self, cache):
+        measure_gears(boxed())
+        first = cache.read_bytes()
+        (found,) = json.loads(first)["machines"].values()
+        assert {*found} == {AFFINE, "weights of 32 bits, 512 x 512, float32, 1 vector"}
+        assert all({*times} == {NATIVE, MLX} and min(times.values()) > 0 for times in found.values())
+        measure_gears(boxed())
+        assert cache.read_bytes() == first
+
+    def test_computes_by_what_was_faster(self, cache):
+        x, results = normal(1, WIDTH), {}
+        for winner, loser in ((NATIVE, MLX), (MLX, NATIVE)):
+            plant(cache, AFFINE, **{winner: 1e-6, loser: 2e-6})
+            box = boxed()
+            box.shift("low")
+            assert box.kernel_choices.tuner.used[AFFINE][0] == winner
+            results[winner] = box.model(x)
+        for kernels, name in (("native", NATIVE), ("mlx", MLX)):
+            box = boxed(kernels=kernels)
+            box.shift("low")
+            assert mx.array_equal(results[name], box.model(x)).item()
+        assert not mx.array_equal(results[MLX], results[NATIVE]).item()
+
+    def test_measures_anew_when_asked(self, cache):
+        plant(cache, AFFINE, native=2.0, mlx=1.0)
+        box = boxed(kernels="measure")
+        measure_gears(box)
+        chosen, times = box.kernel_choices.tuner.used[AFFINE]
+        assert max(times.values()) < 1
+        assert chosen == fastest(times, [NATIVE, MLX])
+
+    def test_native_leaves_mlx_out(self, cache):
+        plant(cache, AFFINE, native=2.0, mlx=1.0)
+        box = boxed(kernels="native")
+        box.shift("low")
+        assert box.kernel_choices.tuner.used == {}
+
+    def test_measures_nothing_if_told_so(self, cache, monkeypatch):
+        monkeypatch.setenv("GEARBX_TUNE", "0")
+        measure_gears(boxed())
+        assert not cache.exists()
+
+    def test_measures_no_small_layers(self, cache):
+        mx.random.seed(0)
+        measure_gears(Gearbox(nn.Sequential(nn.Linear(64, 64)), "4,16", kernels="auto"))
+        assert not cache.exists()
+
+    def test_works_inside_of_compile(self, cache):
+        box = boxed()
+        with mx.stream(mx.cpu):
+            step = mx.compile(lambda x: box.model(x), inputs=box.model.state)
+            assert mx.allclose(step(normal(1, WIDTH)), box.model(normal(1, WIDTH)), rtol=1e-4, atol=1e-4).item()
+
+
+class TestCache:
+    def test_of_another_machine_stays_and_is_not_used(self, cache):
+        cache.write_text(json.dumps({"machines": {"a GPU that went": {AFFINE: {"native": 1.0}}}}))
+        kept = TuningCache()
+        assert kept.times == {}
+        kept.keep(AFFINE, {"mlx": 2.0})
+        kept.save()
+        stored = json.loads(cache.read_text())["machines"]
+        assert stored == {"a GPU that went": {AFFINE: {"native": 1.0}}, tuning_cache.machine(): {AFFINE: {"mlx": 2.0}}}
+
+    def test_of_another_device_is_another_machine(self, monkeypatch):
+        names = set()
+        for device in (candidates.CPU, METAL, GPU):
+            monkeypatch.setattr(tuning_cache, "device", lambda device=device: device)
+            names.add(tuning_cache.machine())
+        assert len(names) == 3
+
+    @pytest.mark.parametrize("content", [b"{", b"[]", b'{"machines": {"a": {"b": {"c": -1}}}}', b"\xff", b""])
+    def test_that_is_corrupt_is_said_and_written_anew(self, cache, content):
+        cache.write_bytes(content)
+        kept = TuningCache()
+        with pytest.warns(GearbxWarning, match=r"tuning\.json: .*written anew"):
+            assert kept.times == {}
+        kept.keep(AFFINE, {"mlx": 2.0})
+        kept.save()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert TuningCache().times == {AFFINE: {"mlx": 2.0}}
+
+    def test_that_cannot_be_written_is_said(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        kept = TuningCache(tmp_path / "file" / "tuning.json")
+        kept.keep(AFFINE, {"mlx": 2.0})
+        with pytest.warns(GearbxWarning, match="measured again at the next start"):
+            kept.save()
+        assert kept.times == {AFFINE: {"mlx": 2.0}}
+
+    def test_keeps_what_others_wrote_meanwhile(self, cache):
+        first, second = TuningCache(), TuningCache()
+        for kept, name in ((first, "a"), (second, "b")):
+            assert kept.times == {}
+            kept.keep(name, {"mlx": 2.0})
+        first.save()
+        second.save()
+        assert TuningCache().times == {"a": {"mlx": 2.0}, "b": {"mlx": 2.0}}
+
+    def test_of_two_processes_at_once_is_whole(self, tmp_path):
+        text = (
+            "import sys; from pathlib import Path; from gearbx_mlx.kernels.tuning_cache import TuningCache\n"
+            "for i in range(40):\n"
+            "    kept = TuningCache(Path(sys.argv[1]))\n"
+            "    kept.times; kept.keep(f'{sys.argv[2]} {i}', {'mlx': 1.0}); kept.save()\n"
+        )
+        file = tmp_path / "tuning.json"
+        commands = [[sys.executable, "-W", "error", "-c", text, str(file), name] for name in "ab"]
+        processes = [subprocess.Popen(command) for command in commands]
+        assert [process.wait() for process in processes] == [0, 0]
+        found = TuningCache(file).times
+        assert {"a 39", "b 39"} & found.keys()
+        assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
+
+    def test_keeps_the_newest_machines(self, cache):
+        cache.write_text(json.dumps({"machines": {f"old {i}": {} for i in range(40)}}))
+        kept = TuningCache()
+        kept.keep(AFFINE, {"mlx": 2.0})
+        kept.save()
+        assert list(json.loads(cache.read_text())["machines"])[-2:] == ["old 39", tuning_cache.machine()]
+        assert len(json.loads(cache.read_text())["machines"]) == tuning_cache.MOST_MACHINES
+
+
+class TestCandidates:
+    @pytest.fixture
+    def on(self, monkeypatch):
+        return lambda device: monkeypatch.setattr(candidates, "device", lambda: device)
+
+    def test_on_metal(self, on):
+        on(METAL)
+        ours = ("registers", "threadgroup", "device")
+        assert PLANES.candidates(1, mx.float16) == (MLX, *ours)
+        assert PLANES.candidates(1, mx.float16, ours_alone=True) == ours
+        assert PLANES.candidates(16, mx.float32) == (MLX, "device", "registers", RECONSTRUCT)  # 256 KiB of activations
+        assert PLANES.candidates(17, mx.float16) == (MLX, RECONSTRUCT)
+
+    def test_a_token_never_reconstructs_weights_where_there_is_a_kernel(self, on):
+        for device in (METAL, candidates.CPU):
+            on(device)
+            assert RECONSTRUCT not in ROWWISE.candidates(1, mx.float32)
+        on(GPU)
+        assert ROWWISE.candidates(1, mx.float16) == (RECONSTRUCT,)
+        assert PLANES.candidates(1, mx.float16) == (MLX,)
+
+    def test_the_first_stays_unless_another_is_faster_by_a_margin(self):
+        assert fastest({"a": 1.04, "b": 1.0}, ["a", "b"]) == "a"
+        assert fastest({"a": 1.06, "b": 1.0}, ["a", "b"]) == "b"
+        assert fastest({"b": 1.0}, ["a", "b"]) == "b"
+        assert fastest({}, ["a", "b"]) == "a"
+
+    def test_sizes_between_powers_of_two_share_what_was_measured(self, cache):
+        tuner = Tuner(mx.float16)
+        name = tuner.name(Kind("rowwise 4", (1025, 3000), stock=False), 5)
+        assert name == "rowwise 4, 2048 x 4096, float16, 8 vectors"
+        assert name == tuner.name(Kind("rowwise 4", (2048, 4096), stock=False), 8)
+
+    def test_one_that_does_not_compile_is_never_chosen(self):
+        def refused() -> list[mx.array]:
+            raise RuntimeError("program_source:1: error")
+
+        times = measure({"a": refused, "b": lambda: [mx.ones(8) + 1]})
+        assert times["a"] == FAILED
+        assert fastest(times, ["a", "b"]) == "b"
