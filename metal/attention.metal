@@ -53,10 +53,10 @@ float best[QUERIES];
 float total[QUERIES];
 float weights[QUERIES];  // of this lane's key of the tile
 float sums[QUERIES][SLICES];
-for (int q = 0; q < QUERIES; q++) {
+UNROLL for (int q = 0; q < QUERIES; q++) {
     best[q] = -INFINITY;
     total[q] = 0.0f;
-    for (int s = 0; s < SLICES; s++) {
+    UNROLL for (int s = 0; s < SLICES; s++) {
         sums[q][s] = 0.0f;
     }
 }
@@ -69,7 +69,7 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
             keys[first_key + (begin + i / DIMS) * keys_strides[2] + i % DIMS * keys_strides[3]];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int q = 0; q < QUERIES; q++) {
+    UNROLL for (int q = 0; q < QUERIES; q++) {
         weights[q] = 0.0f;
         if (QUERY(q) < HEADS * length) {
             const bool sees = lane < count && SEES(q, begin + lane);
@@ -86,7 +86,7 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
                 weights[q] = sees ? precise::exp(score - best[q]) : 0.0f;
                 const float shrunk = total[q] == 0.0f ? 0.0f : precise::exp(before - best[q]);
                 total[q] = fma(total[q], shrunk, simd_sum(weights[q]));
-                for (int s = 0; s < SLICES; s++) {
+                UNROLL for (int s = 0; s < SLICES; s++) {
                     sums[q][s] *= shrunk;
                 }
             }
@@ -98,11 +98,11 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
             values[first_value + (begin + i / DIMS) * values_strides[2] + i % DIMS * values_strides[3]];
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int q = 0; q < QUERIES; q++) {
+    UNROLL for (int q = 0; q < QUERIES; q++) {
         for (int key = 0; key < count; key++) {
             const float weight = simd_broadcast(weights[q], ushort(key));
             if (weight != 0.0f) {
-                for (int s = 0; s < SLICES; s++) {
+                UNROLL for (int s = 0; s < SLICES; s++) {
                     const int d = s * 32 + lane;
                     if (d < DIMS) {
                         sums[q][s] = fma(weight, float(tile[key * WIDTH + d]), sums[q][s]);
@@ -114,11 +114,11 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-for (int q = 0; q < QUERIES; q++) {
+UNROLL for (int q = 0; q < QUERIES; q++) {
     if (QUERY(q) < HEADS * length) {
         const size_t to =
             ((size_t(batch * queries_shape[1] + HEAD(q)) * length + TOKEN(q)) * blocks + block) * (DIMS + 2);
-        for (int s = 0; s < SLICES; s++) {
+        UNROLL for (int s = 0; s < SLICES; s++) {
             const int d = s * 32 + lane;
             if (d < DIMS) {
                 out[to + d] = sums[q][s];

@@ -3,10 +3,11 @@
 // A thread has one dimension of one query, and goes through its blocks in their order. One in which it sees no key has a
 // sum of 0, and is passed over: so a query's result has the same bits, whatever blocks come after those that it sees.
 //
-// Buffers: parts (B, H, L, blocks, DIMS + 2) float, from attention.metal; blocks, a number; out (B, H, L, DIMS) T, 0 for a
-//     query that sees no key.
+// Buffers: parts (B, H, L, blocks, DIMS + 2) float, from attention.metal; out (B, H, L, DIMS) T, 0 for a query that sees
+//     no key.
 // Macro: DIMS. The grid is a thread for each element of out.
 
+const int blocks = parts_shape[3];
 const int d = thread_position_in_grid.x % DIMS;
 const size_t first = size_t(thread_position_in_grid.x / DIMS) * blocks * (DIMS + 2);
 

@@ -32,7 +32,7 @@ inline P rest_of_row(P from, int left) {
 // `Words` is a pointer to ushort, or a Cut of one.
 template <int WIDTH, typename Words>
 inline void load_codes(Words packed, thread ushort* words) {
-    for (int i = 0; i < WIDTH; i++) {
+    UNROLL for (int i = 0; i < WIDTH; i++) {
         words[i] = packed[i] ^ SIGN_BITS;
     }
 }
@@ -59,7 +59,7 @@ inline float code_at(const thread ushort* words, int i) {
 #if TABLES
 // What CODES codes stand for.
 inline void look_up(const thread ushort* words, const threadgroup float* entries, thread float* values) {
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         values[i] = entries[code_from<BITS>(words, PLACE(i))];
     }
 }
@@ -68,7 +68,7 @@ inline void look_up(const thread ushort* words, const threadgroup float* entries
 template <typename A, typename B>
 inline float dot_all(A a, B b) {
     float total = 0.0f;
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         total = fma(float(a[i]), float(b[i]), total);
     }
     return total;
@@ -79,7 +79,7 @@ inline float dot_all(A a, B b) {
 template <int WIDTH>
 inline void mask_codes(const thread ushort* words, thread float* masked) {
     const int per_word = 16 / WIDTH;
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         const uint mask = ((1u << WIDTH) - 1) << (i % per_word * WIDTH);
         masked[i] = 16 % WIDTH == 0 ? float(words[i / per_word] & mask) : code_at<WIDTH>(words, i);
     }
@@ -94,9 +94,10 @@ inline float dot_masked(const thread float* masked, X x) {
     }
     const int per_word = 16 / WIDTH;
     float total = 0.0f;
-    for (int place = 0; place < per_word; place++) {
+    UNROLL for (int place = 0; place < per_word; place++) {
         float sum = 0.0f;
-        for (int i = place; i < CODES; i += per_word) {
+        UNROLL for (int step = 0; step < CODES / per_word; step++) {
+            const int i = step * per_word + place;
             sum = fma(masked[i], float(x[i]), sum);
         }
         total = fma(sum, 1.0f / float(1u << (place * WIDTH % 16)), total);
@@ -107,7 +108,7 @@ inline float dot_masked(const thread float* masked, X x) {
 // codes += 2^-SHIFT * the codes of one plane: exact, since all planes together have 8 bits.
 template <int WIDTH, int SHIFT>
 inline void add_codes(const thread ushort* words, thread float* codes) {
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         codes[i] = fma(code_at<WIDTH>(words, i), 1.0f / float(1u << SHIFT), codes[i]);
     }
 }
@@ -115,7 +116,7 @@ inline void add_codes(const thread ushort* words, thread float* codes) {
 template <typename X>
 inline float sum_all(X x) {
     float total = 0.0f;
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         total += float(x[i]);
     }
     return total;

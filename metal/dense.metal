@@ -4,10 +4,13 @@
 // the same bits however many VECTORS there are: each of its sums goes the same way, and `fma` is written out, so that no
 // compiler chooses where to round.
 //
-// Buffers: x (VECTORS, columns) T; weight (rows, columns) W; rows and columns, numbers; out (VECTORS, rows) T.
+// Buffers: x (VECTORS, columns) T; weight (rows, columns), of a type of its own; sizes: rows and columns; out (VECTORS,
+//     rows) T.
 // Macros: VECTORS, ROWS, SIMD_GROUPS, CHUNK, RAGGED (columns is no multiple of CHUNK).
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
+const int rows = sizes[0];
+const int columns = sizes[1];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
@@ -18,31 +21,31 @@ const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_
 #endif
 
 float sums[ROWS][VECTORS];
-for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < VECTORS; v++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         sums[r][v] = 0.0f;
     }
 }
 
 for (int k = lane * CHUNK; k < columns; k += 32 * CHUNK) {
     float weights[ROWS][CHUNK];
-    for (int r = 0; r < ROWS; r++) {
-        for (int i = 0; i < CHUNK; i++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        UNROLL for (int i = 0; i < CHUNK; i++) {
             weights[r][i] = first_row + r < rows ? OR_ZERO(k + i, weight[size_t(first_row + r) * columns + k + i]) : 0.0f;
         }
     }
-    for (int v = 0; v < VECTORS; v++) {
-        for (int i = 0; i < CHUNK; i++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        UNROLL for (int i = 0; i < CHUNK; i++) {
             const float x_value = OR_ZERO(k + i, x[v * columns + k + i]);
-            for (int r = 0; r < ROWS; r++) {
+            UNROLL for (int r = 0; r < ROWS; r++) {
                 sums[r][v] = fma(weights[r][i], x_value, sums[r][v]);
             }
         }
     }
 }
 
-for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < VECTORS; v++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         const float sum = simd_sum(sums[r][v]);
         if (lane == 0 && first_row + r < rows) {
             out[size_t(v) * rows + first_row + r] = T(sum);

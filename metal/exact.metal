@@ -8,19 +8,23 @@
 // whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
 //
 // Buffers: x (VECTORS, columns) T; those that the macros name; low (all rows, columns * LOW_BITS / 8) bytes; high
-//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; rows, columns,
-//     high_bytes, and from_row, the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
+//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; sizes: rows,
+//     columns, high_bytes, and from_row, the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
 // Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
-// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py: PLANES(DO), as
-//     in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py:
+//     PLANES(DO), as in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
+const int rows = sizes[0];
+const int columns = sizes[1];
+const int high_bytes = sizes[2];
+const int from_row = sizes[3];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
 uint next[ROWS];  // where the row's next byte is in `high`, and where its bytes end
 uint end[ROWS];
-for (int r = 0; r < ROWS; r++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
     const bool there = first_row + r < rows;
     const int row = from_row + first_row + r;
     next[r] = there ? offsets[row] : 0;
@@ -29,8 +33,8 @@ for (int r = 0; r < ROWS; r++) {
 
 #if VECTORS
 float sums[ROWS][VECTORS];
-for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < VECTORS; v++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         sums[r][v] = 0.0f;
     }
 }
@@ -43,11 +47,11 @@ for (int step = 0; step < columns; step += LANES * CODES) {
 #if VECTORS
     float weights[ROWS][CODES];
 #endif
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
         if (first_row + r < rows) {
             const size_t unit = (size_t(from_row + first_row + r) * columns + k) / CODES;
             float values[CODES];
-            for (int i = 0; i < CODES; i++) {
+            UNROLL for (int i = 0; i < CODES; i++) {
                 values[i] = 0.0f;
             }
             ushort lows[LOW_BITS];
@@ -75,7 +79,7 @@ for (int step = 0; step < columns; step += LANES * CODES) {
                 const bool there = at <= end[r] && bytes <= end[r] - at;
                 ushort found[CODES];
                 find_weights(values, lows, near, scale, high, at, there, found);
-                for (int i = 0; i < CODES; i++) {
+                UNROLL for (int i = 0; i < CODES; i++) {
 #if VECTORS
                     weights[r][i] = float_of(found[i]);
 #else
@@ -86,18 +90,20 @@ for (int step = 0; step < columns; step += LANES * CODES) {
         }
     }
 #if VECTORS
-    for (int v = 0; v < VECTORS && inside; v++) {
-        float held[CODES];
-        for (int i = 0; i < CODES; i++) {
-            held[i] = float(x[v * columns + k + i]);
-        }
-        for (int r = 0; r < ROWS; r++) {
-            if (first_row + r < rows) {
-                float dot = 0.0f;
-                for (int i = 0; i < CODES; i++) {
-                    dot = fma(weights[r][i], held[i], dot);
+    if (inside) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            float held[CODES];
+            UNROLL for (int i = 0; i < CODES; i++) {
+                held[i] = float(x[v * columns + k + i]);
+            }
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                if (first_row + r < rows) {
+                    float dot = 0.0f;
+                    UNROLL for (int i = 0; i < CODES; i++) {
+                        dot = fma(weights[r][i], held[i], dot);
+                    }
+                    sums[r][v] += dot;
                 }
-                sums[r][v] += dot;
             }
         }
     }
@@ -105,9 +111,9 @@ for (int step = 0; step < columns; step += LANES * CODES) {
 }
 
 #if VECTORS
-for (int r = 0; r < ROWS; r++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;
-    for (int v = 0; v < VECTORS; v++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         float y = simd_sum(sums[r][v]);
         if (lane == 0 && row < rows) {
 #if HAS_BIAS

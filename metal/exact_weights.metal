@@ -25,7 +25,7 @@ inline float float_of(uint bits) {
 // Codes become values. The result has a bit for each that is near zero.
 inline uint find_values(thread float* codes, float scale, float offset) {
     uint near = 0;
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         codes[i] = fma(scale, codes[i], offset);
         near |= uint(NEAR(codes[i], scale)) << i;
     }
@@ -60,7 +60,7 @@ inline uint near_zero(uint byte, uint low, uint scale) {
 inline void find_weights(
     const thread float* values, const thread ushort* lows, uint near, uint scale, const device uchar* high, size_t at,
     bool there, thread ushort* weights) {
-    for (int i = 0; i < CODES; i++) {
+    UNROLL for (int i = 0; i < CODES; i++) {
         const uint low = code_from<LOW_BITS>(lows, i * LOW_BITS);
         uint bits = NOT_A_NUMBER;
         if (WHOLE(scale)) {

@@ -10,19 +10,23 @@
 // A vector's result has the same bits however many VECTORS there are: its sums go the same way in every variant, and `fma`
 // is written out, so that no compiler chooses where to round.
 //
-// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; rows, columns and row_words,
-//     numbers; out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and
-//     outlier_offsets (rows + 1), where each row's begin.
-// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES), CODES,
-//     PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE.
+// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
+//     out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
+//     (rows + 1), where each row's begin.
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, RAGGED (columns is no multiple of CODES),
+//     CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE; STAGED,
+//     VECTORS * columns if X_THREADGROUP.
 // Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
 //     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES, by kernels/metal_codebooks.py: BITS and PLACE(i) of a
 //     code; ENTRIES of a table; ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins;
 //     STEP_WORDS, that hold CODES; OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
-// Template: T, the type of x and out; STAGED, VECTORS * columns if X_THREADGROUP.
+// T is the type of x and out.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
+const int rows = sizes[0];
+const int columns = sizes[1];
+const int row_words = sizes[2];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 const int groups = (columns + GROUP_SIZE - 1) / GROUP_SIZE;
@@ -47,8 +51,8 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 
 float sums[ROWS][VECTORS];
-for (int r = 0; r < ROWS; r++) {
-    for (int v = 0; v < VECTORS; v++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         sums[r][v] = 0.0f;
     }
 }
@@ -56,9 +60,9 @@ for (int r = 0; r < ROWS; r++) {
 for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 #if X_REGISTERS
     T held[VECTORS * CODES];
-    for (int v = 0; v < VECTORS; v++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         const auto from = rest_of_row<T>(x + v * columns + k, columns - k);
-        for (int i = 0; i < CODES; i++) {
+        UNROLL for (int i = 0; i < CODES; i++) {
             held[v * CODES + i] = from[i];
         }
     }
@@ -69,10 +73,10 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 #define X_AT(v) rest_of_row<T>(x + (v) * columns + k, columns - k)
 #endif
     float x_sums[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         x_sums[v] = sum_all(X_AT(v));
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
         const int row = first_row + r;
         if (row < rows) {
 #define LOAD(w, WIDTH)                                                                                        \
@@ -89,13 +93,13 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     {                                                     \
         LOAD(w, WIDTH)                                    \
         mask_codes<WIDTH>(words, codes);                  \
-        for (int v = 0; v < VECTORS; v++) {               \
+        UNROLL for (int v = 0; v < VECTORS; v++) {        \
             dots[v] = dot_masked<WIDTH>(codes, X_AT(v));  \
         }                                                 \
     }
             PLANES(DO)
 #else
-            for (int i = 0; i < CODES; i++) {
+            UNROLL for (int i = 0; i < CODES; i++) {
                 codes[i] = 0.0f;
             }
 #if TABLES
@@ -112,13 +116,13 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     }
 #endif
             PLANES(DO)
-            for (int v = 0; v < VECTORS; v++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) {
                 dots[v] = dot_all(codes, X_AT(v));
             }
 #endif
             const float scale = GROUP_SCALE;
             const float offset = GROUP_OFFSET;
-            for (int v = 0; v < VECTORS; v++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) {
                 sums[r][v] = fma(scale, dots[v], fma(offset, x_sums[v], sums[r][v]));
             }
         }
@@ -127,7 +131,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 
 #if TABLES
 // What the code of an outlier stands for is taken back, and the outlier added.
-for (int r = 0; r < ROWS; r++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;
     if (row < rows) {
         const int begin = outlier_offsets[row];
@@ -144,7 +148,7 @@ for (int r = 0; r < ROWS; r++) {
                 below = fma(scale, TABLE(row, group)[code_from<BITS>(words, PLACE(coded % CODES))], GROUP_OFFSET);
             }
             const float off = float(outliers[i]) - below;
-            for (int v = 0; v < VECTORS; v++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) {
                 sums[r][v] = fma(off, float(x[v * columns + column]), sums[r][v]);
             }
         }
@@ -152,9 +156,9 @@ for (int r = 0; r < ROWS; r++) {
 }
 #endif
 
-for (int r = 0; r < ROWS; r++) {
+UNROLL for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;
-    for (int v = 0; v < VECTORS; v++) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
         const float sum = simd_sum(sums[r][v]);
         if (lane == 0 && row < rows) {
 #if HAS_BIAS

@@ -23,7 +23,7 @@ from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.cli.prompts import read_prompts
 
 MODES = {
-    f"{cost}, {name}": Lossless(cost=cost, lookup_tokens=most)
+    f"{cost}, {name}": Lossless(cost=cost, lookup_tokens=most, draft_ahead=0)
     for cost in ("bytes", "time")
     for name, most in (("no lookup", 0), ("lookup", 15))
 }

@@ -86,7 +86,7 @@ def test_the_readme_counts_the_fields_of_a_response():
     own = {item.name for item in dataclasses.fields(GearResponse)} - {
         item.name for item in dataclasses.fields(GenerationResponse)
     }
-    numbers = {"ten": 10, "eleven": 11, "twelve": 12}
+    numbers = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13}
     for page in ("README.md", "docs/python.md"):
         counted = re.search(r"with (\w+) fields more", PAGES[page].read_text(encoding="utf-8"))
         assert numbers[counted[1]] == len(own)

@@ -133,9 +133,10 @@ def make_gearbox(
 
 def show_kernels(gearbox: Gearbox) -> None:
     """Print, on stderr, which kernels were chosen by what was measured."""
-    used = gearbox.kernel_choices.tuner.used
-    if used:
-        messages.print(kernels_table(used))
+    tuner = gearbox.kernel_choices.tuner
+    if tuner.used:
+        messages.print(kernels_table(tuner.used))
+        note(f"kernels: measured in {tuner.seconds:.1f} s" if tuner.seconds else "kernels: as measured earlier")
     else:
         note("kernels: nothing to choose, for layers so small, with GEARBX_TUNE=0 or without native kernels")
 

@@ -53,9 +53,8 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
         context: tokens in the KV cache before the pass.
     """
     model, size, verifier = gearbox.model, vocabulary(gearbox.model), Verifier(gearbox, top)
-    cache = make_prompt_cache(model)
     gearbox.shift(top)
-    mx.eval(model(mx.arange(context)[None] % size, cache=cache))
+    cache = filled_cache(model, context)
     before = Snapshot(cache)
 
     def alone() -> float:
@@ -78,6 +77,13 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
     gearbox.shift(top)
     medians = [statistics.median(found[1:]) for found in seconds]
     return medians[0], medians[1], medians[2:]
+
+
+def filled_cache(model: nn.Module, context: int) -> list[Any]:
+    """A KV cache that has been given so many tokens, whatever they are."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(context)[None] % vocabulary(model), cache=cache))
+    return cache
 
 
 def seconds_alone(model: nn.Module, cache: list[Any]) -> float:

@@ -15,6 +15,7 @@ from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .draft_costs import plan_of
+from .draft_depth import depth_here
 from .draft_rules import find_file, find_rule
 from .draft_times import times_here
 from .governor import Governor
@@ -41,6 +42,9 @@ class Lossless(Mode):
             Without it, time if the curve's file has times of this machine, else bytes.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
+        draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
+            Those beyond the end of a draft are thrown away. Without it what is fastest here (`depth_here`), 0 on a
+            CPU. Texts do not depend on it.
         window: tokens in the rolling mean that responses show.
 
     Raises:
@@ -49,7 +53,15 @@ class Lossless(Mode):
     """
 
     name: ClassVar[str] = "lossless"
-    trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "drafted", "from_draft", "looked_up", "source")
+    trace_fields: ClassVar[tuple[str, ...]] = (
+        "passes",
+        "weight_bytes",
+        "drafted",
+        "discarded",
+        "from_draft",
+        "looked_up",
+        "source",
+    )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
     draft: str | int | None = None
@@ -58,6 +70,7 @@ class Lossless(Mode):
     rule: DraftRule | None = None
     cost: str | None = None
     lookup_tokens: int | None = None
+    draft_ahead: int | None = None
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
@@ -70,9 +83,10 @@ class Lossless(Mode):
             raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
         if self.cost is not None and self.draft_length is not None:
             raise GearbxError("cost and draft_length exclude each other; give one")
-        most = self.lookup_tokens
-        if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
-            raise GearbxError(f"lookup_tokens is {most!r}; give 0 to {MOST_DRAFTED}")
+        for name in ("lookup_tokens", "draft_ahead"):
+            most = getattr(self, name)
+            if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
+                raise GearbxError(f"{name} is {most!r}; give 0 to {MOST_DRAFTED}")
 
     @property
     def most_looked_up(self) -> int:
@@ -105,6 +119,7 @@ class Lossless(Mode):
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
+            draft_ahead=depth_here(gearbox, gear) if self.draft_ahead is None else self.draft_ahead,
         )
         return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
 
@@ -113,11 +128,13 @@ class Lossless(Mode):
         drafts = f"drafts save {self.cost or 'what the drafting file says'}"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        return f"lossless: {drafts}; lookup proposes {looked_up}"
+        ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
+        return f"lossless: {drafts}{ahead}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
-        return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
+        drafts = draft_summary(tally, verifications) | {"discarded": tally.discarded}
+        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + lookup_rows(summary)

@@ -5,8 +5,7 @@ the next few and computes the top gear's logits for all of them in one pass. As 
 that were drafted, the model answers from these logits. So sampling, logits processors, stop tokens and lengths stay
 mlx-lm's own, and a wrong draft costs time and changes nothing.
 
-Draft and verification share their noise (GEARBX 10.1): a token is drafted with the random numbers that mlx-lm will use
-to sample its position, so that both choose the same token wherever their distributions agree.
+Draft and verification share their noise (GEARBX 10.1; drafting.py).
 
 Where the text's last tokens occurred before, the text itself may propose what follows (routing/lookup.py); such tokens
 are verified in the same way, and the low gear does not run.
@@ -15,10 +14,9 @@ Both gears use one KV cache. What the low gear wrote there is undone before the 
 for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +31,11 @@ from ..routing.lookup import Lookup
 from ..routing.rounds import Rounds
 from ..routing.stretches import Stretches
 from .draft_costs import note_drafts
+from .drafting import Drafter
 from .history import History
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
-from .snapshots import Snapshot
-from .step import DRAFT, LOOKUP, Draft, Proposal, Step
+from .step import LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
@@ -48,7 +46,7 @@ class Verified:
     """A token and the proposal after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown."""
 
     tokens: list[int]
-    source: str
+    proposal: Proposal
     rows: Rows
     noise: mx.array
     cache: list[Any]
@@ -67,7 +65,7 @@ class Verified:
     def drafted(self, gear: Gear) -> Draft | None:
         """The proposal for the token that the last row shown predicts; `gear` drafts."""
         place = self.rows.rows
-        return Draft(self.tokens[place], gear, self.source) if place < len(self.tokens) else None
+        return Draft(self.tokens[place], gear, self.proposal.source) if place < len(self.tokens) else None
 
     def logits(self) -> mx.array:
         """(1, 1, V), of the last row shown."""
@@ -87,6 +85,7 @@ class LosslessModel(ModelWrapper):
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
         max_tokens: how many will be generated; -1: no limit.
+        draft_ahead: steps of a draft that are queued beyond the one whose entropy is read.
 
     Raises:
         GearbxError: a ladder of one gear, a draft gear that is the top one.
@@ -105,6 +104,7 @@ class LosslessModel(ModelWrapper):
         stop_tokens: Collection[int] = (),
         prompt_tokens: int = 0,
         max_tokens: int = -1,
+        draft_ahead: int = 0,
     ):
         super().__init__(gearbox)
         self.top = gearbox.ladder.top
@@ -115,13 +115,15 @@ class LosslessModel(ModelWrapper):
         if stretches is not None:
             stretches.begin()  # a prompt of one token looks like any token
         self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
-        self.sampler = sampler
         self.logits_processors = tuple(logits_processors)
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self._history = History(counted_only=not self.logits_processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
+        self._drafter = Drafter(
+            gearbox, self.draft, self.rule, self.entropy, sampler, self.logits_processors, self.stop_tokens, draft_ahead
+        )
         self._drafting = True
         self._verified: Verified | None = None
 
@@ -170,11 +172,11 @@ class LosslessModel(ModelWrapper):
         proposal, rows = self._proposal_and_rows(token, cache)
         tokens = [token, *proposal.tokens]
         noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
-        verified = Verified(tokens, proposal.source, rows, noise, list(cache))
-        ran = [self.draft] * proposal.drafted + [self.top]
+        verified = Verified(tokens, proposal, rows, noise, list(cache))
+        ran = [self.draft] * proposal.draft_passes + [self.top]
         read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
         if proposal.drafted:  # else the gear may not have been made yet, and to count its bytes takes long
-            read += proposal.drafted * self.gearbox.weight_bytes_per_token(self.draft)
+            read += proposal.draft_passes * self.gearbox.weight_bytes_per_token(self.draft)
         self.step = Step(
             self.top,
             proposal.entropies,
@@ -184,6 +186,7 @@ class LosslessModel(ModelWrapper):
             proposal.drafted,
             noise if proposal.tokens else None,
             looked_up=proposal.looked_up,
+            discarded=proposal.discarded,
         )
         self._verified = verified
         return verified.logits()
@@ -191,8 +194,8 @@ class LosslessModel(ModelWrapper):
     def _count_round(self) -> None:
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
-        if self.rounds is not None and done is not None and done.source == DRAFT:
-            self.rounds.note_drafts(len(done.tokens) - 1, done.rows.rows)
+        if self.rounds is not None and done is not None and done.proposal.drafted:
+            self.rounds.note_drafts(done.proposal.drafted, done.rows.rows, done.proposal.discarded)
 
     def _proposal_and_rows(self, token: int, cache: Any) -> tuple[Proposal, Rows]:
         """What may follow a token, and the pass that verifies it.
@@ -203,22 +206,27 @@ class LosslessModel(ModelWrapper):
         if self._drafting:
             try:
                 proposal = self._proposal(token, cache, self._most(token))
-                return proposal, self._rows([token, *proposal.tokens], cache)
+                return proposal, self._rows(token, proposal, cache)
             except GearbxError:
                 raise
             except Exception as error:
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        return Proposal([]), self._rows([token], cache)
+        return Proposal([]), self._rows(token, Proposal([]), cache)
 
-    def _rows(self, tokens: list[int], cache: Any) -> Rows:
-        """The pass over these tokens, measured where its time is wanted: mlx-lm would wait for it a little later."""
+    def _rows(self, token: int, proposal: Proposal, cache: Any) -> Rows:
+        """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later."""
+        tokens = [token, *proposal.tokens]
+        costs = self.rounds.costs if self.rounds is not None else None
+        wanted = costs is not None and costs.wants_verification(len(tokens))
+        if wanted and proposal.discarded:
+            mx.synchronize()  # steps that were thrown away are none of this pass's time
         start = time.perf_counter()
         rows = self._verifier.rows(mx.array([tokens]), cache)
-        if self.rounds is not None and self.rounds.costs.wants_verification(len(tokens)):
+        if costs is not None and wanted:
             mx.eval(rows.logits)
-            self.rounds.costs.add_verification(len(tokens), time.perf_counter() - start)
+            costs.add_verification(len(tokens), time.perf_counter() - start)
         return rows
 
     def _proposal(self, token: int, cache: Any, most: int) -> Proposal:
@@ -249,33 +257,15 @@ class LosslessModel(ModelWrapper):
         return int(min(MOST_DRAFTED, left))
 
     def _drafts(self, token: int, cache: Any, most: int) -> Proposal:
-        """Tokens that the low gear drafts; cache and random numbers do not change."""
-        drafted: list[int] = []
-        entropies: list[float] = []
-        self.rule.begin()
-        if most < 1:
-            return Proposal([])
-        history = self._history.tokens() if self.logits_processors else []
+        """What the low gear drafts, timed where its time is wanted."""
         start = time.perf_counter()
-        with Snapshot(cache).borrowed(), same_random_numbers():
-            while len(drafted) < most:
-                logits = self.run(self.draft, mx.array([[token]]), cache)[:, -1]
-                for processor in self.logits_processors:
-                    logits = processor(mx.array(history + drafted, mx.uint32), logits)
-                logprobs = logits - mx.logsumexp(logits, keepdims=True)
-                entropy = self.entropy(logprobs)
-                sampled = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
-                mx.eval(entropy, sampled)
-                token = np.array(sampled).item()
-                drafted.append(token)
-                entropies.append(float(entropy))
-                if token in self.stop_tokens or not self.rule.goes_on(entropies[-1]):
-                    break
-        seconds = time.perf_counter() - start
-        note_drafts(self.gearbox, self.draft, len(drafted), seconds)
-        if self.rounds is not None:
-            self.rounds.costs.add_draft(seconds / len(drafted))
-        return Proposal(drafted, DRAFT, tuple(entropies))
+        proposal = self._drafter.draft(token, cache, most, self._history.tokens() if self.logits_processors else ())
+        if proposal.tokens:
+            seconds = time.perf_counter() - start
+            note_drafts(self.gearbox, self.draft, proposal.drafted, seconds)
+            if self.rounds is not None:
+                self.rounds.costs.add_draft(seconds / proposal.drafted)
+        return proposal
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
@@ -284,14 +274,3 @@ def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
     if gear == gearbox.ladder.top:
         raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
     return gear
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Random numbers drawn in the block will be drawn again after it."""
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)  # a key is its seed

@@ -20,6 +20,8 @@ class GearResponse(GenerationResponse):
         made several tokens stand with the first of them.
     weight_bytes: what these passes read.
     drafted: tokens drafted since the token before.
+    discarded: lossless: steps that the draft gear computed beyond the end of a draft since the token before. They are
+        in `passes` and `weight_bytes`, and not in `drafted`.
     looked_up: lossless: tokens that the text itself proposed since the token before (prompt lookup).
     source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
         text; `model`, nobody but the top gear. Other modes: `model`.
@@ -37,6 +39,7 @@ class GearResponse(GenerationResponse):
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
+    discarded: int = 0
     looked_up: int = 0
     source: str = "model"
     near_tie: bool = False

@@ -35,6 +35,7 @@ def gear_response(
         "passes": step.passes,
         "weight_bytes": step.weight_bytes,
         "drafted": step.drafted,
+        "discarded": step.discarded,
         "looked_up": step.looked_up,
         "source": step.source,
     }

@@ -25,15 +25,24 @@ class Draft:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that may follow, who proposed them (DRAFT or LOOKUP), and the entropies (bits) of drafts."""
+    """Tokens that may follow, who proposed them (DRAFT or LOOKUP), and the entropies (bits) of drafts.
+
+    discarded: steps that the draft gear computed beyond the end of its draft.
+    """
 
     tokens: list[int]
     source: str = ""
     entropies: tuple[float, ...] = ()
+    discarded: int = 0
 
     @property
     def drafted(self) -> int:
         return len(self.tokens) if self.source == DRAFT else 0
+
+    @property
+    def draft_passes(self) -> int:
+        """Passes of the gear that drafted, those beyond the end of the draft included."""
+        return self.drafted + self.discarded
 
     @property
     def looked_up(self) -> int:
@@ -48,7 +57,8 @@ class Step:
     weights, in each gear of the ladder. weight_bytes: what these passes read. draft: of this token, if there is one.
     drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
     computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
-    where the model has computed it already. looked_up: tokens that the text itself proposed in this step.
+    where the model has computed it already. looked_up: tokens that the text itself proposed in this step. discarded:
+    steps that the draft gear computed beyond the end of a draft; `passes` and `weight_bytes` count them.
     """
 
     gear: Gear
@@ -61,6 +71,7 @@ class Step:
     source: str = MODEL
     entropy: mx.array | None = None
     looked_up: int = 0
+    discarded: int = 0
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""

@@ -24,7 +24,9 @@ from .text import PROMPT
 
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 NEXT_PROBLEM = "\nQuestion:"
-DRAFTS = Lossless(cost="bytes", lookup_tokens=0)  # what it reads is compared, and is the same in every run
+DRAFTS = Lossless(
+    cost="bytes", lookup_tokens=0, draft_ahead=0
+)  # what it reads is compared, and is the same in every run
 
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 

@@ -51,17 +51,17 @@ class KernelChoices:
                 if kind := layer.kind():
                     alike.setdefault(kind, []).append(layer)
         for kind, layers in alike.items():
-            chosen = Chosen(partial(self._choose, kind, [weakref.ref(layer) for layer in layers]))
+            choose = partial(self._choose, kind, [weakref.ref(layer) for layer in layers])
             for layer in layers:
-                layer.chosen = chosen
+                layer.chosen = Chosen(choose)
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
         """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""
-        kinds = {layer.chosen: kind for layer in natives(modules) if layer.chosen and (kind := layer.kind())}
+        chosen = {kind: layer.chosen for layer in natives(modules) if layer.chosen and (kind := layer.kind())}
         with while_measuring():
-            for chosen in sorted(kinds, key=lambda each: prod(kinds[each].shape)):  # of sizes alike the smallest counts
+            for kind in sorted(chosen, key=lambda kind: prod(kind.shape)):  # of sizes alike the smallest counts
                 for count in vectors:
-                    chosen(count)
+                    chosen[kind](count)
 
     def _choose(self, kind: Kind, members: Sequence[weakref.ref], vectors: int) -> str:
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))

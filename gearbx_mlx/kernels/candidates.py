@@ -4,7 +4,7 @@ All of ours give a result the same bits; MLX's, and a product with reconstructed
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -75,6 +75,8 @@ def size_class(count: int) -> int:
 class Chosen:
     """The candidate for a layer's products, by the number of vectors.
 
+    `prepared`: the layer's launches of Metal kernels, without arrays, by the activations and whether there is a bias.
+
     Args:
         choose: gives the candidate for a number of vectors; asked once for each.
     """
@@ -82,6 +84,7 @@ class Chosen:
     def __init__(self, choose: Callable[[int], str]):
         self._choose = choose
         self._by_vectors: dict[int, str] = {}
+        self.prepared: dict[Hashable, metal.Prepared] = {}
 
     def __call__(self, vectors: int) -> str:
         found = self._by_vectors.get(vectors)

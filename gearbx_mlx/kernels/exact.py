@@ -10,7 +10,7 @@ from .candidates import STOCK, Chosen
 from .dispatch import cpu_kernels
 from .experts import cpu_kernels_for_experts, dense_experts_of_mlx
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
-from .products import add_bias, compiled, kernel_for
+from .products import add_bias, again, compiled, kernel_for, launched
 
 TILE = 2**20  # weights that are decoded at a time for a product with many vectors
 
@@ -108,10 +108,15 @@ def exact_product(
     x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None, chosen: Chosen | None = None
 ) -> mx.array:
     """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels. chosen: for `kernel_for`."""
+    beside = matrix.low, matrix.high, matrix.offsets
+    y = again(x, (*matrix.weights, matrix.scales, *matrix.biases, *beside), bias, chosen)
+    if y is not None:
+        return y
     kernel = kernel_for(x, chosen)
     if metal.available():
-        ours = kernel not in STOCK
-        return exact_launch(x, *matrix, bias).run() if ours else add_bias(exact_matmul_tiles(x, *matrix), bias)
+        if kernel in STOCK:
+            return add_bias(exact_matmul_tiles(x, *matrix), bias)
+        return launched(exact_launch(x, *matrix, bias), bias, chosen)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix, decode), bias)
     return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)

@@ -1,26 +1,23 @@
-"""Metal kernels through `mx.fast.metal_kernel`, and first of all matrix-vector products over packed weights.
+"""Metal kernels through `mx.fast.metal_kernel`: whether they can run, their variants, and their launches.
 
-Those all come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`). This module chooses a
-variant, defines the macros that specialize the text, and launches the kernel; `metal_formats.py` describes how each
-format is packed. Nothing is built at import. Only `Launch.run` needs a Mac: a launch can be examined anywhere.
+A launch is prepared once for inputs of some shapes, and is called for each product after that, because preparing takes
+longer than a call. Nothing is built at import, and only a call needs a Mac: a launch can be examined anywhere.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal_text import Kernel, definitions
+from .metal_text import TYPES, Kernel, source_text, without_comments
 
-LANES, CODES = 32, 16  # lanes of a SIMD group; codes that a lane reads at a time
+LANES = 32  # of a SIMD group
 MAX_VECTORS = 16
 MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+DTYPES = tuple(TYPES)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
 STAGED_COLUMNS = 6144
@@ -108,86 +105,6 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
     return chosen
 
 
-def source_text(name: str) -> str:
-    """The text of metal/<name>.metal."""
-    file = metal_folder() / f"{name}.metal"
-    if not file.is_file():
-        raise GearbxError(f"metal/{name}.metal is missing from this installation; install gearbx-mlx again")
-    return file.read_text(encoding="utf-8")
-
-
-def metal_folder() -> Path:
-    """The folder of the kernels' texts: in the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return next((each for each in (package / "metal", package.parent / "metal") if each.is_dir()), package / "metal")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a matrix is packed, as buffers and macros of metal/matvec.metal.
-
-    name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: names and values.
-    codes: that a lane reads at a time. tables: how many codebooks a threadgroup reads, if any.
-    """
-
-    name: str
-    bits: int
-    arrays: tuple[str, ...]
-    macros: tuple[tuple[str, object], ...]
-    codes: int = CODES
-    tables: object = 0
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Everything that the text of a product's kernel depends on. `ragged`: the last step of a row has fewer columns."""
-
-    layout: Layout
-    vectors: int
-    variant: Variant
-    has_bias: bool
-    ragged: bool
-
-    text = "matvec"  # its file in metal/
-    strided = False  # inputs are contiguous
-
-    @property
-    def name(self) -> str:
-        """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
-        variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        flags = f"b{int(self.has_bias)}r{int(self.ragged)}"
-        return f"gearbx_{self.layout.name}_v{self.vectors}_{variant}_{flags}"
-
-    @property
-    def input_names(self) -> list[str]:
-        bias = ["bias"] if self.has_bias else []
-        return ["x", *self.layout.arrays, *bias, "rows", "columns", "row_words"]
-
-    @property
-    def read_once(self) -> list[str]:
-        """The buffers of which a launch reads no byte twice. Codes below outliers are read again."""
-        return [] if self.layout.tables else self.planes
-
-    @property
-    def planes(self) -> list[str]:
-        return [name for name in self.layout.arrays if name.startswith("w")]
-
-    @property
-    def header(self) -> str:
-        """The macros that specialize metal/matvec.metal, and the functions that it calls."""
-        macros = {
-            "VECTORS": self.vectors,
-            "ROWS": self.variant.rows,
-            "SIMD_GROUPS": self.variant.simd_groups,
-            "HAS_BIAS": int(self.has_bias),
-            "RAGGED": int(self.ragged),
-            "CODES": self.layout.codes,
-            "PLANE_COUNT": len(self.planes),
-            "TABLES": self.layout.tables,
-        } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        return definitions(macros | dict(self.layout.macros)) + source_text("codes")
-
-
 @functools.cache
 def build(spec: Kernel) -> Any:
     """Make MLX's callable for a kernel. MLX compiles it at its first launch."""
@@ -195,102 +112,107 @@ def build(spec: Kernel) -> Any:
         name=spec.name,
         input_names=list(spec.input_names),
         output_names=["out"],
-        source=source_text(spec.text),
-        header=spec.header,
+        source=without_comments(source_text(spec.text)),
+        header=without_comments(spec.header),
         ensure_row_contiguous=not spec.strided,
     )
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch: the kernel to build, the arguments of the call, and the shape of the result.
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A launch without its arrays: made once for activations of one shape and type, then called for each product.
 
-    dtype: of the result, if the kernel writes its bits as whole numbers.
+    It keeps no array of a model, so that the weights of a gear that is offloaded leave memory.
+
+    Args:
+        spec: the kernel. options: of MLX's call, where `output_shapes` is the shape of the result.
+        numbers: the last inputs, such as the sizes of the weight. They are arrays because MLX would make one of a
+            number at each launch, and no constants of the kernel, which would be compiled for each shape of a model.
+        few: which inputs have fewer than 8 elements, and are padded.
+        view: the type of the result, if the kernel writes its bits as whole numbers.
     """
 
     spec: Kernel
-    inputs: list[Any]
     options: dict[str, Any]
-    shape: tuple[int, ...]
-    dtype: mx.Dtype | None = None
+    numbers: tuple[mx.array, ...] = ()
+    few: tuple[int, ...] = ()
+    view: mx.Dtype | None = None
 
-    def run(self) -> mx.array:
-        """Compute the result; a product has the activations' type. Raises GearbxError where Metal is not available."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        shape: tuple[int, ...] = self.options["output_shapes"][0]
+        return shape
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """What makes the result. Raises GearbxError where Metal is not available."""
         can = available()
         if not can:
             raise GearbxError(can.reason)
-        if 0 in self.shape:
-            return self.result(mx.zeros(self.shape, self.options["output_dtypes"][0]))
-        return self.result(build(self.spec)(inputs=self.inputs, **self.options)[0])
+        return nothing if 0 in self.shape else build(self.spec)
+
+    def __call__(self, *inputs: Any) -> mx.array:
+        """The result, for the `inputs` of the launch that this was prepared for, or others of their shapes and types.
+
+        A product's are x, the packed arrays and the output bias, and its result has the activations' type. Nothing is
+        checked: this is called for every matrix and token. Raises GearbxError where Metal is not available.
+        """
+        return self.result(self.kernel(inputs=self.completed(inputs), **self.options)[0])
+
+    def completed(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no padding."""
+        complete = [*inputs, *self.numbers]
+        for place in self.few:
+            small = complete[place].reshape(-1)
+            complete[place] = mx.pad(small, (0, LEAST_ELEMENTS - small.size))
+        return complete
 
     def result(self, out: mx.array) -> mx.array:
-        """What the kernel wrote, in the shape and type of the result."""
-        shaped = out.reshape(self.shape)
-        return shaped if self.dtype is None else shaped.view(self.dtype)
+        """What the kernel wrote, in the type of the result."""
+        return out if self.view is None else out.view(self.view)
 
 
-def pad_small(array: mx.array) -> mx.array:
-    """The array, padded to 8 elements if it has fewer; kernels do not read the padding."""
-    if array.size >= LEAST_ELEMENTS:
-        return array
-    return mx.pad(array.reshape(-1), (0, LEAST_ELEMENTS - array.size))
+def nothing(output_shapes: Sequence[tuple[int, ...]], output_dtypes: Sequence[mx.Dtype], **_: Any) -> list[mx.array]:
+    """A result without elements, for which a kernel would have no threads."""
+    return [mx.zeros(output_shapes[0], output_dtypes[0])]
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A prepared launch and its inputs, which fit it. Callers that launch again keep `prepared`."""
+
+    prepared: Prepared
+    inputs: tuple[Any, ...]
+
+    @property
+    def spec(self) -> Kernel:
+        return self.prepared.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.prepared.shape
+
+    def run(self) -> mx.array:
+        """Compute the result; a product has the activations' type. Raises GearbxError where Metal is not available."""
+        return self.prepared(*self.inputs)
+
+
+def options(threads: int, threadgroup: int, shape: tuple[int, ...], dtype: mx.Dtype) -> dict[str, Any]:
+    """Options of a call with this number of threads, in all and of a threadgroup, and this result."""
+    return {
+        "grid": (threads, 1, 1),
+        "threadgroup": (threadgroup, 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }
+
+
+def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
+    """Which of the inputs have fewer than 8 elements."""
+    return tuple(place for place, each in enumerate(inputs) if each.size < LEAST_ELEMENTS)
 
 
 def takes(x: mx.array, columns: int) -> bool:
     """Whether a kernel takes activations (..., columns): their number and their type."""
     return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
-
-
-def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
-    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
-    if x.dtype not in DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
-    if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
-
-
-def grid(variant: Variant, rows: int) -> dict[str, tuple[int, int, int]]:
-    """Options of a call: as many threadgroups as all rows need."""
-    threads = LANES * variant.simd_groups
-    threadgroups = math.ceil(rows / (variant.simd_groups * variant.rows))
-    return {"grid": (threadgroups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
-
-
-def prepare(
-    x: mx.array,
-    layout: Layout,
-    arrays: Sequence[mx.array],
-    rows: int,
-    columns: int,
-    row_words: int,
-    bias: mx.array | None = None,
-    variant: str | None = None,
-) -> Launch:
-    """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
-
-    Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once.
-        layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
-        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
-        bias: (rows,), or None.
-        variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
-
-    Raises:
-        GearbxError: the activations or the bias do not fit the weights.
-    """
-    check_product(x, rows, columns, bias)
-    vectors = x.size // columns
-    chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
-    spec = Spec(layout, vectors, chosen, bias is not None, columns % layout.codes != 0)
-    read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
-    options = {
-        "template": [("T", x.dtype), ("STAGED", vectors * columns if chosen.name == "threadgroup" else 0)],
-        **grid(chosen, rows),
-        "output_shapes": [(vectors, rows)],
-        "output_dtypes": [x.dtype],
-    }
-    return Launch(spec, [*map(pad_small, read), rows, columns, row_words], options, (*x.shape[:-1], rows))

@@ -4,12 +4,13 @@ MLX's own attention changes with the number of queries and of keys (metal/README
 by themselves, then the blocks put together. Nothing of a query depends on keys that it does not see.
 """
 
+import functools
 import math
 
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import DTYPES, LANES, MAX_VECTORS, Launch
+from .metal import DTYPES, LANES, MAX_VECTORS, Launch, Prepared, options
 from .metal_text import TextKernel
 from .shapes import are_attention
 
@@ -18,6 +19,7 @@ SIMD_GROUPS = 8
 MOST_QUERIES = 16 * SIMD_GROUPS  # of a threadgroup; a SIMD group keeps the sums of its own in registers
 TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
 JOIN_THREADS = 64
+CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
 
 
 def padding(dtype: mx.Dtype) -> int:
@@ -65,34 +67,38 @@ def parts_launch(
             f"attention of queries {queries.shape} {queries.dtype}, keys {keys.shape} {keys.dtype} and values "
             f"{values.shape} {values.dtype} has no Metal kernel"
         )
-    batch, heads, length, width = queries.shape
     kv_heads, key_count = keys.shape[1:3]
-    own_heads = heads_together(heads // kv_heads, length)
     masked = isinstance(mask, mx.array)
+    masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
+    blocks, hides = math.ceil(key_count / BLOCK), "some" if masked else mask
+    prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides, float(scale))
+    return Launch(prepared, (queries, keys, values, *masks))
+
+
+@functools.lru_cache(CONTEXTS)
+def _parts_prepared(
+    shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, blocks: int, hides: str | None, scale: float
+) -> Prepared:
+    """For queries of this shape and type, and keys in so many blocks, which are hidden from some, "causal", or not."""
+    batch, heads, length, width = shape
+    own_heads = heads_together(heads // kv_heads, length)
+    masked = hides == "some"
     macros = {
         "DIMS": width,
         "HEADS": own_heads,
         "BLOCK": BLOCK,
         "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / SIMD_GROUPS))),
         "SIMD_GROUPS": SIMD_GROUPS,
-        "CAUSAL": int(mask == "causal") if not masked else 0,
+        "CAUSAL": int(hides == "causal"),
         "MASKED": int(masked),
-        "PADDING": padding(queries.dtype),
+        "PADDING": padding(dtype),
     }
     names = ("queries", "keys", "values", *(["mask"] if masked else []), "scale")
     once = ("keys", "values") if own_heads == heads // kv_heads else ()
-    kernel = TextKernel("attention", names, tuple(macros.items()), strided=True, read_once=once)
-    blocks = math.ceil(key_count / BLOCK)
-    shape = (batch, heads, length, blocks, width + 2)
-    options = {
-        "template": [("T", queries.dtype)],
-        "grid": (batch * heads // own_heads * blocks * SIMD_GROUPS * LANES, 1, 1),
-        "threadgroup": (SIMD_GROUPS * LANES, 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [mx.float32],
-    }
-    masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
-    return Launch(kernel, [queries, keys, values, *masks, float(scale)], options, shape)
+    kernel = TextKernel("attention", dtype, names, tuple(macros.items()), strided=True, read_once=once)
+    threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
+    sums = (batch, heads, length, blocks, width + 2)
+    return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
 
 def heads_together(heads: int, length: int) -> int:
@@ -102,15 +108,12 @@ def heads_together(heads: int, length: int) -> int:
 
 def join_launch(parts: mx.array, dtype: mx.Dtype) -> Launch:
     """The launch for (B, H, L, D) of type `dtype`, from the sums over blocks of `parts_launch`."""
-    *rows, blocks, width = parts.shape
-    shape = (*rows, width - 2)
-    kernel = TextKernel("attention_join", ("parts", "blocks"), (("DIMS", width - 2),))
+    return Launch(_join_prepared((*parts.shape[:3], parts.shape[4] - 2), dtype), (parts,))
+
+
+@functools.cache
+def _join_prepared(shape: tuple[int, ...], dtype: mx.Dtype) -> Prepared:
+    """For a result of this shape and type."""
+    kernel = TextKernel("attention_join", dtype, ("parts",), (("DIMS", shape[3]),))
     threads = math.prod(shape)
-    options = {
-        "template": [("T", dtype)],
-        "grid": (threads, 1, 1),
-        "threadgroup": (min(threads, JOIN_THREADS), 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
-    }
-    return Launch(kernel, [parts, blocks], options, shape)
+    return Prepared(kernel, options(threads, min(threads, JOIN_THREADS), shape, dtype))

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Layout, prepare
+from .metal import Launch
 from .metal_formats import named
+from .metal_products import prepare
+from .metal_text import Layout
 
 ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
 LIBRARY, GROUP = 32, 128
@@ -76,6 +78,12 @@ def library_layout(bits: int) -> Layout:
     )
 
 
+def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
+    """The arrays in the order in which a kernel takes them, after the activations."""
+    tables = ("library", *OUTLIERS, *OF_GROUPS) if "library" in arrays else ("codebook", *OUTLIERS)
+    return [arrays["weight"], *(arrays[name] for name in tables)]
+
+
 def codebook_launch(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
 ) -> Launch:
@@ -98,8 +106,7 @@ def codebook_launch(
     _check(arrays, "weight", mx.uint16 if bits == 5 else mx.uint32, (rows, words if bits == 5 else words // 2))
     _check(arrays, "codebook", mx.float16, (rows, 2**bits))
     _check_outliers(arrays, rows)
-    read = [weight, arrays["codebook"], *(arrays[name] for name in OUTLIERS)]
-    return prepare(x, codebook_layout(bits), read, rows, width, words, bias, variant)
+    return prepare(x, codebook_layout(bits), inputs_of(arrays), rows, width, words, bias, variant)
 
 
 def library_launch(
@@ -127,8 +134,7 @@ def library_launch(
     for name, dtype in OF_GROUPS.items():
         _check(arrays, name, dtype, (rows, groups))
     _check_outliers(arrays, rows)
-    read = [weight, arrays["library"], *(arrays[name] for name in (*OUTLIERS, *OF_GROUPS))]
-    return prepare(x, library_layout(bits), read, rows, width, groups * GROUP // 16 * bits, bias, variant)
+    return prepare(x, library_layout(bits), inputs_of(arrays), rows, width, groups * GROUP // 16 * bits, bias, variant)
 
 
 def _check(arrays: Mapping[str, mx.array], name: str, dtype: mx.Dtype, shape: tuple[int, ...]) -> None:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Layout, Spec, Variant, check_product, grid, pad_small, source_text, variant_named
+from .metal import Launch, Prepared, Variant, options, places_of_few, variant_named
 from .metal_formats import GROUP_SIZES, named
+from .metal_products import Spec, check_product, product_launch, threads
+from .metal_text import Layout, source_text
 from .reference import plane_shifts
 
 EXACT_WIDTHS = ((3,), (4,), (4, 4))  # of the codes below a weight; with two planes there is a middle gear
@@ -45,14 +47,16 @@ def exact_layout(widths: tuple[int, ...], group_size: int) -> Layout:
 
 @dataclass(frozen=True)
 class ExactSpec(Spec):
-    """Everything that the text of a kernel for exact weights depends on; one that decodes them has 0 vectors."""
+    """Everything that the text of a kernel for exact weights depends on.
+
+    One that decodes them has 0 vectors.
+    """
 
     text = "exact"
 
     @property
     def input_names(self) -> list[str]:
-        x, bias = ["x"] if self.vectors else [], ["bias"] if self.has_bias else []
-        return [*x, *self.layout.arrays, *bias, "rows", "columns", "high_bytes", "from_row"]
+        return super().input_names if self.vectors else [*self.layout.arrays, "sizes"]
 
     @property
     def header(self) -> str:
@@ -96,15 +100,8 @@ def exact_launch(
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
     variant = variant_named("registers", layout.bits, vectors)
-    options = {
-        "template": [("T", x.dtype)],
-        **grid(variant, rows),
-        "output_shapes": [(vectors, rows)],
-        "output_dtypes": [x.dtype],
-    }
-    read = [x.reshape(vectors, columns), *arrays, *([] if bias is None else [bias])]
-    spec = ExactSpec(layout, vectors, variant, bias is not None, False)
-    return Launch(spec, [*map(pad_small, read), rows, columns, high.size, 0], options, (*x.shape[:-1], rows))
+    spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype)
+    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, high.size, 0])
 
 
 def decode_launch(
@@ -136,11 +133,11 @@ def decode_launch(
     count = total - first_row if rows is None else rows
     if first_row < 0 or count < 0 or first_row + count > total:
         raise GearbxError(f"rows {first_row} to {first_row + count} are not among the {total} rows of the weights")
-    spec = ExactSpec(layout, 0, DECODER, False, False)
-    options = grid(DECODER, count) | {"output_shapes": [(count, columns)], "output_dtypes": [mx.uint16]}
+    spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16)
     shape = (*scales.shape[:-1], columns) if count == total else (count, columns)
-    inputs = [*map(pad_small, arrays), count, columns, high.size, first_row]
-    return Launch(spec, inputs, options, shape, mx.bfloat16)
+    how = options(*threads(DECODER, count), shape, mx.uint16)
+    sizes = mx.array([count, columns, high.size, first_row], mx.int32)
+    return Launch(Prepared(spec, how, (sizes,), places_of_few(arrays), mx.bfloat16), tuple(arrays))
 
 
 def exact_matmul_tiles(

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Layout, prepare
+from .metal import Launch
+from .metal_products import prepare
+from .metal_text import Layout
 from .reference import plane_shifts
 
 GROUP_SIZES = (32, 64, 128)  # of planes

@@ -3,13 +3,14 @@
 MLX's own kernels for these change with the number of rows (metal/README.md). Attention is in `metal_attention.py`.
 """
 
+import functools
 import math
 
 import mlx.core as mx
 
 from ..errors import GearbxError
 from . import metal
-from .metal import DTYPES, LANES, MAX_VECTORS, Launch, pad_small, takes
+from .metal import DTYPES, LANES, MAX_VECTORS, Launch, Prepared, options, places_of_few, takes
 from .metal_text import TextKernel
 
 MOST_EXPERTS = 16  # of a token
@@ -40,8 +41,15 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
             f"activations {x.shape} {x.dtype} and a weight of {weight.dtype} are not 1 to {MAX_VECTORS} vectors of "
             "float16, bfloat16 or float32"
         )
-    rows, columns = weight.shape
-    vectors = x.size // columns
+    inputs = x, weight
+    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
+
+
+@functools.cache
+def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
+    """For activations of this shape and type."""
+    columns = shape[-1]
+    vectors = math.prod(shape[:-1])
     rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
     macros = {
         "VECTORS": vectors,
@@ -50,16 +58,11 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
         "CHUNK": CHUNK,
         "RAGGED": int(columns % CHUNK != 0),
     }
-    kernel = TextKernel("dense", ("x", "weight", "rows", "columns"), tuple(macros.items()), read_once=("weight",))
-    options = {
-        "template": [("T", x.dtype)],
-        "grid": (math.ceil(rows / (SIMD_GROUPS * rows_each)) * SIMD_GROUPS * LANES, 1, 1),
-        "threadgroup": (SIMD_GROUPS * LANES, 1, 1),
-        "output_shapes": [(vectors, rows)],
-        "output_dtypes": [x.dtype],
-    }
-    inputs = [pad_small(x.reshape(vectors, columns)), pad_small(weight), rows, columns]
-    return Launch(kernel, inputs, options, (*x.shape[:-1], rows))
+    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
+    threadgroup = SIMD_GROUPS * LANES
+    threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
+    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
+    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
 
 
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
@@ -90,15 +93,14 @@ def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bo
     dims = 2 * frequencies.size
     if not takes_rope(x) or frequencies.dtype != mx.float32 or not 0 < dims <= x.shape[3]:
         raise GearbxError(f"rotary positions of {dims} values do not fit heads of shape {x.shape} {x.dtype}")
+    return Launch(_rope_prepared(x.shape, x.dtype, dims, traditional, float(scale)), (x, frequencies, offset))
+
+
+@functools.cache
+def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, traditional: bool, scale: float) -> Prepared:
+    """For x of this shape and type."""
     macros = {"DIMS": dims, "TRADITIONAL": int(traditional)}
     names = ("x", "frequencies", "offset", "scale")
-    kernel = TextKernel("rope", names, tuple(macros.items()), strided=True, read_once=("x",))
-    threads = x.size // x.shape[3] * (x.shape[3] - dims // 2)
-    options = {
-        "template": [("T", x.dtype)],
-        "grid": (threads, 1, 1),
-        "threadgroup": (min(threads, ROPE_THREADS), 1, 1),
-        "output_shapes": [x.shape],
-        "output_dtypes": [x.dtype],
-    }
-    return Launch(kernel, [x, pad_small(frequencies), offset, float(scale)], options, x.shape)
+    kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
+    threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
+    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))

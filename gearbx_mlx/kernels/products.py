@@ -8,7 +8,7 @@ import mlx.core as mx
 from . import cpu, metal, reference
 from .candidates import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen
 from .dispatch import cpu_kernels_for, is_metal
-from .metal_codebooks import codebook_launch, library_launch
+from .metal_codebooks import codebook_launch, inputs_of, library_launch
 from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from .metal_rows import dense_launch, takes_dense
 
@@ -28,6 +28,27 @@ def kernel_for(x: mx.array, chosen: Chosen | None) -> str:
         return NATIVE if ours else MLX
     name = chosen(x.size // x.shape[-1])
     return name if ours or name in STOCK else MLX
+
+
+def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: Chosen | None) -> mx.array | None:
+    """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
+
+    This is the way of every token on a Mac, where each microsecond counts.
+    """
+    if chosen is None or not chosen.prepared:
+        return None
+    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None))
+    if prepared is None:
+        return None
+    return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
+
+
+def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None) -> mx.array:
+    """The product by a Metal kernel, whose launch is kept for the layer."""
+    if chosen is not None:
+        x = launch.inputs[0]
+        chosen.prepared[x.shape, x.dtype, bias is None] = launch.prepared
+    return launch.run()
 
 
 def compiled() -> ModuleType:
@@ -64,6 +85,9 @@ def stack_product(
     Returns:
         (..., O) of x's type, accumulated in float32.
     """
+    y = again(x, (*weights, scales, *biases), bias, chosen)
+    if y is not None:
+        return y
     stack = list(weights), scales, list(biases), list(widths), group_size
     kernel = kernel_for(x, chosen)
     if kernel == MLX:
@@ -71,7 +95,7 @@ def stack_product(
     if kernel == RECONSTRUCT:
         return add_bias(x @ reference.planes_dense(*stack).astype(x.dtype).T, bias)
     if is_metal(x):
-        return planes_launch(x, *stack, bias, variant_of(kernel)).run()
+        return launched(planes_launch(x, *stack, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *stack, x_bits).astype(x.dtype), bias)
 
 
@@ -89,11 +113,14 @@ def rowwise_product(
 
     Returns None if none of our kernels computes it: the caller then reconstructs the weight.
     """
+    y = again(x, (weight, scales), bias, chosen)
+    if y is not None:
+        return y
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return None
     if is_metal(x):
-        return rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel)).run()
+        return launched(rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
 
 
@@ -110,21 +137,27 @@ def groupwise_product(
 
     Returns None if none of our kernels computes it: the caller then reconstructs the weight.
     """
+    y = again(x, (weight, scales), bias, chosen)
+    if y is not None:
+        return y
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return None
     if is_metal(x):
-        return groupwise_launch(x, weight, scales, width, bias, variant_of(kernel)).run()
+        return launched(groupwise_launch(x, weight, scales, width, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().symmetric_matvec(x, weight, scales, 4, x_bits).astype(x.dtype), bias)
 
 
 def dense_product(x: mx.array, weight: mx.array, chosen: Chosen | None = None) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
+    y = again(x, (weight,), None, chosen)
+    if y is not None:
+        return y
     kernel = kernel_for(x, chosen)
     if kernel in STOCK or (metal.available() and not takes_dense(x, weight)):
         return x @ weight.astype(x.dtype).T
     if is_metal(x):
-        return dense_launch(x, weight).run()
+        return launched(dense_launch(x, weight), None, chosen)
     return compiled().dense_matvec(x, weight).astype(x.dtype)
 
 
@@ -142,11 +175,15 @@ def codebook_product(
         arrays: by their names in the format; with a `library`, or else with a `codebook`.
         dense: makes W (O, I) of x's type, for MLX's kernels.
     """
+    y = again(x, inputs_of(arrays), bias, chosen)
+    if y is not None:
+        return y
     library = "library" in arrays
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
     if is_metal(x):
-        return (library_launch if library else codebook_launch)(x, arrays, bits, bias, variant_of(kernel)).run()
+        launch = library_launch if library else codebook_launch
+        return launched(launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
     product = compiled().library_matvec if library else compiled().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)

@@ -6,6 +6,7 @@ kept in the user's cache (`tuning_cache.py`), so that a later start measures not
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -48,6 +49,7 @@ class Tuner:
         self.dtype, self.x_bits, self.ours_alone, self.anew = dtype, x_bits, ours_alone, anew
         self.cache = TuningCache() if cache is None else cache
         self.measured: dict[str, Times] = {}  # by this tuner
+        self.seconds = 0.0  # that measuring took
         self.used: dict[str, tuple[str, Times]] = {}  # product to what was chosen for it, and by which times
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
@@ -77,8 +79,10 @@ class Tuner:
         name, counted = self.name(kind, vectors), size_class(vectors)
         known = self.measured if self.anew else self.cache.times
         if not known.get(name, {}).keys() >= {*candidates}:
+            begun = time.perf_counter()
             x = mx.random.normal((counted, kind.shape[1]), self.dtype, key=mx.random.key(0))
             found = measure({each: partial(products, each, x) for each in candidates})
+            self.seconds += time.perf_counter() - begun
             self.measured[name] = found
             self.cache.keep(name, found)
         return (self.measured if name in self.measured else self.cache.times).get(name, {})

@@ -23,7 +23,7 @@ from ..files.writing import write_text
 from .candidates import CPU, device
 from .compiler import SOURCES
 from .library_cache import NAME
-from .metal import metal_folder
+from .metal_text import metal_folder
 from .target import processor_features
 
 FILE = "tuning.json"

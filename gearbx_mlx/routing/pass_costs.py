@@ -100,12 +100,12 @@ class RoundCounts:
 
     def __init__(self, kept: float):
         self._kept = kept
-        self._drafted = self.tokens = 0.0
+        self._draft_passes = self.tokens = 0.0
         self._verified: dict[int, float] = {}
 
-    def add(self, drafted: int, tokens: float) -> None:
-        """Count a round: tokens drafted, and tokens of text that the round made."""
-        self._drafted = self._kept * self._drafted + drafted
+    def add(self, drafted: int, tokens: float, discarded: int = 0) -> None:
+        """Count a round: tokens drafted, tokens of text that it made, and steps beyond the end of the draft."""
+        self._draft_passes = self._kept * self._draft_passes + drafted + discarded
         self.tokens = self._kept * self.tokens + tokens
         self._verified = {rows: self._kept * count for rows, count in self._verified.items()}
         self._verified[drafted + 1] = self._verified.get(drafted + 1, 0.0) + 1
@@ -113,7 +113,7 @@ class RoundCounts:
     def spent(self, costs: PassCosts) -> float:
         """What these rounds would cost now."""
         verified = sum(count * costs.verification(rows) for rows, count in self._verified.items())
-        return self._drafted * costs.draft() + verified
+        return self._draft_passes * costs.draft() + verified
 
 
 class LatestTimes:

@@ -77,6 +77,6 @@ class Rounds:
         self._since_probe = 0
         return not pays
 
-    def note_drafts(self, drafted: int, tokens: int) -> None:
-        """Count a round with drafts: tokens drafted, and tokens of text that the round made."""
-        self._counts.add(drafted, tokens)
+    def note_drafts(self, drafted: int, tokens: int, discarded: int = 0) -> None:
+        """Count a round with drafts, as `RoundCounts.add` does."""
+        self._counts.add(drafted, tokens, discarded)

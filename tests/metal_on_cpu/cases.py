@@ -1,14 +1,15 @@
 """Matrices for the kernels, and their launches on a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels.metal import Launch, build
+from gearbx_mlx.kernels.metal import Launch, Prepared, build
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
 from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 
@@ -117,7 +118,19 @@ def launch(case: Case, p: Problem) -> Launch:
 
 def run_launch(made: Launch, order: int = 0, schedule: int = 0, change: Callable[[str], str] | None = None) -> Report:
     """What a launch does on a CPU. `change` breaks the kernel's text."""
-    return run_call(build(made.spec), made.spec.input_names, made.inputs, made.options, order, schedule, change)
+    return run_prepared(made.prepared, made.inputs, order, schedule, change)
+
+
+def run_prepared(
+    made: Prepared,
+    inputs: Sequence[Any],
+    order: int = 0,
+    schedule: int = 0,
+    change: Callable[[str], str] | None = None,
+) -> Report:
+    """What a prepared launch does on a CPU with these inputs."""
+    kernel, names = build(made.spec), made.spec.input_names
+    return run_call(kernel, names, made.completed(inputs), made.options, order, schedule, change)
 
 
 def run(

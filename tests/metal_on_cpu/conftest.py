@@ -1,10 +1,12 @@
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import Availability, Launch
+from gearbx_mlx.kernels.metal import Availability, Prepared
 
-from .cases import run_launch
+from .cases import run_prepared
 from .compiler import find_clang
 
 NOT_CHECKED = "METAL WAS NOT CHECKED: that needs Linux and clang++ 17 or later (apt-get install clang-19)"
@@ -19,17 +21,17 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list[Launch]:
+def launches(monkeypatch) -> list[Prepared]:
     """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come."""
     seen = []
 
-    def run(self: Launch) -> mx.array:
-        report = run_launch(self)
+    def run(self: Prepared, *inputs: Any) -> mx.array:
+        report = run_prepared(self, inputs)
         assert report.error == ""
         assert all(report.reads[name].max() == 1 for name in self.spec.read_once)
         seen.append(self)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
     monkeypatch.setattr(metal, "available", lambda: Availability(True))
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(Prepared, "__call__", run)
     return seen

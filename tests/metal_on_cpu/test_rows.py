@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.fused import inverse_frequencies
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import Launch
+from gearbx_mlx.kernels.metal import Launch, Prepared
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch
 from gearbx_mlx.kernels.metal_rows import dense_launch, rope_launch
 
@@ -35,7 +35,7 @@ def ran(made: Launch, order: int = 0, schedule: int = 0) -> tuple[mx.array, Repo
     assert report.error == ""
     assert all((report.reads[name] <= 1).all() for name in made.spec.read_once)
     assert (report.writes["out"] == 1).all()
-    return mx.array(report.out[0], made.options["output_dtypes"][0]).reshape(made.shape), report
+    return made.prepared.result(mx.array(report.out[0], made.prepared.options["output_dtypes"][0])), report
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:
@@ -69,9 +69,9 @@ ORDER_BY_ROWS = {
         "fma(float(QUERY_AT(q, d ^ CAUSAL)), float(tile[lane * WIDTH + (d ^ CAUSAL)]), score)",
     ),
 }
-TO_SCORES = "\n    for (int q = 0; q < QUERIES; q++) {\n        weights[q] = 0.0f;"
+TO_SCORES = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        weights[q] = 0.0f;"
 TO_VALUES = "\n    for (int i"
-TO_SUMS = "\n    for (int q = 0; q < QUERIES; q++) {\n        for (int key"
+TO_SUMS = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        for (int key"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 ATTENTION = {  # mistakes: what stands in the text, what is put there
     "no barrier before the scores": (BARRIER + TO_SCORES, TO_SCORES),
@@ -237,7 +237,7 @@ class TestWholeBlocks:
         """The logits of one pass over these tokens behind a copy of the cache."""
         return model(mx.array([rows]), cache=copy.deepcopy(cache))[0]
 
-    def passes(self, gear: str, launches: list[Launch], sizes: tuple[int, ...], dtype: str = "float32") -> list[bool]:
+    def passes(self, gear: str, launches: list[Prepared], sizes: tuple[int, ...], dtype: str = "float32") -> list[bool]:
         """For each number of rows, whether a pass of so many gives the bits of as many passes of one row."""
         gearbox = Gearbox(tiny_model(num_hidden_layers=1), "4,8,16", kernels="native", dtype=dtype)
         gearbox.shift(gear)
@@ -255,9 +255,7 @@ class TestWholeBlocks:
     @pytest.mark.parametrize(("gear", "dtype"), [("low", "float32"), ("mid", "bfloat16"), ("high", "bfloat16")])
     def test_a_row_has_the_same_bits_in_any_company(self, gear, dtype, launches):
         assert all(self.passes(gear, launches, (2, 3, 8, 16), dtype))
-        assert {launch.inputs[0].dtype for launch in launches if launch.spec.text == "attention"} == {
-            getattr(mx, dtype)
-        }
+        assert {launch.spec.dtype for launch in launches if launch.spec.text == "attention"} == {getattr(mx, dtype)}
 
     @pytest.mark.parametrize("name", ORDER_BY_ROWS)
     def test_a_kernel_whose_order_depends_on_the_rows_is_noticed(self, name, launches, monkeypatch):

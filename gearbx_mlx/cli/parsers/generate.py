@@ -67,6 +67,7 @@ class GenerateSettings:
             "draft_length": self.mode.draft_length,
             "cost": self.mode.cost,
             "lookup_tokens": self.mode.lookup_tokens is not None,
+            "draft_ahead": self.mode.draft_ahead is not None,
             "telemetry_only": self.mode.telemetry_only,
             "gear": self.mode.gear,
         }

@@ -1,0 +1,305 @@
+"""Steps of a draft that are queued before the entropies are read: the text is the same, and all steps are counted."""
+
+import copy
+import itertools
+import json
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from conftest import ON_A_CPU, PROMPT, tiny_model
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx.decoding import draft_depth
+from gearbx_mlx.decoding.draft_depth import DEPTHS, default_depth, depth_here, round_times, shallowest
+from gearbx_mlx.decoding.drafting import Drafter
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.kernels import cpu, tuning_cache
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
+from gearbx_mlx.routing.entropy import entropy_bits
+from gearbx_mlx.routing.pass_costs import Costs
+from gearbx_mlx.routing.rounds import Rounds
+
+TALE = "Once upon a time there was a king who"
+SOME = (1, 4, MOST_DRAFTED)
+KERNELS = [
+    "mlx",
+    pytest.param("native", marks=pytest.mark.skipif(cpu.why_not() is not None, reason="no C++ compiler")),
+]
+SAMPLERS = {"greedy": None, "sampled": make_sampler(0.8, top_p=0.9)}
+PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
+LENGTHS = (1, 5, 2, 9, 3)
+
+
+class InTurn:
+    """Drafts of the lengths in LENGTHS, one after the other, whatever the entropies are."""
+
+    def __init__(self):
+        self._lengths = itertools.cycle(LENGTHS)
+
+    def begin(self):
+        self._left = next(self._lengths)
+
+    def goes_on(self, entropy):
+        self._left -= 1
+        return self._left > 0
+
+
+def after(tokens):
+    """A rule that ends every draft after so many tokens, which a drafter cannot know before."""
+    return ProductRule(lambda entropy: 0.5, 0.5 ** (tokens - 0.5))
+
+
+def written(model, prompt=PROMPT[0], seed=5, **keywords):
+    """Tokens and log-probabilities by mlx-lm's loop, and the random state afterwards."""
+    mx.random.seed(seed)
+    made = [(token, np.array(logprobs)) for token, logprobs in generate_step(prompt, model, max_tokens=24, **keywords)]
+    return made, mx.random.state[0].tolist()
+
+
+def assert_same(ours, theirs):
+    assert [token for token, _ in ours[0]] == [token for token, _ in theirs[0]]
+    assert all(np.array_equal(mine, other) for (_, mine), (_, other) in zip(ours[0], theirs[0], strict=True))
+    assert ours[1] == theirs[1]
+
+
+class TestTheTextIsTheTopGears:
+    @pytest.mark.parametrize("processors", PROCESSORS)
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    @pytest.mark.parametrize("kernels", KERNELS)
+    def test_with_samplers_and_processors(self, kernels, sampler, processors):
+        model = tiny_model()
+        gearbox = Gearbox(model, "6,16", kernels=kernels)
+        given = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
+        theirs = written(model, **given)
+        for depth in SOME:
+            lossless = LosslessModel(gearbox, InTurn(), prompt_tokens=5, draft_ahead=depth, **given)
+            assert_same(written(lossless, **given), theirs)
+
+    @pytest.mark.parametrize("architecture", ["gemma3_text", "mamba", "lfm2", "mixtral"])
+    @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(70)], ids=["short", "longer than the window"])
+    def test_with_windows_states_and_experts(self, architecture, prompt):
+        model = tiny_model(architecture)
+        gearbox = Gearbox(model, "6,16")
+        made, _ = written(model, prompt)
+        for depth in (2, MOST_DRAFTED):
+            lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
+            assert [token for token, _ in written(lossless, prompt)[0]] == [token for token, _ in made]
+
+    @pytest.mark.parametrize("kernels", KERNELS)
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+            {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 12},
+            {"prompt_cache": lambda layers: [RotatingKVCache(8, 4) for _ in layers]},
+        ],
+        ids=["quantized", "quantized on the way", "rotating"],
+    )
+    def test_with_other_caches(self, tiny, kernels, keywords):
+        def fresh():
+            return {name: value(tiny.layers) if callable(value) else value for name, value in keywords.items()}
+
+        gearbox = Gearbox(tiny, "6,16", kernels=kernels)
+        made, _ = written(tiny, **fresh())
+        for depth in (2, MOST_DRAFTED):
+            lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
+            assert [token for token, _ in written(lossless, **fresh())[0]] == [token for token, _ in made]
+
+    @pytest.mark.parametrize(("max_tokens", "stops"), [(1, False), (2, False), (7, False), (24, True)])
+    def test_wherever_it_ends(self, geared_demo, demo, max_tokens, stops):
+        tokenizer = copy.deepcopy(demo.tokenizer)
+        geared_demo.shift("high")
+        if stops:
+            made = [r.token for r in mlx_lm.stream_generate(demo.model, tokenizer, TALE, max_tokens)]
+            tokenizer.eos_token_ids = {made[17]}
+        geared_demo.shift("high")
+        theirs = [
+            (r.token, r.text, r.finish_reason) for r in mlx_lm.stream_generate(demo.model, tokenizer, TALE, max_tokens)
+        ]
+        for depth in (1, 4):
+            mode = Lossless(rule=after(6), draft_ahead=depth)
+            ours = list(stream_generate(demo.model, tokenizer, TALE, max_tokens, gearbox=geared_demo, mode=mode))
+            assert [(r.token, r.text, r.finish_reason) for r in ours] == theirs
+        assert theirs[-1][2] == ("stop" if stops else "length")
+
+    def test_with_costs_in_time(self, geared_demo, demo):
+        geared_demo.shift("high")
+        theirs = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 60)]
+        mode = Lossless(cost="time", draft_ahead=3)
+        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, gearbox=geared_demo, mode=mode))
+        assert [r.token for r in ours] == theirs
+        assert sum(r.discarded for r in ours) > 0
+
+    def test_a_cache_has_nothing_of_what_was_thrown_away(self, tiny):
+        gearbox = Gearbox(tiny, "6,16")
+        caches = [make_prompt_cache(tiny) for _ in range(2)]
+        written(tiny, prompt_cache=caches[0])
+        written(LosslessModel(gearbox, InTurn(), draft_ahead=4), prompt_cache=caches[1])
+        for mine, other in zip(*caches, strict=True):
+            assert mine.offset == other.offset
+            assert all(mx.array_equal(a, b) for a, b in zip(mine.keys_and_values(), other.keys_and_values()))
+
+
+class TestDrafts:
+    @staticmethod
+    def begun(gearbox):
+        gearbox.shift("high")
+        cache = make_prompt_cache(gearbox.model)
+        gearbox.model(PROMPT[:, :-1], cache=cache)
+        return cache
+
+    def drafts(self, gearbox, rule, most=12, depths=(0, *SOME), **settings):
+        """By depth, what follows the prompt."""
+        low, found = gearbox.ladder[0], {}
+        for depth in depths:
+            mx.random.seed(7)
+            drafter = Drafter(gearbox, low, rule, entropy_bits, ahead=depth, **settings)
+            found[depth] = drafter.draft(PROMPT[0, -1].item(), self.begun(gearbox), most, PROMPT[0].tolist())
+            assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
+        return found
+
+    @pytest.mark.parametrize("processors", PROCESSORS)
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_are_the_same_at_every_depth(self, tiny, sampler, processors):
+        settings = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
+        found = self.drafts(Gearbox(tiny, "6,16"), after(5), **settings)
+        assert len(found[0].tokens) == 5
+        for depth, draft in found.items():
+            assert (draft.tokens, draft.entropies) == (found[0].tokens, found[0].entropies)
+            assert draft.discarded == min(depth, 12 - 5)
+            assert (draft.drafted, draft.draft_passes) == (5, 5 + draft.discarded)
+
+    def test_nothing_is_thrown_away_beyond_an_end_that_is_known(self, tiny):
+        gearbox = Gearbox(tiny, "6,16")
+        for rule, most, length in ((FixedLength(5), 12, 5), (after(9), 4, 4)):
+            found = self.drafts(gearbox, rule, most)
+            assert {(len(draft.tokens), draft.discarded) for draft in found.values()} == {(length, 0)}
+
+    def test_end_at_a_stop_token(self, tiny):
+        gearbox = Gearbox(tiny, "6,16")
+        whole = self.drafts(gearbox, after(9), depths=(0,))[0].tokens
+        place = next(place for place, token in enumerate(whole[1:], 1) if token not in whole[:place])
+        found = self.drafts(gearbox, after(9), stop_tokens=frozenset({whole[place]}))
+        for depth, draft in found.items():
+            assert draft.tokens == whole[: place + 1]
+            assert draft.discarded == min(depth, 12 - place - 1)
+
+    def test_processors_see_the_tokens_before_each_place(self, tiny):
+        seen = []
+
+        def processor(tokens, logits):
+            seen.append(tokens)
+            return logits
+
+        draft = self.drafts(Gearbox(tiny, "6,16"), after(4), depths=(2,), logits_processors=(processor,))[2]
+        text = PROMPT[0].tolist()
+        assert [tokens.tolist() for tokens in seen[:5]] == [text + draft.tokens[:place] for place in range(5)]
+        assert len(seen) == 6
+
+
+class TestWhatIsCounted:
+    @pytest.mark.parametrize("depth", [0, 1, 4])
+    def test_passes_and_bytes_are_of_all_steps(self, geared_demo, demo, depth):
+        mode = Lossless(rule=after(4), draft_ahead=depth)
+        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 24, gearbox=geared_demo, mode=mode))
+        low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
+        drafted, discarded = sum(r.drafted for r in responses), sum(r.discarded for r in responses)
+        passes = [sum(counts) for counts in zip(*(r.passes for r in responses))]
+        assert passes[0] == drafted + discarded
+        assert sum(r.weight_bytes for r in responses) == passes[0] * low + passes[1] * high
+        assert max(r.discarded for r in responses) == depth
+        assert all(r.drafted <= 4 for r in responses)
+
+    def test_steps_thrown_away_are_costs_of_drafts(self):
+        costs = Costs(lambda: 0.25, lambda rows: 1.0)
+        spent = []
+        for discarded in (0, 2):
+            rounds = Rounds(costs)
+            for _ in range(500):
+                rounds.note_drafts(4, 5, discarded)
+            spent.append(rounds.with_drafts())
+        assert spent[0] < spent[1]
+        assert spent[1] - spent[0] == pytest.approx(2 * 0.25 / 5, rel=0.2)  # both lean to the top gear alone
+
+    def test_summary_and_trace(self, command, tmp_path):
+        summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
+        flags = ("--mode", "lossless", "--cost", "bytes", "--draft-ahead", 2, "-m", 16, "--prompt", TALE)
+        done = command(
+            "generate", *flags, "--ignore-chat-template", "--summary", summary, "--trace", trace, "--describe"
+        )
+        assert done.status == 0
+        counted = json.loads(summary.read_text())
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert counted["discarded"] == sum(row["discarded"] for row in rows) > 0
+        assert counted["passes"]["low"] == counted["drafted"] + counted["discarded"]
+        assert f"{counted['discarded']} steps thrown away" in done.err.replace("\n", " ")
+        assert "drafts save bytes, written 2 ahead" in done.err.replace("\n", " ")
+
+
+class TestSettings:
+    @pytest.mark.parametrize("depth", [-1, 16, True, 2.0, "2"])
+    def test_refuses_what_is_no_depth(self, depth):
+        with pytest.raises(GearbxError, match=f"draft_ahead is {depth!r}; give 0 to 15"):
+            Lossless(draft_ahead=depth)
+
+    @pytest.mark.parametrize(
+        ("flags", "says"),
+        [
+            (("--mode", "lossless", "--draft-ahead", 16), "--draft-ahead"),
+            (("--mode", "lossless", "--draft-ahead", "deep"), "--draft-ahead"),
+            (("--mode", "static", "--draft-ahead", 1), "--draft-ahead is for --mode lossless"),
+            (("--small-model", "anything", "--draft-ahead", 0), "--draft-ahead is of one model"),
+        ],
+    )
+    def test_refuses_wrong_flags_in_one_line(self, command, flags, says):
+        done = command("generate", "-m", 2, *flags)
+        assert done.status == 2
+        assert says in done.err.replace("\n", " ")
+        assert "Traceback" not in done.err
+
+
+class TestDepth:
+    @pytest.mark.parametrize(
+        ("seconds", "depth"),
+        [
+            ({0: 1.0, 1: 0.8, 2: 0.79, 4: 0.9}, 1),
+            ({0: 1.0, 1: 1.1, 2: 1.2, 4: 1.5}, 0),
+            ({0: 1.0, 1: 0.9, 2: 0.7, 4: 0.6}, 4),
+            ({0: 1.01, 1: 1.0}, 0),
+        ],
+    )
+    def test_is_the_smallest_that_is_nearly_the_fastest(self, seconds, depth):
+        assert shallowest(seconds) == depth
+
+    def test_every_depth_is_timed(self):
+        gearbox = Gearbox(tiny_model(), "4,16")
+        found = round_times(gearbox, gearbox.ladder[0], 16, trials=2)
+        assert tuple(found) == DEPTHS
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
+        assert gearbox.gear == gearbox.ladder.top
+
+    @ON_A_CPU
+    def test_a_cpu_waits(self):
+        gearbox = Gearbox(tiny_model(), "4,16")
+        assert default_depth() == depth_here(gearbox, gearbox.ladder[0]) == 0
+
+    def test_is_measured_once_on_a_gpu(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        monkeypatch.setattr(draft_depth, "on_cpu", lambda: False)
+        monkeypatch.setattr(tuning_cache.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+        chosen = []
+        for _ in range(2):
+            gearbox = Gearbox(tiny_model(), "4,16")
+            chosen.append(depth_here(gearbox, gearbox.ladder[0]))
+            (times,) = gearbox.kernel_choices.tuner.cache.times.values()
+            assert {*map(int, times)} == {*DEPTHS}
+            assert chosen[-1] == shallowest({int(depth): seconds for depth, seconds in times.items()})
+        assert chosen[0] == chosen[1]
+        assert gearbox.kernel_choices.tuner.measured == {}
+        monkeypatch.setenv("GEARBX_TUNE", "0")
+        assert depth_here(gearbox, gearbox.ladder[0]) == 1
