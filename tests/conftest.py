@@ -156,6 +156,13 @@ def native(afresh):
     return cpu.native()
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Skips are quiet under -q; those that leave a kind of machine unchecked are not to be missed."""
+    reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
+    for reason in sorted(reason.removeprefix("Skipped: ") for reason in reasons if "WAS NOT CHECKED" in reason):
+        terminalreporter.write_line(reason, red=True, bold=True)
+
+
 def save_model(model, path: Path) -> None:
     """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
     path.mkdir()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zig
 
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
@@ -21,11 +22,13 @@ SANITIZED = [
     pytest.param(["-fsanitize=address,undefined", "-DGEARBX_PORTABLE"], id="address, undefined, portable"),
     pytest.param(["-fsanitize=thread", OWN], id="threads"),
 ]
+GCC, CLANG = ["aarch64-linux-gnu-g++"], zig.compiler_for("aarch64-linux-musl")
 ARM = [
-    pytest.param(["-march=armv8-a"], id="NEON"),
-    pytest.param(["-march=armv8.2-a+dotprod"], id="NEON with dot products"),
+    pytest.param(GCC, ["-march=armv8-a"], id="NEON"),
+    pytest.param(GCC, ["-march=armv8.2-a+dotprod"], id="NEON with dot products"),
+    pytest.param(CLANG, ["-mcpu=apple-m1"], id="NEON by a Mac's compiler"),
 ]
-ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+EMULATOR = "qemu-aarch64"
 
 
 def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
@@ -75,9 +78,12 @@ def run_sanitized(check: Path, directory: Path, flags: Sequence[str]) -> None:
     run([str(directory / "check")])
 
 
-def run_on_arm(check: Path, directory: Path, flags: Sequence[str]) -> None:
-    """On an emulated 64-bit ARM; skipped where its compiler or the emulator is missing."""
-    if not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)):
-        pytest.skip(f"NEON was not checked: {ARM_COMPILER} or {ARM_EMULATOR} is not installed")
-    build(check, directory / "check", [ARM_COMPILER], ["-O2", "-static", "-DEMULATED", *flags])
-    run([ARM_EMULATOR, str(directory / "check")])
+def run_on_arm(check: Path, directory: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
+    """On an emulated 64-bit ARM; skipped where the compiler or the emulator is missing."""
+    missing = [name for name in (EMULATOR, compiler[0]) if not shutil.which(name)]
+    if compiler == CLANG and not zig.find_zig():
+        missing.append("zig (pip install ziglang)")
+    if missing:
+        pytest.skip(f"NEON WAS NOT CHECKED: {', '.join(missing)} is not installed")
+    build(check, directory / "check", compiler, ["-O2", "-static", "-DEMULATED", *flags])
+    run([EMULATOR, str(directory / "check")])

@@ -19,7 +19,7 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
-OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # pip's and lm-eval's
+OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args", "--install"}  # pip, lm-eval, xcode-select
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,6 @@ def test_under_sanitizers(tmp_path, check, flags):
 
 
 @every_check
-@pytest.mark.parametrize("flags", programs.ARM)
-def test_on_an_emulated_arm_processor(tmp_path, check, flags):
-    programs.run_on_arm(check, tmp_path, flags)
+@pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
+def test_on_an_emulated_arm_processor(tmp_path, check, compiler, flags):
+    programs.run_on_arm(check, tmp_path, compiler, flags)

@@ -5,18 +5,18 @@ The sources are compiled side by side, against the headers and the library of th
 
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import mlx.core as mx
+from .target import Target, processor_features, this_target
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
@@ -24,6 +24,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
 DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
+PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
 SECONDS = 300  # for the compiler
 
 
@@ -35,13 +36,15 @@ class Unavailable(Exception):
 class Recipe:
     """How to compile: every source with `command`, then all objects into one library with `link` added.
 
-    compiler: its command, empty where there is none. flags: its further arguments.
+    compiler: its command, empty where there is none. flags: its further arguments. processor: what `native` stands for
+    among them, empty where they name one; machines with different ones may share a home directory and its cache.
     """
 
     compiler: list[str]
     flags: list[str]
     sources: list[Path]
     link: list[str]
+    processor: str
 
     @property
     def command(self) -> list[str]:
@@ -52,58 +55,82 @@ def find_compiler() -> list[str]:
     """The compiler's command: CXX, or the first of COMPILERS that is installed.
 
     Raises:
-        Unavailable: there is no compiler, or CXX does not name one.
+        Unavailable: there is no compiler, CXX does not name one, or macOS has only a placeholder for it.
     """
     named = os.environ.get("CXX")
-    if named:
-        try:
-            words = shlex.split(named)
-        except ValueError as error:
-            raise Unavailable(
-                f"CXX is {named!r}, which is not a command ({error}); set it to one such as g++"
-            ) from None
-        if not words or not shutil.which(words[0]):
-            raise Unavailable(f"CXX is {named!r}, and there is no such compiler")
-        return words
+    command = split_command(named) if named else [first_compiler()]
+    if this_target().is_mac:
+        ask_for_developer_tools(command)
+    return command
+
+
+def split_command(named: str) -> list[str]:
+    """The words of CXX. Raises Unavailable if they are no command, or the first is no program."""
+    try:
+        words = shlex.split(named)
+    except ValueError as error:
+        raise Unavailable(f"CXX is {named!r}, which is not a command ({error}); set it to one such as g++") from None
+    if not words or not shutil.which(words[0]):
+        raise Unavailable(f"CXX is {named!r}, and there is no such compiler")
+    return words
+
+
+def first_compiler() -> str:
     found = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if found is None:
         raise Unavailable("no C++ compiler was found; install g++ or clang, or set CXX")
-    return [found]
+    return found
 
 
-def make_recipe(compiler: list[str]) -> Recipe:
-    """The recipe for this machine and the installed MLX. Raises Unavailable where there can be none.
+def ask_for_developer_tools(command: list[str]) -> None:
+    """Raises Unavailable where macOS would open a dialog instead of compiling.
+
+    Without the developer tools, compilers in /usr/bin are placeholders that offer to install them.
+    """
+    programs = (shutil.which(word) for word in command)  # CXX may be `ccache c++`
+    if not any(program and Path(program).parent == PLACEHOLDERS for program in programs):
+        return
+    with suppress(OSError):
+        if subprocess.run(["xcode-select", "-p"], stdin=subprocess.DEVNULL, capture_output=True).returncode:
+            raise Unavailable("the developer tools of macOS are not installed; run xcode-select --install")
+
+
+def make_recipe(compiler: list[str], target: Target | None = None) -> Recipe:
+    """The recipe for a machine and its MLX. Raises Unavailable where there can be none.
 
     Args:
         compiler: its command; empty for the recipe of kernels that another process compiled.
+        target: the machine; None for this one. Headers of nanobind and Python are this one's.
     """
-    if os.name == "nt":
+    target = target or this_target()
+    if target.system == "win32":
         raise Unavailable("native CPU kernels are for Linux and macOS")
     import nanobind  # a dependency on Linux and macOS alone
 
-    wheel, nanobind_source = Path(mx.__file__).parent, Path(nanobind.source_dir())
-    if not (wheel / "include" / "mlx").is_dir():
-        raise Unavailable(f"this MLX has no headers at {wheel / 'include'}")
+    nanobind_source = Path(nanobind.source_dir())
+    if not (target.mlx / "include" / "mlx").is_dir():
+        raise Unavailable(f"this MLX has no headers at {target.mlx / 'include'}")
     include = [
-        wheel / "include",
+        target.mlx / "include",
         nanobind.include_dir(),
         nanobind_source.parent / "ext" / "robin_map" / "include",
         sysconfig.get_path("include"),
     ]
-    mac = sys.platform == "darwin"
-    processor = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    flags = [*FLAGS, processor, *([] if mac else ["-pthread"]), *DEFINES, *(f"-I{p}" for p in include)]
-    link = [f"-L{wheel / 'lib'}", "-lmlx", f"-Wl,-rpath,{wheel / 'lib'}"]
-    if mac:
+    threads = [] if target.is_mac else ["-pthread"]
+    flags = [*FLAGS, target.processor_flag, *threads, *DEFINES, *(f"-I{p}" for p in include)]
+    link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{target.mlx / 'lib'}"]
+    if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]
-    return Recipe(compiler, flags, [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"], link)
+    processor = processor_features() if target.processor_flag.endswith("native") else ""
+    sources = [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"]
+    return Recipe(compiler, flags, sources, link, processor)
 
 
 def hash_recipe(recipe: Recipe) -> str:
     """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
     texts = (*recipe.flags, *map(str, recipe.sources), *recipe.link)
-    for text in (*texts, processor_features(), version("mlx"), version("nanobind"), sys.version):
+    for text in (*texts, recipe.processor, version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
     for path in sorted(SOURCES.iterdir()):
         if path.is_file():
@@ -114,19 +141,6 @@ def hash_recipe(recipe: Recipe) -> str:
 def hash_compiler(recipe: Recipe) -> str:
     """8 hexadecimal digits that change with the compiler's command."""
     return hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
-
-
-def processor_features() -> str:
-    """The processor's model and instruction sets, on which -march=native depends.
-
-    Machines with different processors may share a home directory, and with it the cache of compiled libraries.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = ("flags", "Features", "model name", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
 
 
 def compile_library(recipe: Recipe, library: Path) -> None:

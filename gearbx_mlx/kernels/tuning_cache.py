@@ -21,9 +21,10 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
 from .candidates import CPU, device
-from .compiler import SOURCES, processor_features
+from .compiler import SOURCES
 from .library_cache import NAME
 from .metal_text import metal_folder
+from .target import processor_features
 
 FILE = "tuning.json"
 MOST_MACHINES = 16  # a new version of MLX makes another one

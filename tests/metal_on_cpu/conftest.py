@@ -20,12 +20,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=NOT_CHECKED))
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Skips are quiet under -q; this one is not to be missed."""
-    if find_clang() is None:
-        terminalreporter.write_line(NOT_CHECKED, red=True, bold=True)
-
-
 @pytest.fixture
 def launches(monkeypatch) -> list[Prepared]:
     """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come."""

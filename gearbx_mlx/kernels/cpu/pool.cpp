@@ -1,6 +1,9 @@
 #include "pool.h"
 
 #include <pthread.h>
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -134,14 +137,23 @@ Shared* get_shared() {
   return now;
 }
 
+// Cores that are worth a thread. A Mac's efficiency cores are not: a call waits for its slowest piece.
+long count_cores() {
+#if defined(__APPLE__)
+  int fast = 0;
+  size_t size = sizeof fast;
+  if (sysctlbyname("hw.perflevel0.logicalcpu", &fast, &size, nullptr, 0) == 0 && fast > 0) return fast;
+#endif
+  return static_cast<long>(std::thread::hardware_concurrency());
+}
+
 }  // namespace
 
 int thread_count() {
   static const int count = [] {
     const char* variable = std::getenv("GEARBX_THREADS");
     const long named = variable ? std::strtol(variable, nullptr, 10) : 0;
-    const long cores = static_cast<long>(std::thread::hardware_concurrency());
-    const long threads = named > 0 ? named : cores;
+    const long threads = named > 0 ? named : count_cores();
     return static_cast<int>(threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads);
   }();
   return count;
