@@ -8,6 +8,7 @@ import pytest
 from gearbx_mlx.cli.parsers.benchmark import MOST_VECTORS
 from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_operations, metal_times
 from gearbx_mlx.commands.benchmark import metal as subject
+from gearbx_mlx.commands.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, timing
 from gearbx_mlx.kernels.metal import Launch, available
 
@@ -234,3 +235,17 @@ def test_gears_and_modes_of_a_model(bench, monkeypatch):
     assert all(row["peak_memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in modes.values())
     assert report["model"] == "demo"
     assert "| lossless | mlx" in result.out
+
+
+@pytest.mark.clang
+def test_paths_of_benchmark_kernels_on_a_mac(launches):
+    """Each variant is a path of its own, launches what its name says, and computes the same."""
+    weight, x = mx.random.normal((16, 64), key=mx.random.key(0)), mx.ones((1, 64))
+    paths = product_paths(64, 1, mx.float32, ours_alone=False)
+    assert paths == ["metal", *VARIANTS, "mlx"]
+    assert product_paths(64, 17, mx.float32, ours_alone=False) == ["mlx"]
+    results = {case.row["path"]: case.make(x) for case in cases_of_stack(weight, (4,), 1, paths)}
+    assert list(results) == [*VARIANTS, "mlx"]
+    assert [launch.spec.variant.name for launch in launches] == list(metal.VARIANTS)
+    for result in results.values():
+        assert mx.allclose(result[0], results["mlx"][0], atol=1e-4).item()
