@@ -22,9 +22,6 @@ FLAGS = [
     *("-std=c++17", "-O1", "-fPIC", "-fsigned-char", "-fno-vectorize", "-fno-slp-vectorize", "-fno-builtin"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-cl-single-precision-constant"),
     *("-Wall", "-Werror", "-Wno-unused", "-Wno-unknown-attributes"),
-    "-mllvm",
-    "-pragma-unroll-threshold=0",
-    "-Wno-pass-failed",
     *("-fsanitize-coverage=bb,trace-loads,trace-stores", "-fsanitize-minimal-runtime"),
     "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero,array-bounds",
 ]

@@ -47,7 +47,7 @@ def test_loops_can_be_unrolled(name):
     unroll(text)
 
 
-def test_a_loop_to_a_number_at_run_time_is_noticed():
-    text = changer("v < VECTORS; v++", "v < VECTORS && v < columns; v++")(text_of(LAUNCHES["one plane"]()))
+def test_a_loop_that_cannot_be_unrolled_is_noticed():
+    text = changer("place < per_word; place++", "place < int(masked[0]); place++")(text_of(LAUNCHES["one plane"]()))
     with pytest.raises(DoesNotCompile, match="unroll"):
         unroll(text)
