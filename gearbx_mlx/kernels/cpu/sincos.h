@@ -31,7 +31,7 @@ inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
 
   const Longs swapped = (quarter & 1) != 0;
   const Doubles s = swapped ? cosine : sine, c = swapped ? sine : cosine;
-  const auto narrowed = [](Doubles from, F8& to) {
+  const auto narrowed = [](const Doubles& from, F8& to) {
     const Eight made = __builtin_convertvector(from, Eight);
     std::memcpy(&to, &made, sizeof to);
   };
