@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.commands.benchmark import machine
-from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
 
 KERNELS = "kernels", "--rows", 64, "--cols", 128, "--megabytes", 1, "--trials", 1
@@ -29,6 +29,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(cpu, "native", compiled)
     monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
+    monkeypatch.setattr(device, "check_generation", lambda name: None)  # mlx-lm was imported on the CPU
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ class KernelBenchmark(Settings):
     native_only: bool = flag(False, "Leave MLX's own kernels out.")
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    device: str | None = device_flag()
 
     def __post_init__(self) -> None:
         check_columns(self.cols)
@@ -62,6 +63,7 @@ class ThreadBenchmark(Settings):
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
     picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
+    device: str | None = device_flag()
 
     def __post_init__(self) -> None:
         check_columns(self.cols)

@@ -58,7 +58,7 @@ def cpu_module() -> Any:
 def native_module() -> Any:
     """As `cpu_module`. Raises GearbxError where there are none."""
     if not on_cpu():
-        raise GearbxError("MLX computes on a GPU, and this benchmark times kernels of the CPU; try benchmark kernels")
+        raise GearbxError("MLX computes on a GPU, and this benchmark times kernels of the CPU; give --device cpu")
     module = cpu_module()
     if module is None:
         raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")

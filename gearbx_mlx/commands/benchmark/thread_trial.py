@@ -31,4 +31,5 @@ def measure(rows: int, cols: int, megabytes: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    mx.set_default_device(mx.Device(mx.cpu))
     print(json.dumps(measure(*map(int, sys.argv[1:]))))
