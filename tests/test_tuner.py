@@ -21,6 +21,7 @@ from gearbx_mlx.kernels.tuning_cache import TuningCache
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
+DENSE = "weights of 32 bits, 512 x 512, float32, 1 vector"
 PLANES = Kind("planes 4+4, group 64", (4096, 4096), stock=True)
 ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 
@@ -53,7 +54,7 @@ class TestGearbox:
         measure_gears(boxed())
         first = cache.read_bytes()
         (found,) = json.loads(first)["machines"].values()
-        assert {*found} == {AFFINE, "weights of 32 bits, 512 x 512, float32, 1 vector"}
+        assert {*found} == {AFFINE, DENSE}
         assert all({*times} == {NATIVE, MLX} and min(times.values()) > 0 for times in found.values())
         measure_gears(boxed())
         assert cache.read_bytes() == first
@@ -85,6 +86,14 @@ class TestGearbox:
         box = boxed(kernels="native")
         box.shift("low")
         assert box.kernel_choices.tuner.used == {}
+
+    def test_forgets_what_an_earlier_gearbox_chose(self, cache):
+        plant(cache, DENSE, native=2.0, mlx=1.0)
+        model, x = two_layers(), normal(1, WIDTH)
+        by_mlx = Gearbox(model, "4,16", kernels="auto").model(x)
+        by_ours = Gearbox(model, "4,16", kernels="native").model(x)
+        assert mx.array_equal(by_mlx, Gearbox(two_layers(), "4,16", kernels="mlx").model(x)).item()
+        assert mx.array_equal(by_ours, Gearbox(two_layers(), "4,16", kernels="native").model(x)).item()
 
     def test_measures_nothing_if_told_so(self, cache, monkeypatch):
         monkeypatch.setenv("GEARBX_TUNE", "0")

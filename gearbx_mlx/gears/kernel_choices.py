@@ -35,6 +35,8 @@ class KernelChoices:
     def __init__(self, model: nn.Module, choice: Choice, dtype: mx.Dtype):
         self.choice = choice
         self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.anew)
+        for layer in natives(model.modules()):
+            layer.chosen = None  # what an earlier gearbox chose
         self.take(model.modules())
 
     def take(self, modules: Iterable[nn.Module]) -> None:
