@@ -8,6 +8,7 @@ time of the processor, so that other work on the machine counts less.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import tempfile
@@ -16,11 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from pages import fill, table
 
-from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats import codebook, codebook_library, get_format, groupwise, rowwise
+from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.candidates import NATIVE, always
 from gearbx_mlx.kernels.metal import Launch, Prepared
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
@@ -63,6 +67,35 @@ def launchers(x: mx.array) -> dict[str, Callable[[], Launch]]:
     }
 
 
+def layers(x: mx.array) -> dict[str, nn.Module]:
+    """Native layers over a matrix (WIDTH, WIDTH), by the names of their launches."""
+    dense = nn.Linear(WIDTH, WIDTH, bias=False)
+    dense.weight = mx.random.normal((WIDTH, WIDTH)).astype(x.dtype)  # which has outliers
+    native = with_kernels(dense, native=True)
+    made = {
+        name: get_format(format).modules(native, bits, ladder, GROUP, x.dtype)[bits]
+        for name, format, bits, ladder in (
+            ("affine, 4 bits", "affine", 4, (4,)),
+            ("planes, 4+4 bits", "planes", 8, (4, 8)),
+            ("rowwise, 8 bits", "rowwise", 8, (8,)),
+            ("groupwise, 4 bits", "groupwise", 4, (4,)),
+            ("codebook, 4 bits", "codebook", 4, (4,)),
+            ("codebook-library, 4 bits", "codebook-library", 4, (4,)),
+        )
+    }
+    return made | {"dense": native}
+
+
+def with_stub(layer: nn.Module, x: mx.array) -> Callable[[], mx.array]:
+    """The call of a layer whose launch is prepared, and gives an array at once."""
+    layer.chosen = always(NATIVE)
+    with contextlib.suppress(RuntimeError):  # there is no Metal, and what was prepared is kept
+        layer(x)
+    prepared = layer.chosen.prepared
+    prepared.update({key: stubbed(each, x) for key, each in prepared.items()})
+    return lambda: layer(x)
+
+
 def stubbed(made: Prepared, out: mx.array) -> Prepared:
     """The same with a kernel that gives an array at once: what is left is our own."""
     stub = dataclasses.replace(made)
@@ -82,7 +115,9 @@ def works(x: mx.array) -> dict[str, Callable[[], mx.array]]:
         found[name] = lambda made=made: made.prepared(*made.inputs)
         found[f"{name}, stub"] = lambda made=made, stub=stub: stub(*made.inputs)
         found[f"{name}, anew"] = lambda make=make: make().run()
-    return found
+    stock = nn.QuantizedLinear(WIDTH, WIDTH, bias=False, group_size=GROUP, bits=4)
+    found[", layer"] = lambda: stock(x)
+    return found | {f"{name}, layer": with_stub(layer, x) for name, layer in layers(x).items()}
 
 
 def microseconds(found: dict[str, Callable[[], mx.array]], trials: int, calls: int) -> Times:
@@ -106,10 +141,13 @@ def rows(times: Times) -> list[list[str]]:
 
     def row(name: str, title: str) -> list[str]:
         spread = f"{cell(name)} ({min(times[name]):.1f}-{max(times[name]):.1f})"
-        return [title, spread, cell(f"{name}, stub"), cell(f"{name}, anew")]
+        return [title, spread, cell(f"{name}, stub"), cell(f"{name}, layer"), cell(f"{name}, anew")]
 
     kinds = [name.removesuffix(", anew") for name in times if name.endswith(", anew")]
-    return [row("", "`mx.quantized_matmul`, 4 bits"), *(row(name, name) for name in kinds)]
+    return [
+        row("", "`mx.quantized_matmul`, 4 bits; in the fourth column `nn.QuantizedLinear`"),
+        *(row(name, name) for name in kinds),
+    ]
 
 
 def main() -> None:
@@ -128,7 +166,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         mx.export_function(str(Path(folder) / "launches.mlxfn"), trace, x)
-    head = ["launch", "prepared", "of it our own Python", "prepared anew each time"]
+    head = ["launch", "prepared", "of it our own Python", "our Python of a layer's call", "prepared anew each time"]
     text = table(head, rows(times))
     print(text)
     if args.page:

@@ -202,6 +202,7 @@ class TestCandidates:
         on(GPU)
         assert ROWWISE.candidates(1, mx.float16) == (RECONSTRUCT,)
         assert PLANES.candidates(1, mx.float16) == (MLX,)
+        assert PLANES.candidates(8, mx.float16) == (MLX, RECONSTRUCT)
 
     def test_the_first_stays_unless_another_is_faster_by_a_margin(self):
         assert fastest({"a": 1.04, "b": 1.0}, ["a", "b"]) == "a"

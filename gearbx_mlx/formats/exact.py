@@ -46,7 +46,7 @@ class _ExactModule(nn.Module):
         """The arrays as they are now."""
         beside = self["low"], self["high"], self["offsets"]
         packed = self["codes"], self["group_scales"], self["group_biases"], *beside
-        return ExactMatrix(*packed, list(self.widths), self.group_size)
+        return ExactMatrix(*packed, list(self["widths"]), self.group_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class _PlanesModule(nn.Module):
         return stack.dequantize(self.bits)
 
     def _stack(self) -> Stack:
-        return self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size
+        return self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size
 
 
 class PlanesLinear(_PlanesModule):

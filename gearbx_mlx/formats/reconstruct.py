@@ -43,7 +43,7 @@ class Reconstructed(nn.Module):
 
     def packed(self) -> dict[str, mx.array]:
         """The packed weight: the arrays by name."""
-        return {name: self[name] for name in self._names}
+        return {name: self[name] for name in self["_names"]}  # as an attribute it is looked up slowly
 
     def dense_weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The whole weight (..., O, I), from the cache if it is there in this type."""

@@ -52,10 +52,10 @@ class Kind:
         if ours_alone and ours:
             return ours
         stock = (MLX,) if self.stock else ()
-        if device() == METAL:
-            reconstructed = (RECONSTRUCT,) if vectors > 1 or not (ours or stock) else ()
-            return (*stock, *ours, *reconstructed)
-        return (*ours, *stock) or (RECONSTRUCT,)
+        reconstructed = (RECONSTRUCT,) if vectors > 1 or not (ours or stock) else ()
+        if device() == CPU:
+            return (*ours, *stock) or reconstructed
+        return (*stock, *ours, *reconstructed)
 
     def _ours(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:
         if device() == CPU:

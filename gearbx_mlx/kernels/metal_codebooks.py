@@ -19,6 +19,8 @@ LIBRARY, GROUP = 32, 128
 LIBRARY_BITS = (2, 3, 4)
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
+INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
+INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
 
 
 @functools.cache
@@ -80,8 +82,7 @@ def library_layout(bits: int) -> Layout:
 
 def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
     """The arrays in the order in which a kernel takes them, after the activations."""
-    tables = ("library", *OUTLIERS, *OF_GROUPS) if "library" in arrays else ("codebook", *OUTLIERS)
-    return [arrays["weight"], *(arrays[name] for name in tables)]
+    return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
 
 
 def codebook_launch(
