@@ -19,7 +19,9 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.commands.benchmark.decode import random_llama
-from gearbx_mlx.decoding.draft_depth import DEPTHS, round_times
+from gearbx_mlx.decoding.draft_depth import round_times
+
+DEPTHS = (0, 1, 2, 4)
 
 
 def parse_arguments():
@@ -73,7 +75,7 @@ def main():
     args = parse_arguments()
     discarded, seconds = time_texts(args)
     gearbox = Gearbox(random_llama(args.shape), "4,16", kernels="native")
-    of_llama = speeds(round_times(gearbox, gearbox.ladder[0], 256, args.trials))
+    of_llama = speeds(round_times(gearbox, gearbox.ladder[0], 256, args.trials, depths=DEPTHS))
     of_demo = speeds(seconds)
     print("| queued ahead | thrown away per token | demo model | random Llama |\n| --- | --- | --- | --- |")
     for depth in DEPTHS:

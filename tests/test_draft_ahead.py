@@ -8,17 +8,14 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, PROMPT, tiny_model
+from conftest import PROMPT, tiny_model
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding import draft_depth
-from gearbx_mlx.decoding.draft_depth import DEPTHS, default_depth, depth_here, round_times, shallowest
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.kernels import tuning_cache
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
 from gearbx_mlx.routing.entropy import entropy_bits
 from gearbx_mlx.routing.pass_costs import Costs
@@ -263,45 +260,3 @@ class TestSettings:
         assert done.status == 2
         assert says in done.err.replace("\n", " ")
         assert "Traceback" not in done.err
-
-
-class TestDepth:
-    @pytest.mark.parametrize(
-        ("seconds", "depth"),
-        [
-            ({0: 1.0, 1: 0.8, 2: 0.79, 4: 0.9}, 1),
-            ({0: 1.0, 1: 1.1, 2: 1.2, 4: 1.5}, 0),
-            ({0: 1.0, 1: 0.9, 2: 0.7, 4: 0.6}, 4),
-            ({0: 1.01, 1: 1.0}, 0),
-        ],
-    )
-    def test_is_the_smallest_that_is_nearly_the_fastest(self, seconds, depth):
-        assert shallowest(seconds) == depth
-
-    def test_every_depth_is_timed(self):
-        gearbox = Gearbox(tiny_model(), "4,16")
-        found = round_times(gearbox, gearbox.ladder[0], 16, trials=2)
-        assert tuple(found) == DEPTHS
-        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
-        assert gearbox.gear == gearbox.ladder.top
-
-    @ON_A_CPU
-    def test_a_cpu_waits(self):
-        gearbox = Gearbox(tiny_model(), "4,16")
-        assert default_depth() == depth_here(gearbox, gearbox.ladder[0]) == 0
-
-    def test_is_measured_once_on_a_gpu(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("GEARBX_TUNE", "1")
-        monkeypatch.setattr(draft_depth, "on_cpu", lambda: False)
-        monkeypatch.setattr(tuning_cache.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
-        chosen = []
-        for _ in range(2):
-            gearbox = Gearbox(tiny_model(), "4,16")
-            chosen.append(depth_here(gearbox, gearbox.ladder[0]))
-            (times,) = gearbox.kernel_choices.tuner.cache.times.values()
-            assert {*map(int, times)} == {*DEPTHS}
-            assert chosen[-1] == shallowest({int(depth): seconds for depth, seconds in times.items()})
-        assert chosen[0] == chosen[1]
-        assert gearbox.kernel_choices.tuner.measured == {}
-        monkeypatch.setenv("GEARBX_TUNE", "0")
-        assert depth_here(gearbox, gearbox.ladder[0]) == 1

@@ -6,25 +6,29 @@ costs a pass of the draft gear where the draft ends before it.
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
+from ..gears import kernel_choices
+from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
+from ..gears.kernel_choices import uncounted
 from ..gears.ladder import Gear
+from ..gears.offload import Resident
 from ..kernels.candidates import is_tuning
 from ..kernels.dispatch import on_cpu
-from ..routing.acceptance import ProductRule
+from ..routing.acceptance import DraftRule, FixedLength, ProductRule
 from .draft_times import filled_cache
 from .drafting import Drafter
 from .entropy import fast_entropy
 from .rows import Verifier
 from .snapshots import Snapshot
 
-DEPTHS = (0, 1, 2, 4)
+DEPTHS = (0, 1, 2)
 DRAFTED = 8  # tokens of a usual draft
-TRIALS, FEW_TRIALS = 9, 3  # of a script; of the first text in mode lossless, which waits for them
-CONTEXT = 256  # tokens before the draft
+TRIALS = 9
+FEW_TRIALS, FEW_DRAFTED, FEW_BEFORE = 2, 4, 32  # some 50 passes of the draft gear; FEW_BEFORE: tokens before a draft
 NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
 
 
@@ -38,23 +42,41 @@ def default_depth() -> int:
     return 0 if on_cpu() else 1
 
 
-def depth_here(gearbox: Gearbox, draft: Gear) -> int:
+def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     """Steps to queue ahead when `draft` drafts, by what was measured here; measured now if that was not done yet.
 
-    The times are kept with those of kernels (kernels/tuning_cache.py). Nothing is measured on a CPU or with
-    GEARBX_TUNE=0.
+    The times are kept with those of kernels (kernels/tuning_cache.py). Nothing is measured where it would change
+    nothing (a CPU, drafts of a fixed length), where it would read weights from a disk, and with GEARBX_TUNE=0.
     """
-    if on_cpu() or not is_tuning():
+    if isinstance(rule, FixedLength):
+        return 0
+    if on_cpu() or not is_tuning() or not isinstance(gearbox.residency, Resident):
         return default_depth()
-    tuner = gearbox.kernel_choices.tuner
-    name = f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}"
+    tuner, name = gearbox.kernel_choices.tuner, name_of(gearbox, draft)
     known = tuner.measured if gearbox.kernels.anew else tuner.cache.times
-    if name not in known:
-        times = round_times(gearbox, draft, CONTEXT, FEW_TRIALS)
-        tuner.measured[name] = {str(depth): statistics.median(seconds) for depth, seconds in times.items()}
+    if not known.get(name, {}).keys() >= {*map(str, DEPTHS)}:
+        try:
+            found = few_round_times(gearbox, draft)
+        except RuntimeError:  # without memory for it, say: the text must not end for that
+            return default_depth()
+        tuner.seconds += sum(map(sum, found.values()))
+        tuner.measured[name] = {str(depth): statistics.median(seconds) for depth, seconds in found.items()}
         tuner.cache.keep(name, tuner.measured[name])
         tuner.cache.save()
-    return shallowest({int(depth): seconds for depth, seconds in tuner.cache.times[name].items()})
+    return shallowest({depth: tuner.cache.times[name][str(depth)] for depth in DEPTHS})
+
+
+def name_of(gearbox: Gearbox, draft: Gear) -> str:
+    """What the times depend on beside the machine, as a key of the cache."""
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
+    return f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def few_round_times(gearbox: Gearbox, draft: Gear) -> dict[int, list[float]]:
+    """`round_times` of short drafts in few trials, since a text waits for them; the gearbox counts no shifts."""
+    with kernel_choices.while_measuring(), uncounted(gearbox):
+        return round_times(gearbox, draft, FEW_BEFORE, FEW_TRIALS, FEW_DRAFTED)
 
 
 def shallowest(seconds: Mapping[int, float]) -> int:
@@ -63,8 +85,15 @@ def shallowest(seconds: Mapping[int, float]) -> int:
     return min(depth for depth, value in seconds.items() if value <= enough)
 
 
-def round_times(gearbox: Gearbox, draft: Gear, context: int, trials: int = TRIALS) -> dict[int, list[float]]:
-    """Seconds of a draft of DRAFTED tokens and its verification, by depth, of each of the trials, which take turns.
+def round_times(
+    gearbox: Gearbox,
+    draft: Gear,
+    context: int,
+    trials: int = TRIALS,
+    drafted: int = DRAFTED,
+    depths: Sequence[int] = DEPTHS,
+) -> dict[int, list[float]]:
+    """Seconds of a draft and its verification, by depth, of each of the trials, which take turns.
 
     The rule ends each draft, so that all steps beyond are thrown away, and their time counts. The top gear is engaged
     afterwards.
@@ -73,20 +102,21 @@ def round_times(gearbox: Gearbox, draft: Gear, context: int, trials: int = TRIAL
         draft: the gear that drafts.
         context: tokens in the KV cache before the draft.
         trials: after one that does not count.
+        drafted: tokens of a draft. depths: that are tried.
     """
     verifier = Verifier(gearbox, gearbox.ladder.top)
     gearbox.shift(gearbox.ladder.top)
     cache = filled_cache(gearbox.model, context)
     before = Snapshot(cache)
-    rule = ProductRule(lambda entropy: 0.5, 0.5 ** (DRAFTED - 0.5))  # ends after so many tokens, whatever they are
+    rule = ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5))  # ends after so many tokens, whatever they are
     entropy = fast_entropy(gearbox)
-    drafters = {depth: Drafter(gearbox, draft, rule, entropy, ahead=depth) for depth in DEPTHS}
-    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    drafters = {depth: Drafter(gearbox, draft, rule, entropy, ahead=depth) for depth in depths}
+    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(trials + 1):
         for depth, drafter in drafters.items():
             with before.borrowed():
                 begun = time.perf_counter()
-                tokens = drafter.draft(1, cache, DRAFTED + max(DEPTHS)).tokens
+                tokens = drafter.draft(1, cache, drafted + max(depths)).tokens
                 mx.eval(verifier.rows(mx.array([[1, *tokens]]), cache).logits)
                 seconds[depth].append(time.perf_counter() - begun)
     return {depth: found[1:] for depth, found in seconds.items()}  # the first one compiles and fills caches

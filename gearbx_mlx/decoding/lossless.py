@@ -119,7 +119,7 @@ class Lossless(Mode):
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
-            draft_ahead=depth_here(gearbox, gear) if self.draft_ahead is None else self.draft_ahead,
+            draft_ahead=depth_here(gearbox, gear, plan.rule) if self.draft_ahead is None else self.draft_ahead,
         )
         return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
 

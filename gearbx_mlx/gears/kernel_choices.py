@@ -1,8 +1,8 @@
 """Give the linear layers of a model their kernels: the fastest ones, as measured with weights of the model itself."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -97,9 +97,18 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str, x: mx.a
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
     """Choose the kernels of a Gearbox in every gear now, for products of these numbers of vectors."""
+    with uncounted(gearbox):
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            gearbox.kernel_choices.measure(gearbox.model.modules(), vectors)
+
+
+@contextmanager
+def uncounted(gearbox: Any) -> Iterator[None]:
+    """After the block the gear is the one before it, and the shifts in it do not count."""
     before, shifts, seconds = gearbox.gear, gearbox.shifts, gearbox.shift_seconds
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
-        gearbox.kernel_choices.measure(gearbox.model.modules(), vectors)
-    gearbox.shift(before)
-    gearbox.shifts, gearbox.shift_seconds = shifts, seconds
+    try:
+        yield
+    finally:
+        gearbox.shift(before)
+        gearbox.shifts, gearbox.shift_seconds = shifts, seconds
