@@ -1,5 +1,6 @@
 """Kernels are chosen by what was measured on this machine; a small file in the user's cache keeps that."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,13 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ON_A_CPU, normal
+from conftest import ON_A_CPU, PROMPT, VOCABULARY, normal, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.gears.kernel_choices import measure_gears
-from gearbx_mlx.kernels import candidates, tuning_cache
-from gearbx_mlx.kernels.candidates import GPU, METAL, MLX, NATIVE, RECONSTRUCT, Kind
+from gearbx_mlx.kernels import candidates, tuner, tuning_cache
+from gearbx_mlx.kernels.candidates import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
 from gearbx_mlx.kernels.tuner import FAILED, Tuner, fastest, measure
 from gearbx_mlx.kernels.tuning_cache import TuningCache
 
@@ -44,8 +45,9 @@ def boxed(**settings) -> Gearbox:
 
 
 def plant(file: Path, product: str, **seconds: float) -> None:
-    """A cache that says that this was measured here."""
-    file.write_text(json.dumps({"machines": {tuning_cache.machine(): {product: seconds}}}))
+    """A cache that says that this was measured here, for one vector and for 16."""
+    many = product.replace("1 vector", "16 vectors")
+    file.write_text(json.dumps({"machines": {tuning_cache.machine(): {product: seconds, many: seconds}}}))
 
 
 @ON_A_CPU
@@ -54,7 +56,7 @@ class TestGearbox:
         measure_gears(boxed())
         first = cache.read_bytes()
         (found,) = json.loads(first)["machines"].values()
-        assert {*found} == {AFFINE, DENSE}
+        assert found.keys() >= {AFFINE, DENSE}
         assert all({*times} == {NATIVE, MLX} and min(times.values()) > 0 for times in found.values())
         measure_gears(boxed())
         assert cache.read_bytes() == first
@@ -109,7 +111,45 @@ class TestGearbox:
         box = boxed()
         with mx.stream(mx.cpu):
             step = mx.compile(lambda x: box.model(x), inputs=box.model.state)
-            assert mx.allclose(step(normal(1, WIDTH)), box.model(normal(1, WIDTH)), rtol=1e-4, atol=1e-4).item()
+            compiled = step(normal(1, WIDTH))
+            assert box.kernel_choices.tuner.used == {}
+            assert mx.allclose(compiled, box.model(normal(1, WIDTH)), rtol=1e-4, atol=1e-4).item()
+            assert DENSE in box.kernel_choices.tuner.used
+
+    def test_measures_weights_that_got_another_type(self, cache):
+        box = boxed()
+        box.model.set_dtype(mx.bfloat16)
+        box.model(normal(1, WIDTH))
+        assert {*box.kernel_choices.tuner.used} == {DENSE.replace("32 bits", "16 bits")}
+
+    def test_measures_nothing_where_no_weights_are_left(self, cache):
+        box = boxed()
+        chosen = box.model.layers[0].chosen
+        del box
+        gc.collect()
+        assert chosen(1) == NATIVE
+        assert not cache.exists()
+
+    def test_measures_what_stays_in_memory_where_gears_leave_it(self, cache):
+        box = boxed(residency="host")
+        for gear in ("low", "high", "low"):
+            box.shift(gear)
+            box.model(normal(1, WIDTH))
+        assert box.kernel_choices.tuner.used.keys() >= {AFFINE, DENSE}
+
+    def test_changes_no_layer_while_it_measures(self, cache):
+        box = boxed()
+        before = [layer.chosen for layer in box.model.layers]
+        measure_gears(box)
+        assert [layer.chosen for layer in box.model.layers] == before
+
+    def test_blocks_follow_another_gearbox(self, cache):
+        model = tiny_model(hidden_size=512)
+        plant(cache, DENSE, native=2.0, mlx=1.0)
+        assert Gearbox(model, "4,16", kernels="native").model(PROMPT[:, :1]).shape == (1, 1, VOCABULARY)
+        by_mlx = Gearbox(model, "4,16", kernels="auto").model(PROMPT[:, :1])
+        alone = Gearbox(tiny_model(hidden_size=512), "4,16", kernels="auto").model(PROMPT[:, :1])
+        assert mx.array_equal(by_mlx, alone).item()
 
 
 class TestCache:
@@ -192,6 +232,7 @@ class TestCandidates:
         ours = ("registers", "threadgroup", "device")
         assert PLANES.candidates(1, mx.float16) == (MLX, *ours)
         assert PLANES.candidates(1, mx.float16, ours_alone=True) == ours
+        assert PLANES.candidates(4, mx.float16) == (MLX, "registers", "device", RECONSTRUCT)  # 32 KiB of activations
         assert PLANES.candidates(16, mx.float32) == (MLX, "device", "registers", RECONSTRUCT)  # 256 KiB of activations
         assert PLANES.candidates(17, mx.float16) == (MLX, RECONSTRUCT)
 
@@ -211,15 +252,34 @@ class TestCandidates:
         assert fastest({}, ["a", "b"]) == "a"
 
     def test_sizes_between_powers_of_two_share_what_was_measured(self, cache):
-        tuner = Tuner(mx.float16)
-        name = tuner.name(Kind("rowwise 4", (1025, 3000), stock=False), 5)
+        made = Tuner(mx.float16)
+        name = made.name(Kind("rowwise 4", (1025, 3000), stock=False), 5)
         assert name == "rowwise 4, 2048 x 4096, float16, 8 vectors"
-        assert name == tuner.name(Kind("rowwise 4", (2048, 4096), stock=False), 8)
+        assert name == made.name(Kind("rowwise 4", (2048, 4096), stock=False), 8)
 
     def test_one_that_does_not_compile_is_never_chosen(self):
-        def refused() -> list[mx.array]:
-            raise RuntimeError("program_source:1: error")
+        def refused(x: mx.array) -> mx.array:
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
-        times = measure({"a": refused, "b": lambda: [mx.ones(8) + 1]})
+        times = measure({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
         assert times["a"] == FAILED
         assert fastest(times, ["a", "b"]) == "b"
+
+    def test_no_memory_is_no_measurement(self, cache, monkeypatch):
+        def without_memory(x: mx.array) -> mx.array:
+            raise RuntimeError("[malloc] Unable to allocate")
+
+        monkeypatch.setattr(tuner, "device", lambda: GPU)
+        made = Tuner(mx.float32)
+        with pytest.raises(CannotMeasure) as raised:
+            made.times("a", PLANES, 8, lambda candidate: [without_memory], (MLX, RECONSTRUCT))
+        assert raised.value.instead == MLX
+        assert made.cache.times == {}
+
+    def test_on_a_cpu_mlx_has_to_win_for_many_vectors_too(self, cache):
+        made = Tuner(mx.float32)
+        kind = Kind("weights of 32 bits", (512, 512), stock=True, rounded=False)
+        for one, many, chosen in ((2.0, 2.0, MLX), (2.0, 0.5, NATIVE), (0.5, 2.0, NATIVE)):
+            made.cache.keep(made.name(kind, 1), {NATIVE: one, MLX: 1.0})
+            made.cache.keep(made.name(kind, 16), {NATIVE: many, MLX: 1.0})
+            assert made.choose(kind, 3, lambda candidate: []) == chosen

@@ -24,7 +24,7 @@ from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder
 from .kernels_table import kernels_table
-from .terminal import messages, note, progress_bar, show_compiling, show_encoding, show_measuring
+from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
 
 NO_FLOORS = FloorSettings()
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
@@ -102,9 +102,10 @@ def make_gearbox(
         GearbxError: settings that do not fit the model.
     """
     if observe or without_gears(model):
+        if settings.kernels == MEASURE:
+            note("kernels: nothing is measured without gears")
         return Observer(model, settings.gears, dtype=dtype)
     show_compiling()
-    show_measuring()
     show_encoding()
     low_model = None if settings.low_model is None else load(settings.low_model)[0]
     layers: dict[str, Any] = {"manage": settings.manage, "widths": settings.cap_bits}
@@ -126,7 +127,8 @@ def make_gearbox(
         **layers,
     )
     if settings.kernels == MEASURE:
-        measure_gears(gearbox, VECTORS)
+        with measuring():
+            measure_gears(gearbox, VECTORS)
         show_kernels(gearbox)
     return gearbox
 

@@ -24,7 +24,10 @@ class OutputSettings(Settings):
     verbose: bool = flag(True, "False: the text alone, when it is complete. Default: True", type=str2bool)
     trace: str | None = flag(None, "Write one JSON object per token.", metavar="FILE.jsonl", named=True)
     summary: str | None = flag(None, "Write the summary as JSON.", metavar="FILE.json", named=True)
-    describe: bool = flag(False, "Before the text: each layer's bits and kernels, and why, on stderr.")
+    describe: bool = flag(
+        False,
+        "Before the text, each layer's bits and kernels, and why; after it, which kernels were fastest; on stderr.",
+    )
     color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"))
 
     def paths(self) -> tuple[Path | None, Path | None]:

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU: once, and then kept"
-MEASURING = "measuring which kernels are fastest here: once, and then kept"
+MEASURING = "measuring which kernels are fastest here"
 
 messages = Console(stderr=True, highlight=False)
 
@@ -107,11 +107,9 @@ def show_compiling() -> None:
     cpu.while_compiling = lambda: messages.status(COMPILING) if messages.is_terminal else nullcontext()
 
 
-def show_measuring() -> None:
-    """Let a spinner turn while kernels are measured, which takes a second or two, once for a machine."""
-    from ..gears import kernel_choices  # imports mlx
-
-    kernel_choices.while_measuring = lambda: messages.status(MEASURING) if messages.is_terminal else nullcontext()
+def measuring() -> AbstractContextManager:
+    """A spinner turns while all kernels of a model are measured. Not for single ones: a text may be on its way."""
+    return messages.status(MEASURING) if messages.is_terminal else nullcontext()
 
 
 def show_encoding() -> None:

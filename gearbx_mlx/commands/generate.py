@@ -21,7 +21,6 @@ from ..cli.tables import layers_table, summary_table
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
-from ..gears.kernel_choices import measure_gears
 from ..gears.observer import Observer
 from ..loading import gears_of, model_name
 from .written_text import show_summary, write_out
@@ -61,6 +60,8 @@ def run(settings: GenerateSettings) -> int:
     counted = written.tally, written.speed, mx.get_peak_memory()
     result = summary_of(model_name(model_path), gearbox, mode, *counted, controller, draft)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
+    if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
+        show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return written.status
 
 
@@ -89,16 +90,8 @@ def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path
         terminal.note(f"{model_name(model_path)} is quantized already: telemetry only, no layer changes gear")
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
-        describe_kernels(gearbox)
         if mode.about():
             terminal.note(mode.about())
-
-
-def describe_kernels(gearbox: Gearbox | Observer) -> None:
-    """Print which kernels won in every gear, and by how much; `--kernels measure` has done that."""
-    if isinstance(gearbox, Gearbox) and gearbox.kernels.native and not gearbox.kernels.anew:
-        measure_gears(gearbox)
-        show_kernels(gearbox)
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
-from ..gears import kernel_choices
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.kernel_choices import uncounted
@@ -75,7 +74,7 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 def few_round_times(gearbox: Gearbox, draft: Gear) -> dict[int, list[float]]:
     """`round_times` of short drafts in few trials, since a text waits for them; the gearbox counts no shifts."""
-    with kernel_choices.while_measuring(), uncounted(gearbox):
+    with uncounted(gearbox):
         return round_times(gearbox, draft, FEW_BEFORE, FEW_TRIALS, FEW_DRAFTED)
 
 

@@ -198,6 +198,13 @@ def programs_of(layer: nn.Module) -> Programs:
     return found
 
 
+def forget_programs(model: nn.Module) -> None:
+    """Make all programs of a model anew: its layers may have other kernels from now on."""
+    for module in model.modules():
+        if PROGRAMS in vars(module):
+            vars(module)[PROGRAMS].forget()
+
+
 def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
     """The native program of a block over the modules that it has; None if there is none for these."""
     try:

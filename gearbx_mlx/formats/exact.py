@@ -86,7 +86,7 @@ class NativeExactLinear(Native, ExactLinear):
     def __call__(self, x: mx.array) -> mx.array:
         return exact_product(x, self.matrix, decode, self.get("bias"), self.chosen)
 
-    def kind(self) -> Kind:
+    def kind(self) -> Kind | None:
         form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
         return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), rounded=False)
 

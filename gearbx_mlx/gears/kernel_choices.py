@@ -2,25 +2,25 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from ..formats.native import Native
+from ..formats.block import forget_programs
+from ..formats.native import Native, as_class
 from ..formats.tied import TiedEmbedding
-from ..kernels.candidates import Chosen, Kind, always
+from ..kernels.candidates import RECONSTRUCT, Chosen, Kind, always
 from ..kernels.dispatch import Choice
 from ..kernels.tuner import Tuner
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 MOST_BYTES = 2**28
-
-# Surrounds the measurements of a gear, which take up to two seconds: a command puts its spinner here.
-while_measuring: Callable[[], AbstractContextManager] = nullcontext
+DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
 
 
 class KernelChoices:
@@ -35,8 +35,9 @@ class KernelChoices:
     def __init__(self, model: nn.Module, choice: Choice, dtype: mx.Dtype):
         self.choice = choice
         self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.anew)
+        forget_programs(model)  # and what else an earlier gearbox chose
         for layer in natives(model.modules()):
-            layer.chosen = None  # what an earlier gearbox chose
+            layer.chosen = None
         self.take(model.modules())
 
     def take(self, modules: Iterable[nn.Module]) -> None:
@@ -53,19 +54,21 @@ class KernelChoices:
                 if kind := layer.kind():
                     alike.setdefault(kind, []).append(layer)
         for kind, layers in alike.items():
-            choose = partial(self._choose, kind, [weakref.ref(layer) for layer in layers])
-            for layer in layers:
-                layer.chosen = Chosen(choose)
+            members = [weakref.ref(layer) for layer in layers]
+            for layer, member in zip(layers, members):
+                layer.chosen = Chosen(partial(self._choose, member, kind, members))
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
         """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""
         chosen = {kind: layer.chosen for layer in natives(modules) if layer.chosen and (kind := layer.kind())}
-        with while_measuring():
-            for kind in sorted(chosen, key=lambda kind: prod(kind.shape)):  # of sizes alike the smallest counts
-                for count in vectors:
-                    chosen[kind](count)
+        for kind in sorted(chosen, key=lambda kind: prod(kind.shape)):  # of sizes alike the smallest counts
+            for count in vectors:
+                chosen[kind](count)
 
-    def _choose(self, kind: Kind, members: Sequence[weakref.ref], vectors: int) -> str:
+    def _choose(self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], vectors: int) -> str:
+        """Choose for a layer that was of the kind `taken`; its weights may have another type by now."""
+        now = layer()
+        kind = (now.kind() if now is not None else None) or taken
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))
         self.tuner.cache.save()
         return name
@@ -77,22 +80,20 @@ def natives(modules: Iterable[nn.Module]) -> list[Native]:
     return [layer for layer in layers if isinstance(layer, Native)]
 
 
-def products(kind: Kind, members: Sequence[weakref.ref], candidate: str, x: mx.array) -> list[mx.array]:
-    """Products of x with the layers of a kind that are in memory, by a candidate; not evaluated."""
-    built: list[mx.array] = []
+def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], mx.array]]:
+    """The products by a candidate with the layers of a kind that are in memory."""
+    found: list[Callable[[mx.array], mx.array]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
-        if built and (size > MOST_BYTES or len(built) == MOST_LAYERS):
+        if found and (size > MOST_BYTES or len(found) == MOST_LAYERS):
             break
-        if layer.kind() != kind:  # its weights were given up for a while
-            continue
-        before, layer.chosen = layer.chosen, always(candidate)
-        try:
-            built.append(layer.product(x))
-        finally:
-            layer.chosen = before
-        size += layer["weight"].nbytes if "weight" in layer else 0
-    return built
+        sizes = [array.nbytes for _, array in tree_flatten(layer.parameters())]
+        if all(sizes) and layer.kind() == kind:  # else its weights were given up for a while
+            trial = as_class(layer, type(layer))  # the layer itself may be in use
+            trial.chosen = always(candidate)
+            found.append(trial.product)
+            size += DENSE_SIZE * prod(kind.shape) if candidate == RECONSTRUCT else sum(sizes)
+    return found
 
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
@@ -100,15 +101,17 @@ def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
     with uncounted(gearbox):
         for gear in gearbox.ladder:
             gearbox.shift(gear)
-            gearbox.kernel_choices.measure(gearbox.model.modules(), vectors)
+            modules = (m for m in gearbox.model.modules() if gearbox.head or not isinstance(m, nn.Embedding))
+            gearbox.kernel_choices.measure(modules, vectors)
 
 
 @contextmanager
 def uncounted(gearbox: Any) -> Iterator[None]:
     """After the block the gear is the one before it, and the shifts in it do not count."""
-    before, shifts, seconds = gearbox.gear, gearbox.shifts, gearbox.shift_seconds
+    before, shifts, seconds, memory = gearbox.gear, gearbox.shifts, gearbox.shift_seconds, gearbox.active_memory
+    gearbox.active_memory = dict(memory)
     try:
         yield
     finally:
         gearbox.shift(before)
-        gearbox.shifts, gearbox.shift_seconds = shifts, seconds
+        gearbox.shifts, gearbox.shift_seconds, gearbox.active_memory = shifts, seconds, memory

@@ -117,6 +117,9 @@ class StreamedLinear(Streamed, ExactLinear):
 class NativeStreamedLinear(StreamedLinear, NativeExactLinear):
     """A linear layer with native kernels."""
 
+    def kind(self) -> None:
+        """Nothing to choose: to measure would be to read the disk."""
+
 
 class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
     """A SwitchLinear. The experts that `indices` names are read, when their names are known: nothing is read ahead."""

@@ -72,13 +72,21 @@ def size_class(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
+class CannotMeasure(Exception):
+    """Nothing can be measured now, inside of mx.compile for instance. `instead`: the candidate to use meanwhile."""
+
+    def __init__(self, instead: str):
+        super().__init__(instead)
+        self.instead = instead
+
+
 class Chosen:
     """The candidate for a layer's products, by the number of vectors.
 
     `prepared`: the layer's launches of Metal kernels, without arrays, by the activations and whether there is a bias.
 
     Args:
-        choose: gives the candidate for a number of vectors; asked once for each.
+        choose: gives the candidate for a number of vectors; asked once for each, or again after CannotMeasure.
     """
 
     def __init__(self, choose: Callable[[int], str]):
@@ -89,11 +97,17 @@ class Chosen:
     def __call__(self, vectors: int) -> str:
         found = self._by_vectors.get(vectors)
         if found is None:
-            found = self._by_vectors[vectors] = self._choose(vectors)
+            try:
+                found = self._by_vectors[vectors] = self._choose(vectors)
+            except CannotMeasure as now:
+                found = now.instead
         return found
 
     def __deepcopy__(self, memo: object) -> "Chosen":
         return self
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a layer that was pickled has nothing chosen
 
 
 def always(candidate: str) -> Chosen:

@@ -37,7 +37,7 @@ def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen
     """
     if chosen is None or not chosen.prepared:
         return None
-    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None))
+    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None, mx.default_device().type))
     if prepared is None:
         return None
     return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
@@ -47,7 +47,7 @@ def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None)
     """The product by a Metal kernel, whose launch is kept for the layer."""
     if chosen is not None:
         x = launch.inputs[0]
-        chosen.prepared[x.shape, x.dtype, bias is None] = launch.prepared
+        chosen.prepared[x.shape, x.dtype, bias is None, mx.default_device().type] = launch.prepared
     return launch.run()
 
 

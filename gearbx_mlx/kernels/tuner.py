@@ -12,8 +12,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from .candidates import CPU, MOST_VECTORS, SMALLEST, Kind, device, is_tuning, size_class
-from .timing import compare
+from ..errors import GearbxError
+from .candidates import CPU, MOST_VECTORS, SMALLEST, STOCK, CannotMeasure, Kind, device, is_tuning, size_class
+from .timing import compare, seconds_of
 from .tuning_cache import Times, TuningCache
 
 MARGIN = 1.05  # what is used without measuring stays, unless something else is faster by more than this
@@ -22,10 +23,13 @@ TRIALS = 5
 LEAST_SECONDS = 0.002  # of a trial
 LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
 
+HOPELESS = 3.0  # a candidate that takes so many times as long for a single product is not timed over many
 FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
+REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
 
-Products = Callable[[str, mx.array], Sequence[mx.array]]
-"""Builds products of activations (vectors, columns), each with other weights of one kind, by a candidate."""
+Product = Callable[[mx.array], mx.array]
+Products = Callable[[str], Sequence[Product]]
+"""The products by a candidate, each with other weights of one kind; none if no weights are in memory."""
 
 
 class Tuner:
@@ -55,37 +59,48 @@ class Tuner:
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
 
-        On a CPU it is chosen once, for one vector: our kernels give a vector the same bits in any company there.
+        On a CPU one candidate computes any number of vectors: ours give a vector the same bits in any company there.
+        MLX's has to be faster for one vector and for many.
+
+        Raises:
+            CannotMeasure: nothing can be evaluated now, or no weights are in memory.
         """
-        if device() == CPU:
-            vectors = 1
+        if device() != CPU:
+            return self._fastest(kind, size_class(vectors), products)
+        chosen = self._fastest(kind, 1, products)
+        if chosen in STOCK and chosen != self._fastest(kind, MOST_VECTORS, products):
+            return kind.candidates(1, self.dtype, self.ours_alone)[0]
+        return chosen
+
+    def _fastest(self, kind: Kind, vectors: int, products: Products) -> str:
         candidates = kind.candidates(vectors, self.dtype, self.ours_alone)
         if len(candidates) == 1 or vectors > MOST_VECTORS or not is_worth_it(kind):
             return candidates[0]
-        try:
-            times = self.times(kind, vectors, products, candidates)
-        except ValueError:  # nothing can be evaluated inside of mx.compile
-            return candidates[0]
+        name = self.name(kind, vectors)
+        times = self.times(name, kind, vectors, products, candidates)
         chosen = fastest(times, candidates)
-        self.used[self.name(kind, vectors)] = chosen, times
+        self.used[name] = chosen, times
         return chosen
 
-    def times(self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
-        """Seconds of a product by each candidate, from the cache or measured now.
-
-        Raises:
-            ValueError: inside of mx.compile, where nothing can be evaluated.
-        """
-        name, counted = self.name(kind, vectors), size_class(vectors)
+    def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
+        """Seconds of a product by each candidate, from the cache or measured now. Raises CannotMeasure."""
         known = self.measured if self.anew else self.cache.times
-        if not known.get(name, {}).keys() >= {*candidates}:
-            begun = time.perf_counter()
-            x = mx.random.normal((counted, kind.shape[1]), self.dtype, key=mx.random.key(0))
-            found = measure({each: partial(products, each, x) for each in candidates})
-            self.seconds += time.perf_counter() - begun
-            self.measured[name] = found
-            self.cache.keep(name, found)
-        return (self.measured if name in self.measured else self.cache.times).get(name, {})
+        if known.get(name, {}).keys() >= {*candidates}:
+            return known[name]
+        begun = time.perf_counter()
+        x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(0))
+        try:
+            found = measure({each: products(each) for each in candidates}, x)
+        except GearbxError:
+            raise
+        except (ValueError, RuntimeError):  # inside of mx.compile; without memory for it
+            raise CannotMeasure(candidates[0]) from None
+        if not found:
+            raise CannotMeasure(candidates[0])
+        self.seconds += time.perf_counter() - begun
+        self.measured[name] = found
+        self.cache.keep(name, found)
+        return found
 
     def name(self, kind: Kind, vectors: int) -> str:
         """What a kind of product is called in the cache: sizes up to the next power of two share an entry."""
@@ -101,18 +116,37 @@ def is_worth_it(kind: Kind) -> bool:
     return is_tuning() and math.prod(kind.shape) >= SMALLEST
 
 
-def measure(candidates: Mapping[str, Callable[[], Sequence[mx.array]]]) -> Times:
-    """Seconds of one product by each candidate, medians; FAILED for one that cannot be compiled or evaluated."""
-    working, failed = {}, {}
-    for name, make in candidates.items():
-        try:
-            mx.eval(make())
-            working[name] = make
-        except RuntimeError:  # Metal's compiler refuses a text, say
-            failed[name] = FAILED
-    counts = {name: max(1, len(make())) for name, make in working.items()}
-    found = compare(working, TRIALS, LEAST_SECONDS, GIVE_UP)
-    return {name: statistics.median(each) / counts[name] for name, each in found.items()} | failed
+def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
+    """Seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at all.
+
+    Raises:
+        ValueError, RuntimeError: from MLX, where something else cannot be evaluated.
+    """
+    if not all(products.values()):
+        return {}
+    found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
+    hopeful = [name for name, seconds in found.items() if seconds <= HOPELESS * min(found.values())]
+    if len(hopeful) > 1:
+        makes = {name: partial(built, products[name], x) for name in hopeful}
+        times = compare(makes, TRIALS, LEAST_SECONDS, GIVE_UP)
+        found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
+    return found
+
+
+def seconds_of_one(product: Product, x: mx.array) -> float:
+    """Of one product, after another one that may compile its kernel."""
+    try:
+        mx.eval(product(x))
+    except RuntimeError as error:
+        if any(word in str(error) for word in REFUSED):
+            return FAILED
+        raise
+    return seconds_of(lambda: [product(x)])
+
+
+def built(products: Sequence[Product], x: mx.array) -> list[mx.array]:
+    """One product of each, not evaluated."""
+    return [product(x) for product in products]
 
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ class TuningCache:
 
     def _read(self, quietly: bool = False) -> Stored:
         """The file's content; nothing, where there is none or it is not what `save` wrote."""
-        if not self.file.exists():
+        if not self.file.is_file():
             return Stored()
         try:
             return read_json(self.file, Stored, "measurements of kernels", "it is written anew")
