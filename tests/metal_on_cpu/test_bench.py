@@ -1,5 +1,6 @@
 """benchmark metal: without Metal it says so; with launches run on the CPU it checks, times and writes everything."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -188,6 +189,37 @@ def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
     assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
     wrong = {row["what"]: len(row["wrong"]) for row in report["checks"]}
     assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
+
+
+@pytest.mark.clang
+def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
+    """One that was not checked to the end is not timed; one that refuses its arrays is wrong."""
+    right = Prepared.__call__
+
+    def pack(weight: mx.array) -> list:
+        raise ValueError("no room for that")
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
+        if self.spec.layout.name == "rowwise_8":
+            raise ValueError("bad strides")
+        return right(self, *inputs)
+
+    def every(group_size: int, every=subject.all_kernels) -> list:
+        return [
+            (dataclasses.replace(kernel, pack=pack) if kernel.name == "rowwise 6" else kernel, rival)
+            for kernel, rival in every(group_size)
+        ]
+
+    monkeypatch.setattr(Prepared, "__call__", run)
+    monkeypatch.setattr(subject, "all_kernels", every)
+    only(monkeypatch, "rowwise 8", "rowwise 6", "rowwise 4")
+    result = short(*SHORT)
+    assert result.status == 1
+    report = written()
+    assert report["failed"] == ["rowwise 6: no room for that"]
+    assert {row["what"]: bool(row["wrong"]) for row in report["checks"]} == {"rowwise 8": True, "rowwise 4": False}
+    assert "wrong: rowwise 8, 37x640, 2 vectors, float32, metal registers: bad strides" in result.out
+    assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
 
 
 @pytest.mark.clang
