@@ -80,6 +80,14 @@ def test_another_compiler_needs_no_developer_tools(mac, afresh, tmp_path):
 
 
 @ON_A_CPU
+def test_a_compiler_that_does_not_know_the_processor(mac, afresh, tmp_path):
+    said = "error: unknown value 'apple-m1' for '-mcpu'"
+    afresh.setenv("CXX", str(program(tmp_path / "gcc-14", f'echo "cc1plus: {said}" >&2; exit 1')))
+    expected = f"gcc-14 could not compile the CPU kernels: cc1plus: {said}; "
+    assert cpu.why_not() == expected + "use Apple's c++ (CXX=/usr/bin/c++), or GCC 15"
+
+
+@ON_A_CPU
 def test_without_the_program_to_ask_the_compiler_is_run(mac, tmp_path):
     (tmp_path / "xcode-select").write_text("not a program")
     assert cpu.why_not() == "c++ could not compile the CPU kernels: error: it ran"
