@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, PROMPT, tiny_model
+from conftest import PROMPT, tiny_model
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -285,7 +285,6 @@ class TestDepth:
         assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
         assert gearbox.gear == gearbox.ladder.top
 
-    @ON_A_CPU
     def test_a_cpu_waits(self):
         gearbox = Gearbox(tiny_model(), "4,16")
         assert default_depth() == depth_here(gearbox, gearbox.ladder[0]) == 0
