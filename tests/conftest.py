@@ -38,9 +38,6 @@ settings.register_profile("gearbx", deadline=None, derandomize="HYPOTHESIS_SEARC
 settings.load_profile("gearbx")
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
-ON_A_CPU = pytest.mark.skipif(
-    mx.default_device().type != mx.DeviceType.cpu, reason="native kernels are for the CPU, and MLX computes on a GPU"
-)
 
 # A promise of equal bits holds for as many vectors as native CPU kernels take: on a Mac 16, and then MLX goes on.
 MANY_VECTORS = pytest.mark.skipif(

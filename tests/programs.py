@@ -28,6 +28,7 @@ ARM = [
     pytest.param(GCC, ["-march=armv8.2-a+dotprod"], id="NEON with dot products"),
     pytest.param(CLANG, ["-mcpu=apple-m1"], id="NEON by a Mac's compiler"),
 ]
+I8MM = GCC, ["-march=armv8.2-a+dotprod+i8mm"]  # products of unsigned codes with signed activations
 EMULATOR = "qemu-aarch64"
 
 
@@ -86,4 +87,4 @@ def run_on_arm(check: Path, directory: Path, compiler: Sequence[str], flags: Seq
     if missing:
         pytest.skip(f"NEON WAS NOT CHECKED: {', '.join(missing)} is not installed")
     build(check, directory / "check", compiler, ["-O2", "-static", "-DEMULATED", *flags])
-    run([EMULATOR, str(directory / "check")])
+    run([EMULATOR, "-cpu", "max", str(directory / "check")])

@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, float64, normal
+from conftest import float64, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx.kernels import dispatch
 
-pytestmark = [ON_A_CPU, pytest.mark.usefixtures("native")]
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @settings(max_examples=60)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, ON_A_CPU, PROMPT, normal, tiny_model
+from conftest import MANY_VECTORS, PROMPT, normal, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats import block
 
-pytestmark = [ON_A_CPU, pytest.mark.usefixtures("native")]
+pytestmark = pytest.mark.usefixtures("native")
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 MODELS = [

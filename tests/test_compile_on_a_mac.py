@@ -4,7 +4,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ON_A_CPU
 
 from gearbx_mlx.kernels import compiler, cpu, target
 from gearbx_mlx.kernels.target import Target
@@ -52,7 +51,6 @@ def answer(directory: Path, status: int) -> None:
     program(directory / "xcode-select", f'[ "$*" = -p ] && exit {status}; exit 64')
 
 
-@ON_A_CPU
 @pytest.mark.parametrize("named", [None, "clang++ -g", "wrapper c++"])
 def test_no_placeholder_is_run_without_developer_tools(mac, afresh, tmp_path, named):
     program(tmp_path / "wrapper", "exit 3")
@@ -63,7 +61,6 @@ def test_no_placeholder_is_run_without_developer_tools(mac, afresh, tmp_path, na
     assert not (tmp_path / "log").exists()
 
 
-@ON_A_CPU
 def test_the_compiler_is_run_with_developer_tools(mac, tmp_path):
     answer(tmp_path, status=0)
     assert cpu.why_not() == "c++ could not compile the CPU kernels: error: it ran"
@@ -72,14 +69,19 @@ def test_the_compiler_is_run_with_developer_tools(mac, tmp_path):
     assert not {"-march=native", "-mcpu=native", "-pthread"} & set(flags)
 
 
-@ON_A_CPU
 def test_another_compiler_needs_no_developer_tools(mac, afresh, tmp_path):
     answer(tmp_path, status=2)
     afresh.setenv("CXX", str(program(tmp_path / "own", 'echo "error: own compiler" >&2; exit 1')))
     assert cpu.why_not() == "own could not compile the CPU kernels: error: own compiler"
 
 
-@ON_A_CPU
+def test_a_compiler_that_does_not_know_the_processor(mac, afresh, tmp_path):
+    said = "error: unknown value 'apple-m1' for '-mcpu'"
+    afresh.setenv("CXX", str(program(tmp_path / "gcc-14", f'echo "cc1plus: {said}" >&2; exit 1')))
+    expected = f"gcc-14 could not compile the CPU kernels: cc1plus: {said}; "
+    assert cpu.why_not() == expected + "use Apple's c++ (CXX=/usr/bin/c++), or GCC 15"
+
+
 def test_without_the_program_to_ask_the_compiler_is_run(mac, tmp_path):
     (tmp_path / "xcode-select").write_text("not a program")
     assert cpu.why_not() == "c++ could not compile the CPU kernels: error: it ran"

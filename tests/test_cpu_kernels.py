@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, up_to, weights_of
+from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,8 +40,6 @@ for count in (1, 5, 16, 100):
     y = cpu.native().dense_matvec(x[:count], weight.astype(mx.bfloat16))
     print(zlib.crc32(np.array(y).tobytes()))
 """
-
-pytestmark = ON_A_CPU
 
 
 class TestNumbers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
-from conftest import ON_A_CPU, tiny_model
+from conftest import tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
@@ -137,7 +137,7 @@ class TestUse:
         [
             ({"format": "rowwise"}, "rowwise"),
             ({"group_size": 32}, "32"),
-            pytest.param({"activations": "float"}, "float activations", marks=ON_A_CPU),
+            ({"activations": "float"}, "float activations"),
             ({"dtype": "bfloat16"}, "bfloat16"),
         ],
     )

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import GROUP, tiny
-from conftest import ON_A_CPU, PROMPT, normal, weights_of
+from conftest import PROMPT, normal, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -247,7 +247,6 @@ def test_a_text_and_its_drafts_are_those_of_the_plain_model(ladder, demo):
     assert len(set(texts[0])) > 2
 
 
-@ON_A_CPU
 @pytest.mark.parametrize(("ladder", "architecture"), [("3,16", "llama"), ("4,8,16", "llama"), ("4,16", "qwen3_moe")])
 def test_native_kernels_compute_what_they_do_with_dense_weights(native, ladder, architecture):
     ours = boxed(ladder, architecture, kernels="native")

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import programs
 import pytest
-from conftest import ON_A_CPU
 from exact_reference import as_bf16, bits_of, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from gearbx_mlx.kernels import cpu
 
 CHECK = Path(__file__).parent / "native" / "check_exact.c"
 FORMS = [(3,), (4,), (4, 4)]
-pytestmark = ON_A_CPU
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import MANY_VECTORS, ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
+from conftest import MANY_VECTORS, PROMPT, assert_products_close, float64, tiny_model
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -15,8 +15,6 @@ from gearbx_mlx.kernels import dispatch, experts
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 EXPERTS, ROWS, COLUMNS = 5, 33, 128
-
-pytestmark = ON_A_CPU
 
 
 def random_pairs(*shape: int) -> tuple[mx.array, mx.array]:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, PROMPT, float64, normal, tiny_model
+from conftest import PROMPT, float64, normal, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.activations import swiglu
@@ -21,8 +21,6 @@ from gearbx_mlx.kernels import dispatch
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-
-pytestmark = ON_A_CPU
 
 
 @pytest.mark.usefixtures("native")

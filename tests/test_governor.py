@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import ON_A_CPU, tiny_model
+from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.decoding.block_timer import BlockTimer
@@ -197,7 +197,6 @@ class TestGoverned:
         assert max(held) <= before
 
 
-@ON_A_CPU
 class TestTimedLayers:
     def test_a_text_is_the_same_and_blocks_are_what_they_were(self, geared):
         gearbox, tokenizer = geared

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, assert_products_close, float64, stack_weights, tiny_model, up_to
+from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +12,6 @@ from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import products
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
-
-pytestmark = ON_A_CPU
 
 
 STEPS = {8: 127, 16: 32384}  # of the largest activation of a group

@@ -8,15 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ON_A_CPU
 
 from gearbx_mlx import GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu
 
 ROOT = Path(__file__).parents[1]
 NO_BODY = 65534  # a user that owns nothing here
-
-pytestmark = ON_A_CPU
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import ON_A_CPU, PROMPT, tiny_model
+from conftest import PROMPT, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu
 
 ROOT = Path(__file__).parents[1]
-
-pytestmark = ON_A_CPU
 
 
 @pytest.fixture

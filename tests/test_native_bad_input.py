@@ -3,12 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, PROMPT, assert_products_close, float64, tiny_model
+from conftest import PROMPT, assert_products_close, float64, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.kernels import products
-
-pytestmark = ON_A_CPU
 
 
 class TestShapes:

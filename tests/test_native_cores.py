@@ -19,3 +19,7 @@ def test_under_sanitizers(tmp_path, check, flags):
 @pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
 def test_on_an_emulated_arm_processor(tmp_path, check, compiler, flags):
     programs.run_on_arm(check, tmp_path, compiler, flags)
+
+
+def test_core_on_an_emulated_arm_processor_with_i8mm(tmp_path):
+    programs.run_on_arm(CHECKS[0].with_name("check_core.c"), tmp_path, *programs.I8MM)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ON_A_CPU
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS, IMAGES = ROOT / "scripts", ROOT / "docs" / "images"
@@ -27,7 +26,6 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-@ON_A_CPU
 def test_the_terminal_in_the_readme_shows_what_generate_writes(draw_terminal):
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
     flags = shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate").split()

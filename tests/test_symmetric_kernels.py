@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ON_A_CPU, assert_products_close, float64
+from conftest import assert_products_close, float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,8 +11,6 @@ from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.kernels import products
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
-
-pytestmark = ON_A_CPU
 
 
 class TestSymmetricCodes:

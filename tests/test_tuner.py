@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ON_A_CPU, PROMPT, VOCABULARY, normal, tiny_model
+from conftest import PROMPT, VOCABULARY, normal, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
@@ -50,7 +50,6 @@ def plant(file: Path, product: str, **seconds: float) -> None:
     file.write_text(json.dumps({"machines": {tuning_cache.machine(): {product: seconds, many: seconds}}}))
 
 
-@ON_A_CPU
 class TestGearbox:
     def test_measures_each_kind_of_product_once(self, cache):
         measure_gears(boxed())

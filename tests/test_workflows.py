@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,10 +14,17 @@ from gearbx_mlx.cli.parsers import benchmark
 
 COMMAND = ROOT / ".ci" / "readme_command"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MACOS = ROOT / ".github" / "workflows" / "macos.yml"
 
 
-def commands(workflow: dict) -> str:
-    return "\n".join(step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"])
+def steps(file: Path) -> list[dict]:
+    """Of all jobs, those that run something."""
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values()
+    return [step for job in jobs for step in job["steps"] if "run" in step]
+
+
+def commands(file: Path) -> str:
+    return "\n".join(step["run"] for step in steps(file))
 
 
 @pytest.mark.parametrize("name", ["main", "test"])
@@ -32,16 +40,31 @@ def test_a_command_that_the_readme_lacks():
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_a_workflow_runs_both_commands_of_the_readme(file):
-    text = commands(yaml.safe_load(file.read_text(encoding="utf-8")))
+    text = commands(file)
     text += (ROOT / ".ci" / "run").read_text(encoding="utf-8") if ".ci/run" in text else ""
     assert {"main", "test"} <= set(re.findall(r"\.ci/readme_command (\w+)", text))
 
 
+def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    file = tmp_path / ".ci" / "readme_command"
+    file.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    file.chmod(0o755)
+    scripts = [step["run"] for step in steps(MACOS) if "readme_command" in step["run"]]
+    assert len(scripts) == 2
+    for script in scripts:  # as GitHub runs it
+        assert subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path).returncode == 1
+
+
 def test_the_benchmarks_of_the_workflow_parse(monkeypatch):
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "macos.yml").read_text(encoding="utf-8"))
-    assert [job["runs-on"] for job in workflow["jobs"].values()] == ["macos-15"]
-    lines = re.findall(r"\.venv/bin/gearbx_mlx (benchmark .*)", commands(workflow))
+    lines = re.findall(r"\.venv/bin/gearbx_mlx (benchmark .*)", commands(MACOS))
     assert lines
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line))
         benchmark.parse()
+
+
+def test_each_benchmark_runs_whatever_failed_before_it():
+    benchmarks = [step for step in steps(MACOS) if " benchmark " in step["run"]]
+    assert [step["run"].split()[2] for step in benchmarks] == ["metal", "kernels", "decode"]
+    assert {step["if"] for step in benchmarks} == {"${{ !cancelled() }}"}

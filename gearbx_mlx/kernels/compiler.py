@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from .target import Target, processor_features, this_target
+from .target import OLDEST_MAC, Target, processor_features, this_target
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
@@ -160,7 +160,10 @@ def compile_library(recipe: Recipe, library: Path) -> None:
 
 
 def run_compiler(command: list[str]) -> None:
-    """Run one command of the compiler. Raises Unavailable with the first error that it prints."""
+    """Run one command of the compiler. Raises Unavailable with the first error that it prints.
+
+    Where that is that it does not know a Mac's processor, the message ends with compilers that do.
+    """
     name = Path(command[0]).name
     try:
         done = subprocess.run(
@@ -173,4 +176,5 @@ def run_compiler(command: list[str]) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
         first = lines[0].strip()[:200] if lines else f"status {done.returncode}"
-        raise Unavailable(f"{name} could not compile the CPU kernels: {first}")
+        remedy = "; use Apple's c++ (CXX=/usr/bin/c++), or GCC 15" if OLDEST_MAC in first else ""
+        raise Unavailable(f"{name} could not compile the CPU kernels: {first}{remedy}")

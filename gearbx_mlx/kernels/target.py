@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 ARM = ("arm64", "aarch64")
+OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 
@@ -32,7 +33,7 @@ class Target:
         """The compiler's flag for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
         if self.machine not in ARM:
             return "-march=native"
-        return "-mcpu=apple-m1" if self.is_mac else "-mcpu=native"
+        return f"-mcpu={OLDEST_MAC}" if self.is_mac else "-mcpu=native"
 
 
 def this_target() -> Target:

@@ -31,8 +31,17 @@ def get_mlx(cache: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as made:
             for name in ("mlx", "mlx-metal"):
                 unpack(download(f"{name}=={number}", Path(made)), Path(made) / "unpacked")
-            (Path(made) / "unpacked").rename(directory)
+            keep(Path(made) / "unpacked", directory)
     return directory / "mlx"
+
+
+def keep(unpacked: Path, directory: Path) -> None:
+    """Give the directory its name, unless another run has done that meanwhile: theirs has the same files."""
+    try:
+        unpacked.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
 
 
 def download(requirement: str, directory: Path) -> Path:

@@ -1,16 +1,17 @@
 """benchmark metal: without Metal it says so; with launches run on the CPU it checks, times and writes everything."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
 import pytest
 
 from gearbx_mlx.cli.parsers.benchmark import MOST_VECTORS
-from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_operations, metal_times
+from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_kernels, metal_operations, metal_times
 from gearbx_mlx.commands.benchmark import metal as subject
 from gearbx_mlx.commands.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, timing
-from gearbx_mlx.kernels.metal import Launch, available
+from gearbx_mlx.kernels.metal import Prepared, available
 
 SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
 SHORT += ["--tokens", "3"]
@@ -34,6 +35,7 @@ def short(bench, launches, monkeypatch):
     monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_operations, "KEYS", (37,))
     monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
+    monkeypatch.setattr(metal_times, "BUILDS", 1)
     monkeypatch.setattr(metal_times, "copies", lambda arrays, total: [arrays])
     monkeypatch.setattr(subject, "add_gears", lambda settings, rows: None)
     monkeypatch.setattr(subject, "add_modes", lambda settings, rows: None)
@@ -150,20 +152,33 @@ def test_exact_weights_stand_beside_dense_ones(short, monkeypatch):
 
 
 @pytest.mark.clang
-def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
-    right = Launch.run
+def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypatch):
+    """As gears prepare it: `python_seconds` is what a token costs."""
+    monkeypatch.setattr(metal_times, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    pair = metal_kernels.codebook_kernel("codebook", 4), metal_kernels.mlx_kernel(4, 64)
+    rows = list(metal_times.time_product(pair, (16, 128), [1], mx.float32, mx.ones((256,)), 1))
+    assert [row["path"] for row in rows] == ["mlx", *VARIANTS]
+    assert all(row["python_seconds"] > 0 for row in rows)
+    assert len(launches) > 2 * len(VARIANTS)
+    assert len(set(launches)) == len(VARIANTS)
 
-    def run(self: Launch) -> mx.array:
+
+@pytest.mark.clang
+def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
+    right = Prepared.__call__
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
         name = self.spec.layout.name
         if name == "rowwise_6" and self.spec.ragged:
-            return right(self) * 1.01
+            return right(self, *inputs) * 1.01
         if name == "groupwise":
             raise RuntimeError("Metal's compiler says no")
         if name == "rowwise_2" and self.spec.vectors == 2:
-            return right(self) * (1 + 2.0**-20)
-        return right(self)
+            return right(self, *inputs) * (1 + 2.0**-20)
+        return right(self, *inputs)
 
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(Prepared, "__call__", run)
     only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4")
     result = short(*SHORT)
     assert result.status == 1
@@ -177,15 +192,46 @@ def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
 
 
 @pytest.mark.clang
-def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monkeypatch):
-    right = Launch.run
+def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
+    """One that was not checked to the end is not timed; one that refuses its arrays is wrong."""
+    right = Prepared.__call__
 
-    def run(self: Launch) -> mx.array:
+    def pack(weight: mx.array) -> list:
+        raise ValueError("no room for that")
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
+        if self.spec.layout.name == "rowwise_8":
+            raise ValueError("bad strides")
+        return right(self, *inputs)
+
+    def every(group_size: int, every=subject.all_kernels) -> list:
+        return [
+            (dataclasses.replace(kernel, pack=pack) if kernel.name == "rowwise 6" else kernel, rival)
+            for kernel, rival in every(group_size)
+        ]
+
+    monkeypatch.setattr(Prepared, "__call__", run)
+    monkeypatch.setattr(subject, "all_kernels", every)
+    only(monkeypatch, "rowwise 8", "rowwise 6", "rowwise 4")
+    result = short(*SHORT)
+    assert result.status == 1
+    report = written()
+    assert report["failed"] == ["rowwise 6: no room for that"]
+    assert {row["what"]: bool(row["wrong"]) for row in report["checks"]} == {"rowwise 8": True, "rowwise 4": False}
+    assert "wrong: rowwise 8, 37x640, 2 vectors, float32, metal registers: bad strides" in result.out
+    assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
+
+
+@pytest.mark.clang
+def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monkeypatch):
+    right = Prepared.__call__
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
         if self.spec.layout.name == "planes_4_g64" and self.shape[-1] == 32:
             raise RuntimeError("out of memory")
-        return right(self)
+        return right(self, *inputs)
 
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(Prepared, "__call__", run)
     only(monkeypatch, "affine 4", "rowwise 8")
     result = short(*SHORT)
     assert result.status == 1

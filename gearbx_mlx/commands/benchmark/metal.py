@@ -79,7 +79,7 @@ def run_metal(settings: MetalBenchmark) -> int:
             add_modes(settings, report)
     report["complete"] = True
     write_text(out, as_json(report))
-    return 1 if report["failed"] or wrong_kernels(report) else 0
+    return 1 if report["failed"] or any(row["wrong"] for row in report["checks"]) else 0
 
 
 def new_report(settings: MetalBenchmark) -> Report:
@@ -130,8 +130,9 @@ def noting_failures(report: Report, what: str) -> Iterator[None]:
         print(f"failed: {report['failed'][-1]}", flush=True)
 
 
-def wrong_kernels(report: Report) -> set[str]:
-    return {row["what"] for row in report["checks"] if row["wrong"]}
+def right_kernels(report: Report) -> set[str]:
+    """Names of kernels that were checked to the end, and are not wrong."""
+    return {row["what"] for row in report["checks"] if row["checked"] and not row["wrong"]}
 
 
 def print_section(name: str, rows: Rows) -> None:
@@ -156,33 +157,34 @@ def derived(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
-    """A row for each kernel."""
+    """A row for each kernel; none for one whose checks an error ends, which the report names as failed."""
     vectors = parse_vectors(settings.vectors)
     products = {kernel.name: product_checks(kernel, vectors) for kernel, _ in all_kernels(settings.group_size)}
     checks = [*(products | operation_checks(vectors)).items()]
     with progress_bar() as progress:
         for name, some in progress.track(checks, description="kernels checked"):
-            report["checks"].append(examine(name, some))
+            with noting_failures(report, name):
+                report["checks"].append(examine(name, some))
 
 
 def add_times(settings: MetalBenchmark, report: Report) -> None:
     """Rows of every kernel that is right, with each shape and number of vectors."""
     buffer = sum_buffer(settings.megabytes * 2**20)
     with progress_bar() as progress:
-        jobs = timing_jobs(settings, wrong_kernels(report), buffer)
+        jobs = timing_jobs(settings, right_kernels(report), buffer)
         for name, rows in progress.track(jobs, description="kernels timed"):
             with noting_failures(report, name):
                 report["kernels"].extend(row | {"dtype": settings.dtype} for row in rows)
 
 
 def timing_jobs(
-    settings: MetalBenchmark, wrong: set[str], buffer: mx.array
+    settings: MetalBenchmark, right: set[str], buffer: mx.array
 ) -> list[tuple[str, Iterator[dict[str, Any]]]]:
     """Names of what is timed, and its rows, each of which is timed when it is asked for."""
     how = parse_vectors(settings.vectors), getattr(mx, settings.dtype), buffer, settings.trials
-    pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name not in wrong]
+    pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name in right]
     products = itertools.product(parse_shapes(settings.shapes), pairs)
-    operations = [each for each in all_operations() if each.name not in wrong]
+    operations = [each for each in all_operations() if each.name in right]
     return [
         *(
             (f"{pair[0].name}, {'x'.join(map(str, shape))}", time_product(pair, shape, *how))

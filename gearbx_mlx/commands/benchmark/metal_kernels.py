@@ -1,7 +1,8 @@
 """The Metal products that `benchmark metal` checks and times: how each packs a matrix, reads it and multiplies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -12,33 +13,39 @@ from ...formats.exact_encoding import encode
 from ...formats.planes import Planes, split
 from ...kernels.exact import ExactMatrix
 from ...kernels.metal import VARIANTS
-from ...kernels.metal_codebooks import codebook_launch, library_launch
+from ...kernels.metal_codebooks import INPUTS_OF_CODEBOOK, INPUTS_OF_LIBRARY, codebook_launch, library_launch
 from ...kernels.metal_exact import EXACT_WIDTHS, decode_launch, exact_launch, exact_matmul_tiles
 from ...kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
 from ...kernels.metal_rows import dense_launch
 
 AFFINE = (2, 3, 4, 5, 6, 8)
-CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
+CODEBOOKS = {
+    "codebook": (codebook, codebook_launch, INPUTS_OF_CODEBOOK),
+    "codebook-library": (codebook_library, library_launch, INPUTS_OF_LIBRARY),
+}
 STACKS = ((4, 4), (4, 1, 1, 2))
 TILES = "tiles"  # exact weights, decoded for MLX's product
 
 Arrays = list[mx.array]
+Product = Callable[..., mx.array]
+"""x and the arrays of a matrix to the result: a launch that was prepared for such ones, or a product of MLX."""
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A format at some bits.
 
-    pack: a matrix (O, I) to arrays. dense: arrays and I to the dequantized matrix (O, I), float32. product: x (V, I),
-    arrays and a variant to the result. multiple: the columns have to be a multiple of it. variants: that there are; ""
-    where there is one. decoded: arrays to the weight, bit for bit, by a launch; None: there is no such kernel.
+    pack: a matrix (O, I) to arrays, in the order of a launch. dense: arrays and I to the dequantized matrix (O, I),
+    float32. prepare: x (V, I), arrays and a variant to the product of these, or of others of their shapes and types.
+    multiple: the columns have to be a multiple of it. variants: that there are; "" where there is one. decoded: arrays
+    to the weight, bit for bit, by a launch; None: there is no such kernel.
     """
 
     format: str
     bits: str
     pack: Callable[[mx.array], Arrays]
     dense: Callable[[Arrays, int], mx.array]
-    product: Callable[[mx.array, Arrays, str], mx.array]
+    prepare: Callable[[mx.array, Arrays, str], Product]
     multiple: int = 1
     variants: tuple[str, ...] = VARIANTS
     decoded: Callable[[Arrays], mx.array] | None = None
@@ -46,6 +53,10 @@ class Kernel:
     @property
     def name(self) -> str:
         return f"{self.format} {self.bits}"
+
+    def product(self, x: mx.array, arrays: Arrays, variant: str) -> mx.array:
+        """The result for x (V, I), by a launch that is prepared for it alone."""
+        return self.prepare(x, arrays, variant)(x, *arrays)
 
 
 def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
@@ -58,10 +69,10 @@ def planes_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
     def dense(a: Arrays, columns: int) -> mx.array:
         return Planes(a[:count], a[count], a[count + 1 :], widths, group_size).dequantize(sum(widths))
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).prepared
 
-    return Kernel("planes", "+".join(map(str, widths)), pack, dense, product, group_size)
+    return Kernel("planes", "+".join(map(str, widths)), pack, dense, prepare, group_size)
 
 
 def affine_kernel(bits: int, group_size: int) -> Kernel:
@@ -71,17 +82,17 @@ def affine_kernel(bits: int, group_size: int) -> Kernel:
     def pack(weight: mx.array) -> Arrays:
         return list(mx.quantize(weight, group_size, bits))
 
-    return Kernel("affine", str(bits), pack, stack.dense, stack.product, group_size)
+    return Kernel("affine", str(bits), pack, stack.dense, stack.prepare, group_size)
 
 
 def mlx_kernel(bits: int, group_size: int) -> Kernel:
     """MLX's own kernel, to compare the others with."""
     affine = affine_kernel(bits, group_size)
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return mx.quantized_matmul(x, a[0], a[1], a[2], group_size=group_size, bits=bits)
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return partial(mx.quantized_matmul, group_size=group_size, bits=bits)
 
-    return Kernel("affine", str(bits), affine.pack, affine.dense, product, group_size)
+    return Kernel("affine", str(bits), affine.pack, affine.dense, prepare, group_size)
 
 
 def rowwise_kernel(bits: int) -> Kernel:
@@ -92,10 +103,10 @@ def rowwise_kernel(bits: int) -> Kernel:
     def dense(a: Arrays, columns: int) -> mx.array:
         return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], variant=variant).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], variant=variant).prepared
 
-    return Kernel("rowwise", str(bits), pack, dense, product)
+    return Kernel("rowwise", str(bits), pack, dense, prepare)
 
 
 def groupwise_kernel() -> Kernel:
@@ -107,29 +118,27 @@ def groupwise_kernel() -> Kernel:
         codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
         return groupwise.dequantize(codes, a[1], columns)
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return groupwise_launch(x, a[0], a[1], x.shape[-1], variant=variant).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return groupwise_launch(x, a[0], a[1], x.shape[-1], variant=variant).prepared
 
-    return Kernel("groupwise", str(groupwise.BITS), pack, dense, product)
+    return Kernel("groupwise", str(groupwise.BITS), pack, dense, prepare)
 
 
 def codebook_kernel(format: str, bits: int) -> Kernel:
     """Codebooks with outliers: one per row, or a library."""
-    module, launch = CODEBOOKS[format]
-    names: list[str] = []
+    module, launch, names = CODEBOOKS[format]
 
     def pack(weight: mx.array) -> Arrays:
         arrays = module.encode(weight, bits)
-        names[:] = arrays
-        return list(arrays.values())
+        return [arrays[name] for name in names]
 
     def dense(a: Arrays, columns: int) -> mx.array:
         return module.decode(dict(zip(names, a)), bits, columns)
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return launch(x, dict(zip(names, a)), bits, variant=variant).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return launch(x, dict(zip(names, a)), bits, variant=variant).prepared
 
-    return Kernel(format, str(bits), pack, dense, product)
+    return Kernel(format, str(bits), pack, dense, prepare)
 
 
 def exact_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
@@ -140,44 +149,47 @@ def exact_kernel(widths: tuple[int, ...], group_size: int) -> Kernel:
         weights, scales, biases, *others = encode(weight.astype(mx.bfloat16), widths, group_size)[:-2]
         return [*weights, scales, *biases, *others]
 
-    def matrix(a: Arrays) -> ExactMatrix:
+    def matrix(a: Sequence[mx.array]) -> ExactMatrix:
         low, high, offsets = a[-3:]
-        return ExactMatrix(a[:count], a[count], a[count + 1 : -3], low, high, offsets, list(widths), group_size)
+        return ExactMatrix([*a[:count]], a[count], [*a[count + 1 : -3]], low, high, offsets, list(widths), group_size)
 
     def dense(a: Arrays, columns: int) -> mx.array:
         return decode(matrix(a)).astype(mx.float32)
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return exact_matmul_tiles(x, *matrix(a)) if variant == TILES else exact_launch(x, *matrix(a)).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return tiles if variant == TILES else exact_launch(x, *matrix(a)).prepared
+
+    def tiles(x: mx.array, *a: mx.array) -> mx.array:
+        return exact_matmul_tiles(x, *matrix(a))
 
     def decoded(a: Arrays) -> mx.array:
         return decode_launch(*matrix(a)).run()
 
     bits = "+".join(map(str, widths))
-    return Kernel("exact", bits, pack, dense, product, group_size, ("registers", TILES), decoded)
+    return Kernel("exact", bits, pack, dense, prepare, group_size, ("registers", TILES), decoded)
 
 
 def dense_kernel() -> Kernel:
     """Our product with the weight as it is."""
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return dense_launch(x, a[0]).run()
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return dense_launch(x, a[0]).prepared
 
-    return dense_by(product)
+    return dense_by(prepare)
 
 
 def mlx_dense_kernel() -> Kernel:
     """MLX's own product with the weight as it is."""
 
-    def product(x: mx.array, a: Arrays, variant: str) -> mx.array:
-        return x @ a[0].T
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return lambda x, weight: x @ weight.T
 
-    return dense_by(product)
+    return dense_by(prepare)
 
 
-def dense_by(product: Callable[[mx.array, Arrays, str], mx.array]) -> Kernel:
+def dense_by(prepare: Callable[[mx.array, Arrays, str], Product]) -> Kernel:
     """A product with the weight as it is."""
-    return Kernel("dense", "16", lambda weight: [weight], lambda a, columns: a[0], product, variants=("",))
+    return Kernel("dense", "16", lambda weight: [weight], lambda a, columns: a[0], prepare, variants=("",))
 
 
 def all_kernels(group_size: int) -> list[tuple[Kernel, Kernel]]:

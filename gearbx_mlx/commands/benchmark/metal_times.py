@@ -21,6 +21,7 @@ from .metal_operations import HEADS, WIDTH, Operation
 
 LIMIT = "sum"  # among the candidates
 COPIES = 64  # of what a launch does not read from memory
+BUILDS = 5  # that are timed of a path's graph
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ def time_product(
     for count in vectors:
         x = mx.random.normal((count, columns)).astype(dtype)
         names = variants_for(kernel, columns, count, dtype)
-        paths = {MLX: path_over(others, partial(product_of, rival, x, ""))}
-        paths |= {path_of(name): path_over(ours, partial(product_of, kernel, x, name)) for name in names}
+        paths = {MLX: path_over(others, launch_of(rival, x, others[0], ""))}
+        paths |= {path_of(name): path_over(ours, launch_of(kernel, x, ours[0], name)) for name in names}
         what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": count}
         yield from time_paths(what, paths, buffer, trials)
 
 
-def product_of(kernel: Kernel, x: mx.array, variant: str, arrays: Arrays) -> mx.array:
-    return kernel.product(x, arrays, variant)
+def launch_of(kernel: Kernel, x: mx.array, first: Arrays, variant: str) -> Callable[[Arrays], mx.array]:
+    """What multiplies x by the first copy or another: as gears do it, by a launch that is prepared once for all."""
+    product = kernel.prepare(x, first, variant)
+    return lambda arrays: product(x, *arrays)
 
 
 def path_over(made: list[Arrays], launch: Callable[[Arrays], mx.array]) -> Path:
@@ -115,7 +118,10 @@ def time_paths(what: dict[str, Any], paths: dict[str, Path], buffer: mx.array, t
 
 
 def seconds_to_build(make: Callable[[], list[mx.array]]) -> float:
-    """In which Python and MLX build the graph of some launches, which is not evaluated."""
-    start = time.perf_counter()
-    make()
-    return time.perf_counter() - start
+    """In which Python and MLX build the graph of some launches, which is not evaluated; the median of some builds."""
+    times = []
+    for _ in range(BUILDS):
+        start = time.perf_counter()
+        make()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
