@@ -91,7 +91,7 @@ def stack_product(
     stack = list(weights), scales, list(biases), list(widths), group_size
     kernel = kernel_for(x, chosen)
     if kernel == MLX:
-        return add_bias(reference.planes_matmul(x, *stack), bias)
+        return add_bias(reference.planes_matmul(x, *stack).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
         return add_bias(x @ reference.planes_dense(*stack).astype(x.dtype).T, bias)
     if is_metal(x):
