@@ -138,7 +138,7 @@ def show_kernels(gearbox: Gearbox) -> None:
     tuner = gearbox.kernel_choices.tuner
     if tuner.used:
         messages.print(kernels_table(tuner.used))
-        note(f"kernels: measured in {tuner.seconds:.1f} s" if tuner.seconds else "kernels: as measured earlier")
+        note(f"kernels: measured in {tuner.seconds:.2f} s" if tuner.seconds else "kernels: as measured earlier")
     else:
         note("kernels: nothing to choose, for layers so small, with GEARBX_TUNE=0 or without native kernels")
 
