@@ -104,12 +104,17 @@ def show_compiling() -> None:
     """Let a spinner turn while CPU kernels are compiled, which takes half a minute, once for a machine."""
     from ..kernels import cpu  # imports mlx, which --help does not wait for
 
-    cpu.while_compiling = lambda: messages.status(COMPILING) if messages.is_terminal else nullcontext()
+    cpu.while_compiling = lambda: spinner(COMPILING)
 
 
 def measuring() -> AbstractContextManager:
     """A spinner turns while all kernels of a model are measured. Not for single ones: a text may be on its way."""
-    return messages.status(MEASURING) if messages.is_terminal else nullcontext()
+    return spinner(MEASURING)
+
+
+def spinner(text: str) -> AbstractContextManager:
+    """A spinner on a terminal, and nothing elsewhere."""
+    return messages.status(text) if messages.is_terminal else nullcontext()
 
 
 def show_encoding() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
 from ..kernels.dispatch import Choice, choose
-from ..kernels.names import ACTIVATIONS, KERNELS
+from ..kernels.names import ACTIVATIONS, KERNELS, MEASURE
 from .discovery import Layer
 from .ladder import SUPPORTED, WIDTHS, Ladder
 from .manifest import Manifest
@@ -55,7 +55,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
     """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
-    if kernels in ("auto", "measure") and not quantized and not ours_alone:
+    if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
         return Choice(False, "the original weights alone stay mlx-lm bit for bit")
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")

@@ -32,7 +32,7 @@ import mlx.core as mx
 from . import cpu, metal, metal_attention
 from .candidates import GPU, METAL, device, is_tuning
 from .metal_rows import rope_launch, takes_rope
-from .names import ACTIVATIONS
+from .names import ACTIVATIONS, MEASURE
 from .shapes import are_attention
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
@@ -64,7 +64,7 @@ def choose(kernels: str, activations: str = "int16") -> Choice:
     """
     if kernels == "mlx":
         return Choice(False, "as asked")
-    how = {"ours_alone": kernels == "native", "anew": kernels == "measure"}
+    how = {"ours_alone": kernels == "native", "anew": kernels == MEASURE}
     fastest = "the fastest as measured here" if is_tuning() else "those that should be fastest"
     on = device()
     if on == METAL:

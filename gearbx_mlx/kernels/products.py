@@ -1,6 +1,7 @@
 """The products of linear layers, each by the kernel that was chosen for the layer (`candidates.py`)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ from . import cpu, metal, reference
 from .candidates import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen
 from .dispatch import cpu_kernels_for, is_metal
 from .metal_codebooks import codebook_launch, inputs_of, library_launch
-from .metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from .metal_formats import GROUPWISE_BITS, groupwise_launch, planes_launch, rowwise_launch
 from .metal_rows import dense_launch, takes_dense
 
 
@@ -113,15 +114,8 @@ def rowwise_product(
 
     Returns None if none of our kernels computes it: the caller then reconstructs the weight.
     """
-    y = again(x, (weight, scales), bias, chosen)
-    if y is not None:
-        return y
-    kernel = kernel_for(x, chosen)
-    if kernel in STOCK:
-        return None
-    if is_metal(x):
-        return launched(rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
+    launch = partial(rowwise_launch, x, weight, scales, bits, width, bias)
+    return symmetric_product(x, weight, scales, bits, bias, x_bits, chosen, launch)
 
 
 def groupwise_product(
@@ -137,6 +131,25 @@ def groupwise_product(
 
     Returns None if none of our kernels computes it: the caller then reconstructs the weight.
     """
+    launch = partial(groupwise_launch, x, weight, scales, width, bias)
+    return symmetric_product(x, weight, scales, GROUPWISE_BITS, bias, x_bits, chosen, launch)
+
+
+def symmetric_product(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    bits: int,
+    bias: mx.array | None,
+    x_bits: int,
+    chosen: Chosen | None,
+    launch: Callable[[str | None], metal.Launch],
+) -> mx.array | None:
+    """x @ W^T + bias for symmetric codes, with a scale for each row or group; None if none of our kernels computes it.
+
+    Args:
+        launch: prepares that of a Metal kernel, given its variant.
+    """
     y = again(x, (weight, scales), bias, chosen)
     if y is not None:
         return y
@@ -144,8 +157,8 @@ def groupwise_product(
     if kernel in STOCK:
         return None
     if is_metal(x):
-        return launched(groupwise_launch(x, weight, scales, width, bias, variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().symmetric_matvec(x, weight, scales, 4, x_bits).astype(x.dtype), bias)
+        return launched(launch(variant_of(kernel)), bias, chosen)
+    return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
 
 
 def dense_product(x: mx.array, weight: mx.array, chosen: Chosen | None = None) -> mx.array:

@@ -27,7 +27,7 @@ MODES: dict[str, type[Mode]] = {TOP: Static, "route": Route, "lossless": Lossles
 
 @dataclass
 class Run:
-    """A mode on a path, and what its texts came to: seconds per token, the tokens of each prompt, peak memory."""
+    """The times of a mode on a path: seconds per token, the tokens of each prompt, peak memory."""
 
     path: str
     name: str

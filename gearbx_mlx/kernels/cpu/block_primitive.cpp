@@ -90,7 +90,7 @@ class WholeBlock : public BlockOperation {
   }
 
   // The entries of a cache before and after. They are written in place, if nobody else has them: as in MLX's own
-  // slice updates. If an operation has them that has not run yet, this waits for it: that takes less than to copy them.
+  // slice updates. This waits for an operation that still has to read them: to wait is faster than to copy.
   struct Entries {
     Entries(const mx::array& in, mx::array& out, mx::Stream s) {
       if (!in.is_donatable()) mx::synchronize(s);
