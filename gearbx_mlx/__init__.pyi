@@ -1,6 +1,8 @@
 from .analyze import analyze as analyze
 from .calibrate import calibrate as calibrate
 from .convert import convert as convert
+from .decoding.batches.generate import batch_generate as batch_generate
+from .decoding.batches.generate import batch_generator as batch_generator
 from .decoding.governor import Governor as Governor
 from .decoding.kickdown import Kickdown as Kickdown
 from .decoding.kickdown_model import GearedModel as GearedModel

@@ -8,6 +8,7 @@ from .errors import GearbxError
 
 COMMANDS = {
     "generate": "write a text, and watch the gears while it is written",
+    "chat": "talk with a model, and watch the gears while it answers",
     "convert": "write a geared checkpoint, which stock mlx-lm reads too",
     "calibrate": "find when a model should change gear",
     "analyze": "see which gears prompts would use, without changing the model",
@@ -15,6 +16,7 @@ COMMANDS = {
     "sensitivity": "measure what the precision of each layer costs",
     "allocate": "find bits for every layer from these measurements",
     "benchmark": "time kernels, gears and routing on this machine",
+    "server": "serve a model in gears, to clients of OpenAI's API",
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
 USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the flags\n\n" + "\n".join(

@@ -1,6 +1,7 @@
 """From a directory or a Hub repository to a model and its tokenizer."""
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -36,8 +37,11 @@ from .files.problems import shown
 from .files.reading import read_as
 from .files.tokenizer_check import check_tokenizer
 from .gears.adapter_weights import add_adapter
+from .gears.dividing import Ranks, divide, ranks_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
+from .gears.pipelining import cut_into_stages, stage_of
 from .gears.saved import SavedGears, open_gears
+from .gears.saved_part import divide_saved
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
     "The 3 brothers paid $1,234.50 each.",
@@ -52,28 +56,35 @@ def load(
     *,
     return_config: bool = False,
     revision: str | None = None,
+    group: mx.distributed.Group | None = None,
+    shard_sums: str = "gather",
+    pipeline: bool = False,
     **kwargs: Any,
 ) -> tuple:
     """`mlx_lm.load` with the demo model as default and errors that a user can act on.
 
-    A geared checkpoint (`gearbx_mlx.convert`) is checked and left unread: `Gearbox(model)` reads its gears from the
-    files as they are engaged, and mlx-lm's functions its base.
+    A geared checkpoint is checked and left unread: `Gearbox(model)` reads its gears as they are engaged, and mlx-lm's
+    functions its base.
 
     Args:
         path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
         return_config: whether to return the model's configuration as well.
+        group: the ranks that share the model; each gets its part of the layers that mlx-lm's class divides (`shard`).
+        shard_sums: of layers whose inputs are divided. "gather": every rank gets all inputs and has some rows, so that
+            texts are those of one process. "sum": it has some columns, and products are summed, as in mlx-lm, which
+            sends less and rounds otherwise.
+        pipeline: each rank gets some of the layers, and not a part of every layer.
         kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:
         model and tokenizer, and the configuration if asked for.
 
     Raises:
-        GearbxError: no such directory, no network, missing or damaged weights, a configuration that does not fit, code
-            that is not trusted; gears that are damaged, of a newer version, or not of this base; an adapter that is
-            damaged or was made for another model.
+        GearbxError: no such directory, no network, code that is not trusted, damaged or wrong weights, gears, adapter.
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
     trusted = kwargs.get("trust_remote_code", False)
+    ranks = ranks_of(group, shard_sums, kwargs)
     check_model(directory, trusted, kwargs.get("model_config") or {})
     # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
     kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (kwargs.get("tokenizer_config") or {})
@@ -81,22 +92,23 @@ def load(
     adapter_path = kwargs.pop("adapter_path", None)
     adapter = None if adapter_path is None else read_adapter(Path(adapter_path))
     try:
-        if saved is None:
-            model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
-            with about(directory):
-                check_kinds(model)
-        else:
-            model, tokenizer, config = load_base(directory, saved, **kwargs)
+        read = load_plain if saved is None else functools.partial(load_base, saved)
+        model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None:
             add_adapter(model, adapter, Path(adapter_path), saved)
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        if "trust_remote_code" in str(error):
-            raise untrusted(directory) from error
-        check_json(directory)
-        raise GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}") from error
+        raise unreadable(directory, error) from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def unreadable(directory: Path, error: Exception) -> GearbxError:
+    """What a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is no JSON."""
+    if "trust_remote_code" in str(error):
+        return untrusted(directory)
+    check_json(directory)
+    return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}")
 
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
@@ -143,18 +155,32 @@ def untrusted(directory: Path) -> GearbxError:
     return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
 
 
+def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
+    """A model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
+    model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+    with about(directory):
+        check_kinds(model)
+        if ranks is not None:
+            cut_into_stages(model, ranks.group) if pipeline else divide(model, ranks)
+    return model, tokenizer, config
+
+
 def load_base(
-    directory: Path,
     saved: SavedGears,
+    directory: Path,
+    ranks: Ranks | None = None,
+    pipeline: bool = False,
     *,
     tokenizer_config: dict | None = None,
     model_config: dict | None = None,
     lazy: bool = True,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it."""
+    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
     trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, model_config=model_config, **trust)
+    if ranks is not None:
+        saved = stage_of(model, saved, ranks.group) if pipeline else divide_saved(model, saved, ranks)
     saved.attach(model)
     return model, load_tokenizer(directory, tokenizer_config, eos_token_ids=config.get("eos_token_id")), config
 
@@ -256,16 +282,6 @@ def check_kinds(model: nn.Module) -> None:
         if not any("scale" in name for name in module):  # quantized weights are whole numbers
             kind = str(weight.dtype).removeprefix("mlx.core.")
             raise GearbxError(f"{path}.weight has numbers of type {kind}; give a model of floating-point weights")
-
-
-def context_length(config: dict) -> int | None:
-    """Tokens that the model was made for, if its configuration says so."""
-    parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
-    for part in parts:
-        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
-            if type(part.get(key)) is int:
-                return part[key]
-    return None
 
 
 def model_name(path_or_hf_repo: str | None) -> str:

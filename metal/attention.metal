@@ -8,30 +8,75 @@
 // key that it does not see, whatever is there. So a query's result has the same bits whichever other queries are in the
 // call, and whatever keys come after those that it sees. `fma` is written out, so that no compiler chooses where to round.
 //
-// Buffers: queries (B, H, L, D) T; keys and values (B, KV, S, D) T; of MASKED, mask (B, H, L, S) bool, true for keys that a
-//     query sees; all by their strides. scale, a number. out (B, H, L, blocks, D + 2) float: of each query and block the
-//     sum of exp(score - best) value over the keys that it sees, the sum of exp(score - best), and best.
+// With PLANES, the first positions are nested planes, which the copying unpacks (kv_planes.metal), rounded to T.
+//
+// Buffers: queries (B, H, L, D) T; with ENTRIES, keys and values (B, KV, S, D) T, of which the positions of planes are not
+//     read; of MASKED, mask (B, H, L, S) bool, true for keys that a query sees; all by their strides. scale, a number.
+//     With PLANES, of keys and of values: _coarse and, of two, _finer (B, KV, positions, words) uint; _scales and _offsets
+//     (B, KV, positions, groups) T. The positions are all S, or with ENTRIES a multiple of TILE.
+//     out (B, H, L, blocks, D + 2) float: of each query and block the sum of exp(score - best) value over the keys that it
+//     sees, the sum of exp(score - best), and best.
 // Macros: DIMS; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING, elements between keys
-//     in threadgroup memory, so that lanes find theirs in different banks.
+//     in threadgroup memory, so that lanes find theirs in different banks; TILE, 32; ENTRIES; PLANES, 0 to 2.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads: of each sequence, KV head, part of its heads, and block.
 
-enum { TILE = 32, SLICES = (DIMS + 31) / 32, WIDTH = DIMS + PADDING };
+enum { SLICES = (DIMS + 31) / 32, WIDTH = DIMS + PADDING };
 
 const int lane = thread_index_in_simdgroup;
 const int simd_group = simdgroup_index_in_threadgroup;
 const int length = queries_shape[2];
+#if ENTRIES
 const int key_count = keys_shape[2];
-const int blocks = (key_count + BLOCK - 1) / BLOCK;
-const int parts = queries_shape[1] / keys_shape[1] / HEADS;
 const int kv_heads = keys_shape[1];
+#else
+const int key_count = keys_coarse_shape[2];
+const int kv_heads = keys_coarse_shape[1];
+#endif
+const int blocks = (key_count + BLOCK - 1) / BLOCK;
+const int parts = queries_shape[1] / kv_heads / HEADS;
 
 const int block = threadgroup_position_in_grid.x % blocks;
 const int part = threadgroup_position_in_grid.x / blocks % parts;
 const int kv_head = threadgroup_position_in_grid.x / blocks / parts % kv_heads;
 const int batch = threadgroup_position_in_grid.x / blocks / parts / kv_heads;
 const int first_head = (kv_head * parts + part) * HEADS;
-const size_t first_key = batch * keys_strides[0] + kv_head * keys_strides[1];
-const size_t first_value = batch * values_strides[0] + kv_head * values_strides[1];
+
+// Where this head's positions begin in an array.
+#define HEAD_OF(array, strides) (array + batch * strides[0] + kv_head * strides[1])
+// Take a tile of positions from `begin` on: of entries, or of planes.
+#define COPY_ENTRIES(array, strides)                                                              \
+    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += THREADS) {                   \
+        tile[i / DIMS * WIDTH + i % DIMS] =                                                       \
+            HEAD_OF(array, strides)[(begin + i / DIMS) * strides[2] + i % DIMS * strides[3]];     \
+    }
+#if PLANES
+#define POSITIONS(array, strides) {HEAD_OF(array, strides), size_t(strides[2]), size_t(strides[3])}
+#if PLANES == 2
+#define CODES(first, first_strides, second, second_strides) \
+    {POSITIONS(first, first_strides), POSITIONS(second, second_strides)}
+#else
+#define CODES(first, first_strides, second, second_strides) {POSITIONS(first, first_strides)}
+#endif
+const Nested nested_keys = {CODES(keys_coarse, keys_coarse_strides, keys_finer, keys_finer_strides),
+                            POSITIONS(keys_scales, keys_scales_strides), POSITIONS(keys_offsets, keys_offsets_strides)};
+const Nested nested_values = {CODES(values_coarse, values_coarse_strides, values_finer, values_finer_strides),
+                              POSITIONS(values_scales, values_scales_strides),
+                              POSITIONS(values_offsets, values_offsets_strides)};
+#define COPY_PLANES(array) unpack(nested_##array, tile, begin, count, thread_index_in_threadgroup, lane);
+#if ENTRIES
+const int packed = keys_coarse_shape[2];
+#define COPY(array, strides)          \
+    if (begin < packed) {             \
+        COPY_PLANES(array)            \
+    } else {                          \
+        COPY_ENTRIES(array, strides)  \
+    }
+#else
+#define COPY(array, strides) COPY_PLANES(array)
+#endif
+#else
+#define COPY(array, strides) COPY_ENTRIES(array, strides)
+#endif
 
 // Query q of this SIMD group: a head and a token.
 #define QUERY(q) (simd_group + (q) * SIMD_GROUPS)
@@ -64,10 +109,7 @@ UNROLL for (int q = 0; q < QUERIES; q++) {
 const int end = min(key_count, (block + 1) * BLOCK);
 for (int begin = block * BLOCK; begin < end; begin += TILE) {
     const int count = min(int(TILE), end - begin);
-    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += SIMD_GROUPS * 32) {
-        tile[i / DIMS * WIDTH + i % DIMS] =
-            keys[first_key + (begin + i / DIMS) * keys_strides[2] + i % DIMS * keys_strides[3]];
-    }
+    COPY(keys, keys_strides)
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int q = 0; q < QUERIES; q++) {
         weights[q] = 0.0f;
@@ -93,10 +135,7 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += SIMD_GROUPS * 32) {
-        tile[i / DIMS * WIDTH + i % DIMS] =
-            values[first_value + (begin + i / DIMS) * values_strides[2] + i % DIMS * values_strides[3]];
-    }
+    COPY(values, values_strides)
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int q = 0; q < QUERIES; q++) {
         for (int key = 0; key < count; key++) {

@@ -27,12 +27,22 @@ def terminal(results: Path) -> None:
     run("scripts/draw_terminal.py", f"{IMAGES}/generate.png", "--max-tokens", "200")
 
 
+def chat(results: Path) -> None:
+    """chat.png and chat.txt in docs/chat.md"""
+    run("scripts/draw_chat.py", f"{IMAGES}/chat.png")
+
+
 def analysis(results: Path) -> None:
     """entropy_trace.png, entropy_histogram.png, gear_shares.png in docs/usage.md"""
     out = results / "analysis"
     run("-m", "gearbx_mlx.analyze", "--prompts", HELD_OUT, "--num-prompts", "12", "--out", str(out))
     for picture in out.glob("*.png"):
         (ROOT / IMAGES / picture.name).write_bytes(picture.read_bytes())
+
+
+def page(results: Path) -> None:
+    """page_light.png, page_dark.png, page_phone.png in docs/server.md; needs Chromium"""
+    run("scripts/screenshot_page.py", IMAGES)
 
 
 def throttling(results: Path) -> None:
@@ -68,6 +78,37 @@ def startup(results: Path) -> None:
     run("scripts/time_startup.py", "--page", "docs/performance.md")
 
 
+def proxy(results: Path) -> None:
+    """the table of docs/proxy.md"""
+    run("scripts/time_proxy.py", "--page", "docs/proxy.md")
+
+
+def kv_gears(results: Path) -> None:
+    """the tables of loss and cost in docs/kv_gears.md; needs --results, with two models as well"""
+    models = [str(results / name) for name in ("babyllama105", "stories260K")]
+    run("scripts/measure_kv_gears.py", "quality", "--page", "docs/kv_gears.md", "--models", *models)
+    run("scripts/measure_kv_gears.py", "cost", "--page", "docs/kv_gears.md")
+
+
+def kv_groups(results: Path) -> None:
+    """the table of groups in docs/kv_gears.md; needs --results, with two models as well"""
+    models = [str(results / name) for name in ("babyllama105", "stories260K")]
+    run("scripts/measure_kv_groups.py", "--page", "docs/kv_gears.md", "--models", *models)
+
+
+def batches(results: Path) -> None:
+    """the table of docs/batches.md: what sharing costs"""
+    run("scripts/measure_batches.py", "--page", "docs/batches.md")
+
+
+def batch_speed(results: Path) -> None:
+    """the tables of speed in docs/batches.md: mode lossless, and mlx-lm's batches"""
+    run("scripts/time_lossless_batches.py", "--prompts", HELD_OUT, "--page", "docs/batches.md")
+    rows = str(results / "batch.json")
+    run("-m", "gearbx_mlx.benchmark", "batch", "--batch-size", "1,4,8", "--json", rows)
+    run("scripts/write_batch_figures.py", rows, "--page", "docs/batches.md")
+
+
 def models(results: Path) -> None:
     """the table of docs/models.md"""
     run("scripts/describe_models.py")
@@ -92,13 +133,20 @@ TASKS = {
     task.make.__name__: task
     for task in (
         Task(terminal, 1),
+        Task(chat, 1),
         Task(analysis, 1),
+        Task(page, 1),
         Task(throttling, 4),
         Task(sensitivity, 30),
         Task(codebook, 30),
         Task(exact, 1, needs_results=True),
         Task(startup, 1),
+        Task(proxy, 2),
         Task(models, 3),
+        Task(kv_gears, 20, needs_results=True),
+        Task(kv_groups, 1, needs_results=True),
+        Task(batches, 3),
+        Task(batch_speed, 20),
         Task(evidence, 1, needs_results=True),
     )
 }

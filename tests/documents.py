@@ -22,14 +22,19 @@ PAGES = {
 }
 INLINE = "inline"
 TASKS = "lm-eval downloads its tasks"
+SERVES = "a server serves until it is stopped"
 MENTIONED = "a sentence mentions it, and files that it reads may be missing"
 PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
     "docs/evidence.md": "models and texts that do not ship, and hours",
+    "docs/chat.md": "somebody has to type, for as long as the chat lasts",
     "docs/images.md": "a model that has to be downloaded",
     "docs/pair.md": "a small model that has to be trained first",
     "docs/performance.md": "minutes of timing",
     "docs/sensitivity.md": "minutes of measuring",
+    "docs/servers.md": "a server that has to be started",
+    "docs/proxy.md": "a proxy serves until it is stopped",
+    "docs/server.md": SERVES,
 }
 # The demo model in the place of what has to be downloaded.
 STANDS_FOR_DEMO = (
@@ -40,6 +45,7 @@ STANDS_FOR_DEMO = (
 )
 SHORTER = {
     "generate": "--max-tokens 6",
+    "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12 --max-tokens 8",
@@ -50,6 +56,8 @@ SHORTER = {
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
+    "benchmark batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",
+    "benchmark server": "--tokens 8 --trials 1 --kernels native",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
 FILES = {
@@ -153,8 +161,11 @@ def why_not_run(line: Line) -> str | None:
         return MENTIONED
     if line.page in PARSED_ONLY:
         return PARSED_ONLY[line.page]
-    if any((command_of(part) or ("",))[0] == "lm_eval" for part in parts(line)):
+    commands = {(command_of(part) or ("",))[0] for part in parts(line)}
+    if "lm_eval" in commands:
         return TASKS
+    if "server" in commands:
+        return SERVES
     return None
 
 
@@ -229,3 +240,11 @@ def is_run(line: Line) -> bool:
 RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
 PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
 OTHER = [line for line in ALL if not is_run(line)]
+
+
+def described_fields(heading: str, table: int = 0, page: str = "docs/files.md") -> set[str]:
+    """The names in the first column of a table under a heading of a page."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx.gears.array_hashes import hash_place
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
-from gearbx_mlx.gears.saved import places_of
+from gearbx_mlx.gears.saved import array_places
 from gearbx_mlx.gears.tensor_entries import hash_of, read_entries
 
 DEEP = "[" * 10000 + "]" * 10000
@@ -101,6 +101,6 @@ def sign_arrays(directory: Path) -> None:
     sign_files(directory)
     content = json.loads((directory / MANIFEST).read_text())
     for name in (GEARS_FILE, *content["base"]):
-        places = places_of(directory / name, *read_entries(directory / name))
+        places = array_places(directory / name, *read_entries(directory / name))
         content["hashes"] |= {array: hash_place(place) for array, place in places.items()}
     (directory / MANIFEST).write_text(json.dumps(content))

@@ -6,6 +6,7 @@ import pytest
 from conftest import float64, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.base import create_causal_mask
 
 from gearbx_mlx.kernels import dispatch
 
@@ -107,10 +108,61 @@ def test_a_query_that_sees_nothing_has_the_mean_of_all_values():
     assert mx.allclose(y, mx.broadcast_to(values.mean(2, keepdims=True), y.shape), atol=1e-6).item()
 
 
-def test_masks_that_are_added_half_precision_and_other_widths_go_to_mlx():
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_half_precision_is_rounded_once(dtype):
+    arrays = [normal(1, 2, 3, 8, seed=seed).astype(dtype) for seed in range(3)]
+    y = dispatch.attention(*arrays, 1.0, "causal")
+    exact = dispatch.attention(*(array.astype(mx.float32) for array in arrays), 1.0, "causal")
+    assert y.dtype == dtype
+    assert mx.array_equal(y, exact.astype(dtype)).item()
+
+
+@settings(max_examples=60)
+@given(
+    real=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    length=st.integers(1, 16),
+    heads=st.integers(1, 2),
+    shared=st.integers(1, 3),
+    more=st.integers(0, 40),
+    masked=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_behind_padding_a_sequence_has_the_bits_that_it_has_alone(real, length, heads, shared, more, masked, seed):
+    real = [max(count, length) for count in real]
+    batch, count, width = len(real), max(real) + more, 20
+    queries = normal(batch, heads * shared, length, width, seed=seed)
+    keys, values = (normal(batch, heads, count, width, seed=seed + i) for i in (1, 2))
+    padding = mx.array([count - seen for seen in real])
+    hidden = mx.arange(count)[None, None, :, None] < padding[:, None, None, None]
+    keys, values = (mx.where(hidden, float("nan"), array) for array in (keys, values))  # what nobody reads
+    mask = create_causal_mask(length, count - length, left_padding=padding) if masked else "causal"
+    together = dispatch.attention(queries, keys, values, 0.2, mask, padding)
+    for row, seen in enumerate(real):
+        alone = (array[row : row + 1] for array in (queries, keys[:, :, count - seen :], values[:, :, count - seen :]))
+        assert mx.array_equal(together[row : row + 1], dispatch.attention(*alone, 0.2, "causal")).item()
+
+
+def test_a_mask_may_hide_more_than_the_padding():
+    queries, keys, values = (normal(2, 2, count, 8, seed=count) for count in (3, 400, 401))
+    values, padding = values[:, :, :400], mx.array([0, 100])
+    mask = create_causal_mask(3, 397, window_size=120, left_padding=padding) & (mx.arange(400) % 7 > 0)
+    together = dispatch.attention(queries, keys, values, 0.2, mask, padding)
+    assert mx.allclose(
+        together, mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.2, mask=mask), atol=1e-5
+    )
+    alone = dispatch.attention(queries[1:], keys[1:, :, 100:], values[1:, :, 100:], 0.2, mask[1:, ..., 100:])
+    assert mx.array_equal(alone, together[1:]).item()
+
+
+def test_a_sequence_of_padding_alone_has_zeros():
+    x = normal(2, 1, 4, 8)
+    y = dispatch.attention(x, x, x, 1.0, None, mx.array([4, 1]))
+    assert mx.array_equal(y[0], mx.zeros_like(y[0])).item()
+    assert mx.abs(y[1]).max().item() > 0
+
+
+def test_masks_that_are_added_and_other_widths_go_to_mlx():
     x = normal(1, 2, 3, 8)
     assert dispatch.attention(x, x, x, 1.0, mx.zeros((3, 3))) is None
-    half = x.astype(mx.bfloat16)
-    assert dispatch.attention(half, half, half, 1.0, None) is None
     assert dispatch.attention(x, x, normal(1, 2, 3, 4), 1.0, None) is None
     assert dispatch.attention(x, x[:, :, :2], x[:, :, :2], 1.0, "causal") is None

@@ -188,3 +188,20 @@ def test_bad_input_is_one_line(command, arguments, words):
     assert result.status == 2
     assert len(result.err.strip().splitlines()) == 1
     assert words in result.err
+
+
+def test_batches_beside_mlx_lms(command, tmp_path):
+    arguments = "batch", "--shape", "256x2", "--gears", "4,16", "--tokens", 3, "--trials", 1, "--batch-size", "1,2"
+    done = command("benchmark", *arguments, "--json", tmp_path / "batch.json")
+    assert done.status == 0
+    rows = json.loads((tmp_path / "batch.json").read_text())["rows"]
+    assert [(row["gear"], row["batch_size"]) for row in rows] == [("low", 1), ("low", 2), ("high", 1), ("high", 2)]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["tokens_per_second_of_mlx_lm"])
+
+
+@pytest.mark.parametrize("sizes", ["0", "4,x", "257", ""])
+def test_numbers_of_texts_that_no_batch_has(command, sizes):
+    done = command("benchmark", "batch", "--batch-size", sizes)
+    assert done.status == 2
+    assert f"--batch-size '{sizes}'" in done.err

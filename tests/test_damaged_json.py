@@ -19,7 +19,8 @@ from gearbx_mlx.evaluation.gsm8k import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
 from gearbx_mlx.evaluation.text import read_documents, read_rows
-from gearbx_mlx.loading import DEMO_MODEL, context_length, read_config
+from gearbx_mlx.files.context import context_length
+from gearbx_mlx.loading import DEMO_MODEL, read_config
 from gearbx_mlx.machine.scripted import Scripted
 
 INPUTS = {"model": "a", "bits": [3, 4]}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from documents import PAGES, ROOT
+from documents import PAGES, ROOT, described_fields
 from mlx_lm.generate import GenerationResponse
 
 from gearbx_mlx import GearResponse, evaluate
@@ -23,14 +23,6 @@ from gearbx_mlx.routing.draft_file import DraftFile
 from gearbx_mlx.routing.thresholds import ThresholdFile
 
 
-def described_fields(heading: str, table: int = 0) -> set[str]:
-    """The names in the first column of a table under a heading of docs/files.md."""
-    text = PAGES["docs/files.md"].read_text(encoding="utf-8")
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
-    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The summary and the trace of a run in every mode."""
@@ -39,6 +31,7 @@ def runs(tmp_path_factory):
         "static": ("--draft-model", DEMO_MODEL),
         "route": ("--target-tps", "5"),
         "pair": ("--small-model", DEMO_MODEL),
+        "kickdown": ("--kv-gears", "4,16"),
         "lossless": ("--model", exact, "--residency", "stream"),
     }
     found = []
@@ -86,7 +79,7 @@ def test_the_readme_counts_the_fields_of_a_response():
     own = {item.name for item in dataclasses.fields(GearResponse)} - {
         item.name for item in dataclasses.fields(GenerationResponse)
     }
-    numbers = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13}
+    numbers = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fifteen": 15, "seventeen": 17}
     for page in ("README.md", "docs/python.md"):
         counted = re.search(r"with (\w+) fields more", PAGES[page].read_text(encoding="utf-8"))
         assert numbers[counted[1]] == len(own)

@@ -19,7 +19,14 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
-OTHERS_FLAGS = {"--force-reinstall", "--no-deps", "--tasks", "--model_args", "--install"}  # pip, lm-eval, xcode-select
+OTHERS_FLAGS = {
+    "--logits_all",
+    "--force-reinstall",
+    "--no-deps",
+    "--tasks",
+    "--model_args",
+    "--install",
+}  # llama.cpp, pip, ...
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,7 @@ def test_other_programs_are_installers_and_scripts_that_exist(line):
         words = shlex.split(part)
         while re.fullmatch(r"\w+=\S*", words[0]):
             words = words[1:]
-        if words[0] == "pip":
+        if words[0] in ("pip", "curl"):
             continue
         assert words[0] == "python", f"{line}: teach this test what it is"
         script = ROOT / words[1]

@@ -95,11 +95,19 @@ class TestRotaryPositions:
         for t in range(7):
             assert mx.array_equal(turn(x[:, :, t : t + 1], 40 + t), together[:, :, t : t + 1]).item()
 
-    def test_an_offset_for_each_sequence_and_other_shapes_go_to_mlx(self):
+    @pytest.mark.parametrize(
+        "stock", [nn.RoPE(16), Llama3RoPE(16, 512, scaling_config=LLAMA3)], ids=["plain", "llama3"]
+    )
+    def test_with_an_offset_for_each_sequence_are_those_of_the_sequence_alone(self, stock):
+        turn, x, offsets = with_kernels(stock, native=True), normal(3, 2, 4, 16), [40, 0, 300]
+        together = turn(x, mx.array(offsets))
+        for row, offset in enumerate(offsets):
+            assert mx.array_equal(together[row], turn(x[row : row + 1], offset)[0]).item()
+
+    def test_offsets_and_vectors_of_other_shapes_go_to_mlx(self):
         stock = nn.RoPE(8)
         turn, x = with_kernels(stock, native=True), normal(2, 3, 4, 8)
-        for offset in (mx.array([1, 5]), mx.array(2)):
-            assert mx.array_equal(turn(x, offset), stock(x, offset)).item()
+        assert mx.array_equal(turn(x, mx.array(2)), stock(x, mx.array(2))).item()
         assert mx.array_equal(turn(x[0], 2), stock(x[0], 2)).item()
 
 

@@ -19,9 +19,16 @@ def draw_terminal(monkeypatch):
     return draw_terminal
 
 
+@pytest.fixture
+def draw_chat(draw_terminal):
+    import draw_chat
+
+    return draw_chat
+
+
 def words(text: str) -> list[str]:
     """The words of the terminal, without figures of time and memory, which no two runs share."""
-    text = re.sub(r"[\d.]+ (tokens/s|ms)", r"\1", text)
+    text = re.sub(r"[\d.]+ (tokens/s|ms)|\d[\d.]*/s", r"\1", text)
     text = re.sub(r"^memory .*$", lambda row: re.sub(r"[\d.]+ [kMG]?B", "", row[0]), text, flags=re.MULTILINE)
     return text.split()
 
@@ -30,6 +37,11 @@ def test_the_terminal_in_the_readme_shows_what_generate_writes(draw_terminal):
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
     flags = shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate").split()
     assert words(draw_terminal.terminal_text(flags).plain) == words(shown)
+
+
+def test_the_chat_in_the_docs_is_what_chat_writes(draw_chat):
+    shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
+    assert words(draw_chat.recorded().plain) == words(shown)
 
 
 def test_words_leave_out_time_and_memory_alone():

@@ -9,10 +9,11 @@ from rich.progress import Progress
 
 from ..errors import GearbxError
 from ..evaluation.text import read_documents, windows_of
+from ..files.context import context_length
 from ..gears.discovery import with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
-from ..loading import DEMO_MODEL, context_length
+from ..loading import DEMO_MODEL
 from .sensitivity import Exact
 
 CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"

@@ -6,10 +6,12 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..files.context import context_length
 from ..files.problems import shown
 from ..gears.discovery import is_quantized
 from ..gears.saved import saved_gears
-from ..loading import context_length, load, model_name
+from ..loading import load, model_name
+from ..ranks.run import current
 from .model import ModelSettings
 
 
@@ -18,15 +20,21 @@ def trust(trust_remote_code: bool) -> dict[str, Any]:
     return {"trust_remote_code": True} if trust_remote_code else {}
 
 
-def load_model(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
-    """Model, tokenizer and configuration.
+def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Module, Any, dict]:
+    """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's.
 
     Raises:
-        GearbxError: as `load`, or an end-of-text token that the vocabulary does not have.
+        GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
-    model, tokenizer, config = load(
-        settings.model, return_config=True, adapter_path=settings.adapter_path, **trust(settings.trust_remote_code)
-    )
+    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path}
+    if chat_template:
+        keywords["tokenizer_config"] = {"chat_template": chat_template}
+    run = current()
+    if run is None and settings.pipeline:
+        raise GearbxError("--pipeline is for several ranks, and this process runs alone; start them with mlx.launch")
+    if run is not None:
+        keywords |= {"group": run.group, "pipeline": settings.pipeline}
+    model, tokenizer, config = load(settings.model, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:
         if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
@@ -43,10 +51,17 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     return model, tokenizer, config
 
 
-def room_for(config: Mapping[str, Any], prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
+def room_for(
+    config: Mapping[str, Any],
+    prompt_tokens: int,
+    max_tokens: int,
+    max_kv_size: int | None = None,
+    what: str = "the prompt",
+    remedy: str = "shorten the prompt",
+) -> int:
     """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
 
-    `prompt_tokens` counts those of a prompt cache as well.
+    `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
 
     Raises:
         GearbxError: the prompt leaves no room in the model's context.
@@ -55,9 +70,7 @@ def room_for(config: Mapping[str, Any], prompt_tokens: int, max_tokens: int, max
     if context is None:
         return max_tokens
     if prompt_tokens >= context:
-        raise GearbxError(
-            f"the prompt is {prompt_tokens} tokens, and the model's context {context}; shorten the prompt"
-        )
+        raise GearbxError(f"{what} is {prompt_tokens} tokens, and the model's context {context}; {remedy}")
     if max_kv_size is not None:
         return max_tokens
     room = context - prompt_tokens

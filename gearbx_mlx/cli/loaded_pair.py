@@ -49,14 +49,14 @@ class LoadedPair:
         return bytes_read(self.small), bytes_read(self.large)
 
 
-def load_pair(settings: ModelSettings, small_model: str) -> LoadedPair:
+def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:
     """Both models as loaded, in the type that --dtype asks for.
 
     Raises:
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
     warn_of_pair(small_model, settings.model)
-    large, tokenizer, config = load_model(settings)
+    large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, **trust(settings.trust_remote_code))
     for model in (small, large):
         compute_in(model, settings.dtype, is_quantized(model))

@@ -17,8 +17,8 @@ from ..gears.output_head import vocabulary
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, routing_for
+from .geared_settings import GearedSettings
 from .modes import TELEMETRY_ONLY
-from .parsers.generate import GenerateSettings
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
@@ -44,7 +44,7 @@ class ModeChoice:
     draft_ahead: int | None
 
 
-def choose_mode(settings: GenerateSettings, saved: Manifest | None) -> ModeChoice:
+def choose_mode(settings: GearedSettings, saved: Manifest | None) -> ModeChoice:
     """The mode, the ladder and its format that flags, files and checkpoint ask for together.
 
     Args:
@@ -79,7 +79,7 @@ def choose_mode(settings: GenerateSettings, saved: Manifest | None) -> ModeChoic
     return choice
 
 
-def drafts_by_default(settings: GenerateSettings, choice: ModeChoice, saved: Manifest) -> bool:
+def drafts_by_default(settings: GearedSettings, choice: ModeChoice, saved: Manifest) -> bool:
     """Whether a geared checkpoint starts in mode lossless: it has one copy of the original weights (format exact).
 
     Not where one gear alone is asked for, or something that this mode does not have.
@@ -90,7 +90,7 @@ def drafts_by_default(settings: GenerateSettings, choice: ModeChoice, saved: Man
     return whole and len(gears) > 1 and not others and given_flags(choice) <= settings_of_mode(LOSSLESS)
 
 
-def takes_whole_weights(settings: GenerateSettings, choice: ModeChoice, saved: Manifest | None) -> bool:
+def takes_whole_weights(settings: GearedSettings, choice: ModeChoice, saved: Manifest | None) -> bool:
     """Whether bfloat16 weights are to be in format exact: in mode lossless, where nothing says which gears, and how."""
     given = saved or choice.gears or choice.format or settings.gears.keeps_originals
     return choice.mode == LOSSLESS and not given
@@ -106,7 +106,7 @@ def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
         return routing.source if isinstance(routing.source, ThresholdFile) else None
 
 
-def default_drafting(curve: str | None, settings: GenerateSettings) -> DraftFile | None:
+def default_drafting(curve: str | None, settings: GearedSettings) -> DraftFile | None:
     """The drafting file whose gears are the default: the one given, or for the demo model the one that saves most."""
     if curve is not None:
         return read_draft_file(curve)

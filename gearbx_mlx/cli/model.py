@@ -26,4 +26,5 @@ class ModelSettings(Settings):
         "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
         choices=("auto", *DTYPES),
     )
+    pipeline: bool = flag(False, "On several ranks: each has some of the layers, not a part of every layer.")
     device: str | None = device_flag()

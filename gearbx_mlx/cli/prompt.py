@@ -10,6 +10,7 @@ from .limits import limited
 from .settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
+QUERY = "<query>"  # a message that shows where the template puts one
 TEMPLATE_LIMITS = 5, 2**30  # seconds and bytes: it came with the model, and is a program
 
 
@@ -31,6 +32,10 @@ class PromptSettings(Settings):
                 f"--max-tokens is {self.max_tokens}; give 1 or more, or -1 for as many as fit the context"
             )
         self.template_keywords()
+
+    def templates(self, tokenizer: Any) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return tokenizer.has_chat_template and not self.ignore_chat_template
 
     def template_keywords(self) -> dict[str, Any]:
         """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
@@ -64,32 +69,37 @@ def check_prompt(prompt: str) -> None:
     """Raises GearbxError for a prompt that is empty or no Unicode text."""
     if not prompt.strip():
         raise GearbxError("the prompt is empty; give some text with --prompt, or - to read it from standard input")
+    check_unicode(prompt, "the prompt")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises GearbxError for text that has halves of characters in it, as a terminal makes of wrong bytes."""
     try:
-        prompt.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise GearbxError(f"the prompt is not UTF-8 text ({error.reason}); convert it") from error
+        raise GearbxError(f"{what} is not UTF-8 text ({error.reason}); convert it") from error
 
 
 def encode_prompt(
-    settings: PromptSettings, tokenizer: Any, prompt: str, prefill: str | None = None, after_cache: bool = False
+    settings: PromptSettings, tokenizer: Any, prompt: str, prefill: str | None = None, before: str | None = None
 ) -> list[int]:
     """Tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
 
     Args:
         prefill: how the answer begins.
-        after_cache: leave out what the template puts before the message, which a prompt cache already holds.
+        before: takes the place of what the template puts before the message, which a prompt cache may hold already.
 
     Raises:
         GearbxError: an empty prompt, or one of no tokens; a configuration that does not suit the template.
     """
     check_prompt(prompt)
-    if settings.ignore_chat_template or not tokenizer.has_chat_template:
+    if not settings.templates(tokenizer):
         check_untemplated(settings, prefill)
-        tokens, remedy = tokenizer.encode(prompt), "change --prompt"
+        tokens, remedy = tokenizer.encode((before or "") + prompt), "change --prompt"
     else:
         text = templated(settings, tokenizer, prompt, prefill)
-        if after_cache:
-            text = text[before_message(settings, tokenizer, prefill) :]
+        if before is not None:
+            text = before + text[before_message(settings, tokenizer, prefill) :]
         tokens = tokenizer.encode(text, add_special_tokens=False)
         remedy = "the chat template may leave it out; use --ignore-chat-template"
     if not tokens:
@@ -112,7 +122,12 @@ def check_untemplated(settings: PromptSettings, prefill: str | None) -> None:
 
 def before_message(settings: PromptSettings, tokenizer: Any, prefill: str | None) -> int:
     """How many characters the template puts before the message."""
-    found = templated(settings, tokenizer, "<query>", prefill).find("<query>")
+    return place_of_query(templated(settings, tokenizer, QUERY, prefill))
+
+
+def place_of_query(text: str) -> int:
+    """Where the message QUERY begins in a rendered conversation. Raises GearbxError where it is not shown."""
+    found = text.rfind(QUERY)  # the last one: a user may have said it before
     if found < 0:
         raise GearbxError("the chat template does not show the message; use --ignore-chat-template")
     return found
@@ -126,10 +141,22 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
     messages.append({"role": "user", "content": message})
     if prefill is not None:
         messages.append({"role": "assistant", "content": prefill})
+    return rendered(settings, tokenizer, messages, prefill is not None)
+
+
+def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, str]], continued: bool = False) -> str:
+    """Messages in the chat template, and what it puts before the next answer.
+
+    Args:
+        continued: the last message is the beginning of that answer.
+
+    Raises:
+        GearbxError: the template refuses them.
+    """
     keywords: dict[str, Any] = {
         "tokenize": False,
-        "continue_final_message": prefill is not None,
-        "add_generation_prompt": prefill is None,
+        "continue_final_message": continued,
+        "add_generation_prompt": not continued,
     }
     try:
         with limited(*TEMPLATE_LIMITS):

@@ -12,7 +12,7 @@ from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.streaming import Stream
-from ..telemetry.summary import Tally, summarize
+from ..telemetry.summary import Tally, kv_summary, summarize
 
 
 @dataclass
@@ -70,6 +70,7 @@ def summary_of(
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):
         further["streaming"] = stream.summary(tally.tokens)
+    further |= kv_summary(tally, len(gearbox.model.layers))
     reasons: dict[str, int] = {}
     for reason in gearbox.unmanaged.values():
         reasons[reason] = reasons.get(reason, 0) + 1

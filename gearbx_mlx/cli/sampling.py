@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import GearbxError
+from ..gears.kv_ladder import check_kv_gears
 from .settings import Settings, flag
 
 COLDEST = 0.001  # divided by less, logits of half precision overflow
@@ -37,8 +38,18 @@ class CacheSettings(Settings):
     kv_bits: int | None = flag(None, "Bits for KV cache quantization. Default: none", choices=(2, 3, 4, 5, 6, 8))
     kv_group_size: int = flag(64, "Group size for KV cache quantization.", choices=(32, 64, 128))
     quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", least=0)
+    kv_gears: str | None = flag(
+        None, "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16. Default: none", metavar="BITS,BITS"
+    )
+    kv_gear: int | None = flag(
+        None, "The gear of the KV cache that is read. Default: it follows that of the weights", choices=(4, 8, 16)
+    )
     draft_model: str | None = flag(None, "A model to be used for speculative decoding.", named=True)
     num_draft_tokens: int = flag(3, "Tokens to draft.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kv_gears(self.kv_gears, self.kv_gear, self.kv_bits, self.draft_model)
 
 
 def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
@@ -59,5 +70,7 @@ def cache_keywords(settings: CacheSettings) -> dict[str, Any]:
         "kv_bits": settings.kv_bits,
         "kv_group_size": settings.kv_group_size,
         "quantized_kv_start": settings.quantized_kv_start,
+        "kv_gears": settings.kv_gears,
+        "kv_gear": settings.kv_gear,
         "num_draft_tokens": settings.num_draft_tokens,
     }

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..routing.pair import NAMES
 from ..telemetry.colors import gear_color
+from ..telemetry.summary import kv_rows
 from .sizes import human_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
             bits_row(summary, watching),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
+            *kv_rows(summary),
             *disk_rows(summary),
             ("memory", memory_line(summary, watching)),
             *layer_rows(summary),

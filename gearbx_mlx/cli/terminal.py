@@ -25,14 +25,21 @@ COMPILING = "compiling kernels for this CPU: once, and then kept"
 MEASURING = "measuring which kernels are fastest here"
 
 messages = Console(stderr=True, highlight=False)
+on_error: Callable[[str, int], bool] | None = None
+"""Called with an error and its exit status in place of showing it; False: show it."""
 
 
 def note(text: str) -> None:
     messages.print(Text(text, style="dim"), soft_wrap=True)
 
 
-def print_error(text: str) -> None:
-    messages.print(Text(f"error: {escaped(text)}", style="red"), soft_wrap=True)
+def print_error(text: str, status: int = USER_ERROR) -> None:
+    if on_error is None or not on_error(text, status):
+        show_error(messages, text)
+
+
+def show_error(console: Console, text: str) -> None:
+    console.print(Text(f"error: {escaped(text)}", style="red"), soft_wrap=True)
 
 
 def escaped(text: str) -> str:
@@ -72,7 +79,7 @@ def write_all(command: Callable[[], int | None]) -> int:
     except OutputLost as lost:
         if lost.closed_pipe:
             return BROKEN_PIPE
-        print_error(str(lost))
+        print_error(str(lost), 1)
         return 1
     return status
 
@@ -90,14 +97,19 @@ def status_of(command: Callable[[], int | None]) -> int:
         raise
     except SystemExit as ended:  # from argparse, after --help or a flag that it does not know
         if isinstance(ended.code, str):
-            print_error(ended.code)
+            print_error(ended.code, 1)
             return 1
         return ended.code or 0
-    except Exception as error:  # not foreseen: still one line, and a way to see the rest
-        if os.environ.get(TRACEBACK):
-            raise
-        print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)")
+    except Exception as error:
+        print_unforeseen(error)
         return 1
+
+
+def print_unforeseen(error: Exception) -> None:
+    """One line for an error that no one thought of, and how to see where it comes from; raises it if that is asked."""
+    if os.environ.get(TRACEBACK):
+        raise error
+    print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)", 1)
 
 
 def show_compiling() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cli import signals, terminal
 from ..cli.device import choose_device
+from ..cli.together import together
 
 
 def command(name: str) -> Callable[[], None]:
@@ -23,7 +24,7 @@ def command(name: str) -> Callable[[], None]:
         with import_module("gearbx_mlx.kernels.device").wired_memory():
             return signals.run_to_end(lambda: body.run(settings))
 
-    return lambda: terminal.run(run)
+    return lambda: terminal.run(lambda: together(name, run))
 
 
 def lazily(name: str, home: str) -> Callable[[str], Any]:

@@ -1,7 +1,7 @@
 """See which gears a file of prompts would use, without changing the model."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,28 +14,25 @@ from ..cli.gate import check_routing, initial_gear, routing_for
 from ..cli.gearbox import settle_gears
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
-from ..cli.output import output_path
 from ..cli.parsers.analyze import AnalyzeSettings
 from ..cli.prompt import encode_prompt
 from ..cli.prompts import read_prompts
 from ..cli.results import Speed, summary_of
+from ..cli.server_table import server_table
 from ..cli.settings import command_settings
 from ..cli.tables import summary_table
 from ..decoding.stream import stream_generate
 from ..decoding.telemetry_only import TelemetryOnly
-from ..errors import GearbxError
-from ..files.writing import write_text
 from ..gears.attachment import model_fingerprint
 from ..gears.ladder import Ladder
 from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
 from ..kernels.device import wired_memory
 from ..loading import model_name
-from ..telemetry.report import PICTURES, draw_report, get_pyplot
-from ..telemetry.summary import Tally, as_json
+from ..telemetry.summary import Tally
 from ..telemetry.trace import TraceWriter, record
-
-TRACE, SUMMARY = "trace.jsonl", "summary.json"
+from . import analyze_server
+from .analysis import Analysis, check_output, make_output, write_report
 
 
 @dataclass(frozen=True)
@@ -57,22 +54,15 @@ class Run:
     complete: bool = False
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """What an analysis found and wrote."""
-
-    summary: dict[str, Any]
-    files: Sequence[Path]
-    complete: bool
-
-
 def run(settings: AnalyzeSettings) -> int:
-    analysis = analyzed(settings)
-    terminal.messages.print(summary_table(analysis.summary))
+    remote = settings.server.server is not None
+    analysis = analyze_server.analyzed(settings) if remote else analyzed(settings)
+    terminal.messages.print((server_table if remote else summary_table)(analysis.summary))
     terminal.messages.print()
     for path in analysis.files:
         print(path)
-    return 0 if analysis.complete else terminal.INTERRUPTED
+    analysis.checked()
+    return 0
 
 
 @wired_memory()
@@ -91,10 +81,8 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     """
     settings = command_settings(AnalyzeSettings, {"prompts": prompts, **keywords})
     choose_device(settings)
-    analysis = analyzed(settings)
-    if not analysis.complete:
-        raise KeyboardInterrupt  # what was recorded is written
-    return analysis.summary
+    analysis = analyzed(settings) if settings.server.server is None else analyze_server.analyzed(settings)
+    return analysis.checked().summary
 
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
@@ -109,9 +97,7 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     prompts = prompts_of(settings, texts, tokenizer, config, ladder)
     observer = Observer(model, ladder, dtype=settings.model.dtype)
     mode = TelemetryOnly(**vars(routing))
-    with directory_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    trace, summary = (output_path(out / name) for name in (TRACE, SUMMARY))
+    trace = make_output(out)
     mx.reset_peak_memory()
     found = record_prompts(prompts, observer, tokenizer, mode, trace)
     peak_memory = mx.get_peak_memory()
@@ -120,10 +106,8 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
         "prompts": len({entry["prompt"] for entry in found.records}),
         "thresholds": list(routing.thresholds),
     }
-    write_text(summary, as_json(result))
-    names = [gear.name for gear in ladder]
-    pictures = draw_report(found.records, names, routing.thresholds, out) if found.records else []
-    return Analysis(result, [trace, summary, *pictures], found.complete)
+    files = write_report(out, result, found.records, [gear.name for gear in ladder], routing.thresholds)
+    return Analysis(result, files, found.complete)
 
 
 def prompts_of(
@@ -160,23 +144,3 @@ def record_prompts(
             found.speed.add(last)
         found.complete = True
     return found
-
-
-def check_output(out: Path) -> None:
-    """Raises GearbxError for a directory that the report cannot be written to, or without matplotlib."""
-    get_pyplot()
-    with directory_errors(out):
-        if out.exists() and not out.is_dir():
-            raise GearbxError(f"{out}: is a file; --out names a directory")
-        if out.is_dir():
-            for name in (TRACE, SUMMARY, *PICTURES):
-                output_path(out / name)
-
-
-@contextlib.contextmanager
-def directory_errors(out: Path) -> Iterator[None]:
-    """Turns what the system says of a directory into a GearbxError."""
-    try:
-        yield
-    except OSError as error:
-        raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error

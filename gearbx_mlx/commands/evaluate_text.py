@@ -8,6 +8,7 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
 from ..cli.room import warn_of_memory
+from ..decoding.kv_gears import check_heads
 from ..errors import GearbxError
 from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.plans import entries
@@ -16,8 +17,9 @@ from ..evaluation.runs import Runs
 from ..evaluation.session import Session
 from ..evaluation.tables import Report
 from ..evaluation.text import read_documents, windows_of
+from ..files.context import context_length
+from ..gears.kv_ladder import kv_ladder
 from ..gears.ladder import Gear, Ladder
-from ..loading import context_length
 from .evaluation_inputs import about, inputs_of
 
 DEFAULT_CONTEXT = 256
@@ -39,6 +41,9 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     documents = read_documents(Path(data))
     model, tokenizer, config = load_model(settings.model)
     gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    kv_gears = kv_ladder(comparison.kv_gears) if comparison.kv_gears else ()
+    if kv_gears:
+        check_heads(model, kv_gears)
     context = context_for(comparison.context, config)
     windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
     gate = vars(settings.gate.filled())
@@ -55,7 +60,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             comparison.reference_dtype,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        complete = finished(runs, entries(comparison.policy or POLICIES, comparison.shares(), gears.gears), out)
+        rows = entries(comparison.policy or POLICIES, comparison.shares(), gears.gears, kv_gears)
+        complete = finished(runs, rows, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
     report = runs.report({**about(settings, gears, kernels), "complete": complete, "context": context})
     return Report(report, markdown(report), COLUMNS, FIRST)

@@ -1,32 +1,31 @@
 """Write a text with one model in gears."""
 
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.gate import check_routing
-from ..cli.gearbox import in_whole_weights, make_gearbox, settle_gears, show_kernels
-from ..cli.gears import GearSettings
-from ..cli.generation import generation_keywords, length_of, load_cache
-from ..cli.governing import check_governing, governor
-from ..cli.loaded import load_model, room_for
-from ..cli.mode_choice import ModeChoice, choose_mode, make_mode, takes_whole_weights
+from ..cli.gearbox import show_kernels
+from ..cli.geared import Loaded, settle
+from ..cli.generation import generation_keywords
+from ..cli.governing import governor
+from ..cli.loaded import room_for
 from ..cli.parsers.generate import GenerateSettings
 from ..cli.prompt import encode_prompt, read_prompt
+from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.results import Draft, summary_of
-from ..cli.room import warn_of_memory
+from ..cli.sharded import check_together, on_this_rank
 from ..cli.tables import layers_table, summary_table
+from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
-from ..loading import gears_of, model_name
 from .written_text import show_summary, write_out
 
 
 def run(settings: GenerateSettings) -> int:
+    settings = on_this_rank(settings)
     trace, summary = settings.output.paths()
     prompt = read_prompt(settings.input.prompt)
     if settings.sampling.seed is not None:
@@ -35,67 +34,63 @@ def run(settings: GenerateSettings) -> int:
         from . import generate_pair  # which one model need not wait for
 
         return generate_pair.run(settings, settings.mode.small_model, prompt, trace, summary)
-    choice, gears = settle(settings)
-    takes_whole = takes_whole_weights(settings, choice, gears_of(settings.model.model))
-    cache, model_path = load_cache(settings.input.prompt_cache_file, settings.model.model)
-    if not settings.mode.observes:
-        warn_of_memory(model_path, gears, takes_whole)
-    model, tokenizer, config = load_model(replace(settings.model, model=model_path))
-    tokens = encode_prompt(settings.prompt, tokenizer, prompt, settings.input.prefill_response, cache is not None)
-    read = length_of(settings.input.prompt_cache_file, cache, model) + len(tokens)
-    max_tokens = room_for(config, read, settings.prompt.max_tokens, settings.cache.max_kv_size)
-    keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, cache)
-    if takes_whole:
-        gears = in_whole_weights(gears, model)
-    gearbox = make_gearbox(gears, model, model_path, settings.model.dtype, settings.mode.observes)
-    mode = make_mode(choice, gears.gears, gearbox, prompt)
-    announce(settings, gearbox, model_path, mode)
-    with governor(settings.controller, gearbox, settings.output.verbose, **gears.governor_keywords()) as controller:
+    settled = settle(settings)
+    cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
+    loaded = settled.load(settings.model.model if cache is None else cache.model)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    tokens, entries = to_read(settings, loaded, prompt, cache)
+    max_tokens = room_for(
+        loaded.config, length(entries or ()) + len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size
+    )
+    keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
+    geared = loaded.in_gears()
+    gearbox, mode = geared.gearbox, geared.mode(prompt)
+    check_together(gearbox, tokens)
+    if settings.output.describe:
+        describe(gearbox, mode)
+    further = geared.gears.governor_keywords()
+    with governor(settings.controller, gearbox, settings.output.verbose, **further) as controller:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
-        names = [gear.name for gear in gears.gears]
+        names = [gear.name for gear in geared.gears.gears]
         written = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
     draft = Draft(draft_path, draft_model) if draft_path is not None else None
     counted = written.tally, written.speed, mx.get_peak_memory()
-    result = summary_of(model_name(model_path), gearbox, mode, *counted, controller, draft)
+    result = summary_of(loaded.name, gearbox, mode, *counted, controller, draft)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return written.status
 
 
-def settle(settings: GenerateSettings) -> tuple[ModeChoice, GearSettings]:
-    """Mode and gears that flags, files and checkpoint ask for together: everything that can be wrong without weights.
+def to_read(
+    settings: GenerateSettings, loaded: Loaded, prompt: str, cache: PromptCache | None
+) -> tuple[list[int], list[Any] | None]:
+    """The tokens that the model is to read, and the caches of its layers (None: new ones).
 
     Raises:
-        GearbxError: settings that do not fit together.
+        GearbxError: as `encode_prompt`; a prompt cache that does not suit the model.
     """
-    model = settings.model.model
-    saved = gears_of(model)
-    choice = choose_mode(settings, saved)
-    check_governing(settings.controller, choice.mode, settings.cache.draft_model)
-    layout = replace(settings.layout, gears=choice.gears, format=choice.format)
-    gears = settle_gears(model, layout, settings.gears, settings.floors)
-    cap_bits = settings.controller.widths(model, gears.gears, gears.format, saved is not None)
-    check_routing(choice.routing, gears.gears)
-    if choice.gear is not None:
-        gears.gears.find(choice.gear)
-    return choice, replace(gears, cap_bits=cap_bits)
+    prefill = settings.input.prefill_response
+    if cache is None:
+        return encode_prompt(settings.prompt, loaded.tokenizer, prompt, prefill), None
+    before = cache.before(settings.prompt.templates(loaded.tokenizer))
+    tokens = encode_prompt(settings.prompt, loaded.tokenizer, prompt, prefill, before)
+    return cache.unread(loaded.model, tokens, settings.cache.max_kv_size, before)
 
 
-def announce(settings: GenerateSettings, gearbox: Gearbox | Observer, model_path: str | None, mode: Mode) -> None:
-    """Print, before the text, that nothing shifts; and, with --describe, what every layer runs on, and how."""
-    if isinstance(gearbox, Observer) and not settings.mode.observes and settings.output.verbose:
-        terminal.note(f"{model_name(model_path)} is quantized already: telemetry only, no layer changes gear")
-    if settings.output.describe:
-        terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
-        if mode.about():
-            terminal.note(mode.about())
+def describe(gearbox: Gearbox | Observer, mode: Mode) -> None:
+    """Print what every layer runs on, and how."""
+    terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+    if mode.about():
+        terminal.note(mode.about())
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
-    """Fields of a response that the trace shows in this mode; with a draft model what was drafted as well."""
+    """Fields of a response that the trace shows in this mode, with a draft model and with a KV cache in gears."""
+    if keywords["kv_gears"] is not None:
+        return (*mode.trace_fields, "kv_bytes", "kv_caches")
     if keywords["draft_model"] is None:
         return mode.trace_fields
     return (*mode.trace_fields, "passes", "weight_bytes", "drafted", "from_draft")

@@ -36,5 +36,23 @@ def length(cache: Cache) -> int:
     return max((_offset(part) for part in parts(cache)), default=0)
 
 
+def given(part: Any) -> int | None:
+    """Tokens that the cache of one layer has been given; None if it keeps a state alone, which does not count them."""
+    if hasattr(part, "given"):  # of a pair's model, which has still to read some of them
+        return part.given
+    return _offset(part) if hasattr(part, "offset") else None
+
+
+def cut(cache: Cache, tokens: int) -> bool:
+    """Whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of them are."""
+    counts = [(part, count) for part in parts(cache) if (count := given(part)) is not None]
+    return all(count == tokens or trimmed(part, count - tokens) for part, count in counts)
+
+
+def trimmed(part: Any, tokens: int) -> bool:
+    """Whether the last tokens could be trimmed from the cache of one layer; it may have been given too few."""
+    return tokens > 0 and part.is_trimmable() and part.trim(tokens) == tokens
+
+
 def _offset(part: Any) -> int:
     return int(getattr(part, "_offset", getattr(part, "offset", 0)))  # of a batch, `offset` is an array

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
+from ..ranks.agreement import agreement_of
 from ..routing.acceptance import AcceptanceCurve, DraftRule, ProductRule, typical_agreement
 from ..routing.draft_costs import CostRule
 from ..routing.draft_file import DraftTimes
-from ..routing.pass_costs import BYTES, Costs, FixedCosts, LearnedCosts, PassCosts
+from ..routing.pass_costs import BYTES, MOST_ROWS, Costs, FixedCosts, LearnedCosts, PassCosts
 from ..routing.rounds import Rounds
 from ..routing.stretches import Stretches
 
@@ -42,9 +43,14 @@ class StreamCosts(FixedCosts):
 
 
 def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
-    """Bytes of weights that passes read."""
+    """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
     top, low = gearbox.ladder.top, gearbox.weight_bytes_per_token(draft)
-    return Costs(lambda: low, lambda rows: gearbox.weight_bytes_per_token(top, rows))
+    agreement = agreement_of(gearbox.model)
+    if agreement.group is None:
+        return Costs(lambda: low, lambda rows: gearbox.weight_bytes_per_token(top, rows))
+    passes = (gearbox.weight_bytes_per_token(top, rows + 1) for rows in range(MOST_ROWS))
+    low, *shared = agreement.numbers([low, *passes])
+    return Costs(lambda: low, lambda rows: shared[rows - 1])
 
 
 @dataclass(frozen=True)

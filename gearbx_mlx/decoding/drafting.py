@@ -9,7 +9,6 @@ array that is still computed. Where the draft turns out to be over, the steps be
 passes, and change nothing.
 """
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,8 @@ import numpy as np
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..gears.random_numbers import same_random_numbers
+from ..ranks.agreement import ALONE, Agreement
 from ..routing.acceptance import DraftRule, FixedLength
 from .entropy import Entropy
 from .snapshots import Snapshot
@@ -38,6 +39,7 @@ class Drafter:
         sampler, logits_processors: mlx-lm's own; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         ahead: steps that are queued beyond the one whose entropy is read.
+        agreement: of the ranks that share the model.
     """
 
     gearbox: Gearbox
@@ -48,6 +50,7 @@ class Drafter:
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = ()
     stop_tokens: frozenset[int] = frozenset()
     ahead: int = 0
+    agreement: Agreement = ALONE
 
     def draft(self, token: int, cache: Any, most: int, text: Sequence[int] = ()) -> Proposal:
         """Tokens that follow `token`, `most` at most.
@@ -86,21 +89,10 @@ class Drafter:
             for processor in self.logits_processors:
                 logits = processor(history, logits)
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            entropy = self.entropy(logprobs)
             sampled = self.sampler(logprobs) if self.sampler else mx.argmax(logprobs, axis=-1)
+            sampled, entropy = self.agreement.arrays(sampled, self.entropy(logprobs))
             mx.async_eval(sampled, entropy)
             yield sampled, entropy
             inputs = sampled.reshape(1)
             if self.logits_processors:
                 history = mx.concatenate([history, inputs.astype(mx.uint32)])
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Random numbers drawn in the block will be drawn again after it."""
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    try:
-        yield
-    finally:
-        mx.random.seed(high << 32 | low)  # a key is its seed

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,11 +11,14 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.sample_utils import make_sampler
 
+from ..formats.nested_kv_cache import KVGears
+from ..ranks.agreement import ALONE, Agreement, agreement_of
 from ..routing.entropy import entropy_bits
 from .entropy import Entropy
+from .kv_gears import gears_of
+from .near_ties import near_ties
+from .sampler import Sampler
 from .step import SampledToken, Step
-
-Sampler = Callable[[mx.array], mx.array]
 
 
 class EntropySampler:
@@ -27,24 +31,39 @@ class EntropySampler:
         sampler: of mlx-lm.
         step: returns how the latest logits came about.
         entropy: in bits, of log-probabilities.
+        agreement: of the ranks that share the model.
+        gears: of a KV cache. The prompt that they read ends with the first call.
     """
 
-    def __init__(self, sampler: Sampler, step: Callable[[], Step], entropy: Entropy = entropy_bits):
+    def __init__(
+        self,
+        sampler: Sampler,
+        step: Callable[[], Step],
+        entropy: Entropy = entropy_bits,
+        agreement: Agreement = ALONE,
+        gears: KVGears | None = None,
+    ):
         self.sampler = sampler
         self.step = step
         self.entropy = entropy
+        self.agreement = agreement
+        self.gears = gears
         self.tokens: deque[SampledToken] = deque()
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         step, near_tie = self.step(), None
+        if self.gears is not None:
+            self.gears.end_prompt()
+            read, caches = self.gears.meter.take()
+            step = replace(step, kv_bytes=read, kv_caches=caches)
         entropy = self.entropy(logprobs) if step.entropy is None else step.entropy
         if step.noise is not None:
-            best = mx.topk(logprobs, 2, axis=-1)
-            near_tie = mx.abs(best[..., 0] - best[..., 1]) <= step.noise
+            near_tie = near_ties(logprobs, step.noise)
             mx.async_eval(near_tie)
+        token, entropy = self.agreement.arrays(self.sampler(logprobs), entropy)
         mx.async_eval(entropy)
         self.tokens.append(SampledToken(entropy, step, near_tie))
-        return self.sampler(logprobs)
+        return token
 
 
 def sampled_tokens(
@@ -56,6 +75,9 @@ def sampled_tokens(
     **kwargs: Any,
 ) -> Iterator[tuple[GenerationResponse, SampledToken]]:
     """mlx-lm's responses, each with what the sampler saw; `kwargs` are of mlx-lm's stream_generate."""
-    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy)
+    gears = gears_of(kwargs.get("prompt_cache"))
+    if gears is not None:
+        gears.begin_prompt()
+    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy, agreement_of(model), gears)
     for response in mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs):
         yield response, sampler.tokens.popleft()

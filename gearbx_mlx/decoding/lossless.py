@@ -8,17 +8,26 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.output_head import vocabulary
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..gears.observer import Observer
+from ..ranks.agreement import agreement_of
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, FixedLength
+from ..routing.batch_policy import BatchPolicy, highest
 from ..routing.draft_file import DraftFile
+from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
+from .batches.lossless_generator import LosslessGenerator
+from .batches.lossless_plans import batch_plans
+from .batches.sequence import Sequence
 from .draft_costs import plan_of
-from .draft_depth import depth_here
+from .draft_depth import default_depth, depth_here
 from .draft_rules import find_file, find_rule
 from .draft_times import times_here
 from .governor import Governor
+from .known_vocabulary import vocabulary_of
 from .lossless_model import LosslessModel, drafting_gear
 from .mode import Mode
 from .prompt import encoded
@@ -99,15 +108,21 @@ class Lossless(Mode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
-        how = self.rule or self.draft_length or self.curve
-        made = find_file(gearbox, how)
-        rule, draft = find_rule(gearbox, made or how)
         prompt = encoded(tokenizer, prompt)
-        gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
+        made, rule, gear = self.drafting(gearbox)
         usable = made is not None and gear.bits == made.draft and self.cost != BYTES
         times = times_here(made.times, gearbox) if made is not None and usable else None
-        cost = self.cost or (BYTES if times is None else TIME)
+        agreement = agreement_of(gearbox.model)
+        cost = self.cost or (BYTES if times is None or agreement.group is not None else TIME)
+        if agreement.group is not None and cost == TIME:
+            raise GearbxError(
+                "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
+            )
         plan = plan_of(rule, gearbox, gear, cost, self.most_looked_up, times)
+        # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
+        ahead = self.draft_ahead
+        if ahead is None:
+            ahead = depth_here(gearbox, gear, plan.rule) if agreement.group is None else default_depth()
         wrapped = LosslessModel(
             gearbox,
             plan.rule,
@@ -119,9 +134,31 @@ class Lossless(Mode):
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
-            draft_ahead=depth_here(gearbox, gear, plan.rule) if self.draft_ahead is None else self.draft_ahead,
+            draft_ahead=agreement.numbers([ahead])[0],
         )
-        return stream_wrapped(wrapped, tokenizer, prompt, monitor=Monitor(vocabulary(model), self.window), **kwargs)
+        return stream_wrapped(
+            wrapped, tokenizer, prompt, monitor=Monitor(vocabulary_of(gearbox), self.window), **kwargs
+        )
+
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> LosslessGenerator:
+        """As Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
+        _, rule, gear = self.drafting(gearbox)
+        plans = batch_plans(gearbox, gear, rule, self.cost, self.most_looked_up)
+        return LosslessGenerator(tokenizer, self, plans, **kwargs)
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+        """What one text of a batch has of its own."""
+        top = gearbox.ladder.top
+        return Sequence(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top)
+
+    def drafting(self, gearbox: Gearbox) -> tuple[DraftFile | None, DraftRule, Gear]:
+        """The drafting file, if there is one, when to stop drafting, and the gear that drafts."""
+        how = self.rule or self.draft_length or self.curve
+        made = find_file(gearbox, how)
+        rule, draft = find_rule(gearbox, made or how)
+        return made, rule, drafting_gear(gearbox, draft if self.draft is None else self.draft)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"

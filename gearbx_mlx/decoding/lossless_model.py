@@ -33,12 +33,12 @@ from ..routing.stretches import Stretches
 from .draft_costs import note_drafts
 from .drafting import Drafter
 from .history import History
+from .kv_gears import in_prompt
+from .near_ties import noise_of
 from .rows import Rows, Verifier
 from .short_path import warn_of_other_paths
 from .step import LOOKUP, Draft, Proposal, Step
 from .wrapper import ModelWrapper
-
-NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
 
 
 @dataclass
@@ -122,7 +122,15 @@ class LosslessModel(ModelWrapper):
         self._history = History(counted_only=not self.logits_processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
         self._drafter = Drafter(
-            gearbox, self.draft, self.rule, self.entropy, sampler, self.logits_processors, self.stop_tokens, draft_ahead
+            gearbox,
+            self.draft,
+            self.rule,
+            self.entropy,
+            sampler,
+            self.logits_processors,
+            self.stop_tokens,
+            draft_ahead,
+            self.agreement,
         )
         self._drafting = True
         self._verified: Verified | None = None
@@ -171,7 +179,7 @@ class LosslessModel(ModelWrapper):
         self._count_round()
         proposal, rows = self._proposal_and_rows(token, cache)
         tokens = [token, *proposal.tokens]
-        noise = NOISE * mx.finfo(rows.logits.dtype).eps * mx.abs(rows.logits).max()
+        noise = noise_of(rows.logits).max()
         verified = Verified(tokens, proposal, rows, noise, list(cache))
         ran = [self.draft] * proposal.draft_passes + [self.top]
         read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
@@ -205,7 +213,7 @@ class LosslessModel(ModelWrapper):
         """
         if self._drafting:
             try:
-                proposal = self._proposal(token, cache, self._most(token))
+                proposal = self._proposal(token, cache, 0 if in_prompt(cache) else self._most(token))
                 return proposal, self._rows(token, proposal, cache)
             except GearbxError:
                 raise

@@ -11,6 +11,8 @@ from ..gears.attachment import attached
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
 from ..gears.saved import without_gears
+from ..ranks.agreement import agreement_of
+from ..routing.batch_policy import BatchPolicy, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
 from .response import GearResponse
@@ -55,10 +57,31 @@ class Mode:
         """
         raise NotImplementedError
 
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> Any:
+        """Many texts at once: an object with the methods of mlx-lm's BatchGenerator, whose keywords `kwargs` are.
+
+        Its `next` returns what was read of prompts, and BatchGearResponses: none, one or several of a sequence.
+
+        Args:
+            gearbox: from `gearbox_for`.
+            policy: the gear of a step, which all sequences share, by their wishes.
+
+        Raises:
+            GearbxError: a mode that writes one text at a time.
+        """
+        raise GearbxError(
+            f"mode '{self.name}' writes one text at a time; use 'route', 'static', 'telemetry-only' or 'lossless', "
+            "or stream_generate for each text"
+        )
+
     def check_controller(self, controller: Governor, gearbox: Any, has_draft_model: bool) -> None:
         """Raises GearbxError where a controller cannot cap the gears."""
         if self.uncapped:
             raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
+        if agreement_of(controller.gearbox.model).group is not None:
+            raise GearbxError("a controller follows one machine's clock, and ranks share this model; leave it out")
         if has_draft_model:
             raise GearbxError(
                 "with a draft model tokens come several at a time and cannot be timed; leave one of them out"

@@ -17,6 +17,7 @@ from ..gears.activations import stored_dtype
 from ..gears.cost import token_bytes
 from ..gears.output_head import tied_head, vocabulary
 from ..routing.pair import NAMES, SMALL
+from .caches import length, parts
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's
 
@@ -45,8 +46,14 @@ class TrailingCache:
         return [self.missed, [entry.state for entry in self.entries]]
 
     @property
+    def given(self) -> int | None:
+        """Tokens that were read or missed; None where the entries are states, which do not count."""
+        counted = any(hasattr(part, "offset") for part in parts(self.entries))
+        return length(self.entries) + self.missing if counted else None
+
+    @property
     def offset(self) -> int:
-        return getattr(self.entries[0], "offset", 0)
+        return length(self.entries)
 
     def size(self) -> int:
         return self.entries[0].size()

@@ -1,15 +1,15 @@
 """What comes out for every token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import GenerationBatch, GenerationResponse
 
 from ..machine.controller import Decision
 
 
 @dataclass
-class GearResponse(GenerationResponse):
-    """mlx-lm's response, and what the gearbox saw.
+class Seen:
+    """What the gearbox saw of a token.
 
     entropy: of the distribution that the token was sampled from, bits.
     mean_entropy: the rolling mean that the gate sees, bits.
@@ -29,7 +29,12 @@ class GearResponse(GenerationResponse):
         over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
         any company (docs/architecture.md).
     caught_up: pair: tokens that the model had missed and read for this one.
+    kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
+        the KV cache's gear; a prompt's are not counted.
+    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits.
     decision: of the controller after this token, if it made one.
+    wish: batches: name of the gear that this sequence alone would have had for the token; "" elsewhere.
+    together: sequences that shared the pass; `weight_bytes` is the share of one of them.
     """
 
     entropy: float = 0.0
@@ -44,4 +49,25 @@ class GearResponse(GenerationResponse):
     source: str = "model"
     near_tie: bool = False
     caught_up: int = 0
+    kv_bytes: dict[int, int] = field(default_factory=dict)
+    kv_caches: dict[int, int] = field(default_factory=dict)
     decision: Decision | None = None
+    wish: str = ""
+    together: int = 1
+
+
+@dataclass
+class GearResponse(Seen, GenerationResponse):
+    """mlx-lm's response, and what the gearbox saw."""
+
+
+@dataclass
+class BatchGearResponse(Seen, GenerationBatch.Response):
+    """mlx-lm's response for a sequence of a batch, and what the gearbox saw.
+
+    from_draft: lossless: the draft gear drafted the token, and the top gear accepted it.
+    error: why the sequence ended without a token to believe, if it did: its logits are no numbers.
+    """
+
+    from_draft: bool = False
+    error: Exception | None = None

@@ -27,7 +27,12 @@ def gear_response(
         before: the gear of the token before, if there was one.
         further: fields of GearResponse that only some modes set.
     """
-    seen = {
+    return GearResponse(**{**vars(response), **seen_of(step, entropy, mean, before), **further})
+
+
+def seen_of(step: Step, entropy: float, mean: float, before: Gear | None) -> dict[str, Any]:
+    """The fields of `Seen` that a step sets, by name; arguments as of `gear_response`."""
+    return {
         "entropy": entropy,
         "mean_entropy": mean,
         "gear": step.gear.name,
@@ -38,8 +43,9 @@ def gear_response(
         "discarded": step.discarded,
         "looked_up": step.looked_up,
         "source": step.source,
+        "kv_bytes": step.kv_bytes,
+        "kv_caches": step.kv_caches,
     }
-    return GearResponse(**{**vars(response), **seen, **further})
 
 
 def governed(

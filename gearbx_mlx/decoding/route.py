@@ -4,27 +4,34 @@ mlx-lm runs one token ahead: when token t is handed out, the pass that computes 
 then first acts on t + 2.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections.abc
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
+from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.observer import Observer
-from ..gears.output_head import vocabulary
+from ..ranks.agreement import agreement_of
+from ..routing.batch_policy import BatchPolicy, highest
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.prompt import first_gear
 from ..routing.thresholds import check_thresholds, default_thresholds
 from ..telemetry.summary import Tally, draft_rows, draft_summary
+from .batches.generator import BatchGenerator
+from .batches.sequence import Sequence
 from .draft_model import drafted_tokens
 from .entropy import fast_entropy
 from .entropy_sampler import sampled_tokens
 from .finite import check_finite
 from .governor import Governor
+from .known_vocabulary import vocabulary_of
 from .mode import AUTO, Mode
 from .response import GearResponse
 from .responses import gear_response, governed
@@ -47,7 +54,7 @@ class Route(Mode):
 
     name: ClassVar[str] = "route"
 
-    thresholds: Sequence[float] | None = None
+    thresholds: collections.abc.Sequence[float] | None = None
     window: int = DEFAULT_WINDOW
     hysteresis: float = DEFAULT_HYSTERESIS
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
@@ -57,12 +64,22 @@ class Route(Mode):
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        gate, monitor = self.gate_for(gearbox), Monitor(vocabulary(model), self.window)
+        gate, monitor = self.gate_for(gearbox), Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
         gate.reset(first.index)
         gearbox.shift(first)
         tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
         return routed(tokens, gearbox, gate, monitor, first, controller)
+
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> BatchGenerator:
+        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+        """What one text of a batch has of its own; of a gate that was given, a copy."""
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
+        return Sequence(deepcopy(self.gate_for(gearbox)), monitor, self.first_gear(gearbox, tokenizer, prompt))
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
@@ -71,7 +88,7 @@ class Route(Mode):
         gears = len(gearbox.ladder)
         thresholds = self.thresholds
         if thresholds is None:
-            thresholds = default_thresholds(gears, vocabulary(gearbox.model))
+            thresholds = default_thresholds(gears, vocabulary_of(gearbox))
         check_thresholds(thresholds, gears)
         return ThresholdGate(tuple(thresholds), self.hysteresis, self.min_gear_duration)
 
@@ -98,6 +115,8 @@ def in_engaged_gear(
     **kwargs: Any,
 ) -> Iterator[tuple[GenerationResponse, SampledToken]]:
     """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well."""
+    if draft_model is not None and agreement_of(model).group is not None:
+        raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
     if draft_model is not None:
         return drafted_tokens(model, draft_model, tokenizer, prompt, gearbox, **kwargs)
 

@@ -146,7 +146,7 @@ def attributes(part: Any) -> list[Any]:
     if is_unsettled(part):
         return [is_unsettled]
     if type(part) in APPENDING:
-        return [part.keys, part.offset]
+        return [part.keys, *(arrays[0] for arrays in getattr(part, "planes", ())), part.offset]
     return [leaf for _, leaf in tree_flatten(vars(part))]
 
 

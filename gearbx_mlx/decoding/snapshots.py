@@ -15,10 +15,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
+from ..formats.nested_kv_cache import NestedKVCache
 from .caches import Cache, parts
 
-APPENDING = (KVCache, QuantizedKVCache, BatchKVCache)
-ENTRIES = ("keys", "values")
+APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
+ENTRIES = ("keys", "values", "planes", "gears")  # and planes, with the ladder that they have
 
 
 def kept(value: Any) -> Any:
@@ -58,7 +59,7 @@ class PartState:
         """Another cache in this state."""
         made = self.kind.__new__(self.kind)
         if self.kind in APPENDING:
-            vars(made).update((name, kept(getattr(self.part, name))) for name in ENTRIES)
+            vars(made).update((name, kept(getattr(self.part, name))) for name in ENTRIES if hasattr(self.part, name))
         vars(made).update(kept(self.attributes))
         return made
 

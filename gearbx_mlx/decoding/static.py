@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
-from ..gears.output_head import vocabulary
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..gears.observer import Observer
+from ..routing.batch_policy import BatchPolicy, highest
 from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..telemetry.summary import Tally, draft_rows, draft_summary
+from .batches.generator import BatchGenerator
+from .batches.sequence import Sequence
 from .governor import Governor
+from .known_vocabulary import vocabulary_of
 from .mode import Mode
 from .response import GearResponse
 from .route import in_engaged_gear, routed
@@ -37,12 +43,25 @@ class Static(Mode):
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        ladder = gearbox.ladder
-        gear = ladder.top if self.gear is None else ladder.find(self.gear)
+        gear = self.gear_of(gearbox)
         gearbox.shift(gear)
         tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        monitor = Monitor(vocabulary(model), self.window)
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
         return routed(tokens, gearbox, OneGear(gear.index), monitor, gear, controller)
+
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> BatchGenerator:
+        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+        """What one text of a batch has of its own."""
+        gear = self.gear_of(gearbox)
+        return Sequence(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
+
+    def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
+        """Raises GearbxError for a gear that the ladder does not have."""
+        return gearbox.ladder.top if self.gear is None else gearbox.ladder.find(self.gear)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}

@@ -1,6 +1,6 @@
 """How one token came about: which gears ran for it, and what they read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -58,7 +58,9 @@ class Step:
     drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
     computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
     where the model has computed it already. looked_up: tokens that the text itself proposed in this step. discarded:
-    steps that the draft gear computed beyond the end of a draft; `passes` and `weight_bytes` count them.
+    steps that the draft gear computed beyond the end of a draft; `passes` and `weight_bytes` count them. kv_bytes: of
+    keys and values that the passes read, by the bits of the KV cache's gear; kv_caches: how many layers' caches. Both
+    are empty where the cache has no gears.
     """
 
     gear: Gear
@@ -72,6 +74,8 @@ class Step:
     entropy: mx.array | None = None
     looked_up: int = 0
     discarded: int = 0
+    kv_bytes: dict[int, int] = field(default_factory=dict)
+    kv_caches: dict[int, int] = field(default_factory=dict)
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
@@ -90,7 +94,7 @@ class SampledToken:
     near_tie: mx.array | None = None
 
 
-def single_pass(gearbox: Gearbox | Observer, gear: Gear) -> Step:
-    """The step of a token that took one pass in one gear."""
+def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
+    """The step of a token that took one pass in one gear, over so many sequences."""
     passes = tuple(int(gear == other) for other in gearbox.ladder)
-    return Step(gear, (), passes, gearbox.weight_bytes_per_token(gear))
+    return Step(gear, (), passes, gearbox.weight_bytes_per_token(gear, rows))

@@ -9,6 +9,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..ranks.agreement import agreement_of
 from .entropy import fast_entropy
 from .step import Step
 
@@ -31,6 +32,7 @@ class ModelWrapper(nn.Module):
         self.step = Step(gearbox.ladder.top)
         """The latest step of one token."""
         self.entropy = fast_entropy(gearbox)
+        self.agreement = agreement_of(gearbox.model)
         self._takes_embeddings = does_model_support_input_embeddings(gearbox.model)
 
     def run(self, gear: Gear, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:

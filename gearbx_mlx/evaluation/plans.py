@@ -28,23 +28,31 @@ COUNTED = {
     "oracle": TWO_PASSES,
     "lossless": DRAFTS,
     "lossless-fixed": DRAFTS,
+    "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
 }
+WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
 CONTROLS = ("static", "random")  # in every report
 SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits."""
+    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
+
+    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
+    """
 
     policy: str
     share: float | None = None
     bits: int | None = None
+    kv_gears: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         if self.policy == "static":
             return f"static-{self.bits}"
+        if self.policy == "kv":
+            return f"kv-{self.bits}-of-{'-'.join(map(str, self.kv_gears))}"
         return self.policy if self.share is None else f"{self.policy}-{self.share:g}"
 
 
@@ -65,8 +73,10 @@ class Setting:
     seed: int = 0
 
 
-def entries(policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear]) -> list[Entry]:
-    """The rows of a report, in the order of COUNTED: the policies and, in every report, the controls."""
+def entries(
+    policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear], kv_gears: tuple[int, ...] = ()
+) -> list[Entry]:
+    """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
     rows = []
     for policy in COUNTED:
         if policy not in (*policies, *CONTROLS):
@@ -77,7 +87,7 @@ def entries(policies: Sequence[str], shares: Sequence[float], ladder: Sequence[G
             rows += [Entry(policy, share) for share in shares]
         else:
             rows.append(Entry(policy))
-    return rows
+    return rows + [Entry("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
 
 
 def make_policy(entry: Entry, setting: Setting) -> tuple[Policy, float | None]:

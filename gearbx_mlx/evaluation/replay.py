@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,16 @@ def logprobs_of(logits: mx.array) -> np.ndarray:
     return log_softmax(np.array(logits[0].astype(mx.float32))).astype(np.float32)
 
 
-def driven(gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy) -> Iterator[Step]:
-    """Read the windows under a policy, each with an empty cache, and yield every prediction."""
+def driven(
+    gearbox: Gearbox,
+    windows: Sequence[Sequence[int]],
+    policy: Policy,
+    make_cache: Callable[[Any], Any] = make_prompt_cache,
+) -> Iterator[Step]:
+    """Read the windows under a policy, each with an empty cache of the model, and yield every prediction."""
     place = itertools.count()
     for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model)
+        cache = make_cache(gearbox.model)
         policy.begin()
         for token, target in itertools.pairwise(window):
             yield Step(number, target, *computed(gearbox, policy, next(place), token, cache))

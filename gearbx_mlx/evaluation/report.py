@@ -66,6 +66,8 @@ def row_of(
     ladder = gearbox.ladder
     if entry.policy == "static":
         used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
+    elif entry.policy == "kv":
+        used = (ladder.top,)
     else:
         used = between if entry.policy in SHIFTING else (between[0], ladder.top)
     tokens, shares = quality_arguments(recording, reference), gear_shares(recording, ladder)
@@ -85,13 +87,17 @@ def row_of(
 
 
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row the best static gear, if any, that reads no more and is no further from the reference."""
+    """Add to every row the best static gear, if any, that reads no more and is no further from the reference.
+
+    A row over a KV cache in gears has none: it reads less of the cache, which the bytes of weights do not show.
+    """
     static = [row for row in rows if row["policy"] == "static"]
     for row in rows:
         better = [
             other
             for other in static
             if other is not row
+            and row["policy"] != "kv"
             and other["weight_bytes_per_token"] <= row["weight_bytes_per_token"]
             and other["kl_mean"] <= row["kl_mean"]
         ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..decoding.kv_gears import cache_in_gears
 from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
@@ -79,6 +80,8 @@ class Runs:
         low, high = self.between
         if entry.policy == "static":
             return self._static(self.gearbox.ladder.find(entry.bits or low)), None
+        if entry.policy == "kv":
+            return self._in_kv_gear(entry), None
         recorded = self.recordings[Entry("static", bits=low.bits)]
         if entry.policy.startswith("lossless"):
             return self._drafts(entry.policy, recorded)
@@ -96,6 +99,14 @@ class Runs:
             return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound)), bound
         length, _ = best_length(sequences_of(recorded), *costs)
         return drafted(self.gearbox, self.windows, low, top, FixedLength(length)), length
+
+    def _in_kv_gear(self, entry: Entry) -> Iterator[Step]:
+        """The top gear over a KV cache in one of its gears."""
+
+        def make_cache(model: Any) -> Any:
+            return cache_in_gears(model, self.gearbox, entry.kv_gears, fixed=entry.bits)
+
+        return driven(self.gearbox, self.windows, Static(self.gearbox.ladder.top), make_cache)
 
     def _static(self, gear: Gear) -> Iterator[Step]:
         return driven(self.gearbox, self.windows, Static(gear))

@@ -15,6 +15,7 @@ NAMES = {
     "bool": "true or false",
     "array": "a list",
     "object": "an object",
+    "null": "null",
 }
 MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$([^`]*)`)?", re.DOTALL)
 STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
@@ -23,6 +24,9 @@ FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`", r
 NOT_A_NUMBER = re.compile(r"-?(NaN|Infinity)")
 
 Step = str | int
+WITH_FIELDS = inspect.StructType | inspect.DataclassType | inspect.TypedDictType
+OBJECTS = WITH_FIELDS | inspect.DictType
+LISTS = inspect.ListType | inspect.TupleType | inspect.SetType | inspect.VarTupleType
 
 
 def shown(value: Any) -> str:
@@ -60,15 +64,19 @@ def misfit(error: msgspec.ValidationError, content: Any, kind: Any) -> str:
         message, of_key, steps, value, key = str(error), None, [], content, ""
     info = inspect.type_info(kind)
     if of_key:
-        expected = expectation(message, type_at(info, steps[:-1], key=True))
+        expected = expectation(message, branch(union_at(info, steps[:-1], content), {}).key_type)
         return f"{where(steps[:-1])} has the key {shown(key)}, {expected}"
+    if message.startswith("Invalid value"):  # of the field that says which of several objects it is
+        tags = [str(part.tag) for part in members(union_at(info, steps[:-1], content)) if getattr(part, "tag", None)]
+        return f"{where(steps)} is {shown(value)}, not one of {', '.join(tags)}"
+    kind = branch(union_at(info, steps, content), value)
     field = FIELD.fullmatch(message)
     if field and field[1] == "missing required":
         return f"{where(steps)} has no field '{field[2]}'"
     if field:
-        known = ", ".join(part.encode_name for part in type_at(info, steps).fields)
+        known = ", ".join(part.encode_name for part in kind.fields)
         return f"{where([*steps, field[2]])} is not known; choose from {known}"
-    expected = expectation(message, type_at(info, steps))
+    expected = expectation(message, kind)
     if expected:
         return f"{where(steps)} is {shown(value)}, {expected}"
     return f"{where(steps)}: {message}" if steps else message  # from a check of our own
@@ -117,24 +125,36 @@ def where(steps: list[Step]) -> str:
     return "".join(parts).removeprefix(".") or "it"
 
 
-def type_at(info: Any, steps: list[Step], key: bool = False) -> Any:
-    """msgspec's description of the type in a place, or of the keys there."""
+def union_at(info: Any, steps: list[Step], content: Any) -> Any:
+    """msgspec's description of the type in a place of a JSON value, of all of them where there are several."""
     for step in steps:
-        info = without_null(info)
-        if isinstance(info, inspect.StructType | inspect.DataclassType | inspect.TypedDictType):
-            info = next(field.type for field in info.fields if field.encode_name == step)
+        info = branch(info, content)
+        if isinstance(info, WITH_FIELDS):
+            fields = (field.type for field in info.fields if field.encode_name == step)
+            info = next(fields, inspect.StrType())  # text alone says which of several objects it is
         elif isinstance(info, inspect.DictType):
             info = info.value_type
         else:
             info = info.item_types[int(step)] if isinstance(info, inspect.TupleType) else info.item_type
-    info = without_null(info)
-    return info.key_type if key else info
+        content = content[step]
+    return info
 
 
-def without_null(info: Any) -> Any:
-    if not isinstance(info, inspect.UnionType):
-        return info
-    return next(part for part in info.types if not isinstance(part, inspect.NoneType))
+def branch(info: Any, value: Any) -> Any:
+    """Of several types the one that a value is meant to be: of objects the one that it names."""
+    types = [part for part in members(info) if not isinstance(part, inspect.NoneType)]
+    if isinstance(value, dict):
+        types = [part for part in types if isinstance(part, OBJECTS)] or types
+        named = [part for part in types if getattr(part, "tag_field", None) and value.get(part.tag_field) == part.tag]
+        return (named or types)[0]
+    if isinstance(value, list):
+        types = [part for part in types if isinstance(part, LISTS)] or types
+    return types[0]
+
+
+def members(info: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type that it is."""
+    return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
 def expectation(message: str, info: Any) -> str:

@@ -12,6 +12,7 @@ from ..errors import GearbxError
 from .locking import lock, locked
 
 PART = ".part"  # ends the name of a file that is being written
+_unfinished: set[Path] = set()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -33,6 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
             return
         remove_parts(target.parent, re.escape(name_of(target)))
         handle, beside = open_part(target)
+        _unfinished.add(beside)
         try:
             yield beside
             os.chmod(beside, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask())
@@ -40,10 +42,18 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             os.close(handle)
             beside.unlink(missing_ok=True)
+            _unfinished.discard(beside)
     except OSError as error:
         if not is_about(error, path, target, beside):
             raise
         raise unwritable(path, error) from error
+
+
+def drop_unfinished() -> None:
+    """Remove what this process has not finished writing: for whoever ends it without its other threads."""
+    for path in list(_unfinished):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
@@ -95,6 +105,8 @@ def umask() -> int:
 
 def check_writable(path: Path) -> None:
     """Raises GearbxError for a path that no file can be written to; before the work, not after it."""
+    if "\0" in str(path):
+        raise GearbxError(f"{path}: no file can have a null character in its name; choose another one")
     try:
         if path.is_dir():
             raise GearbxError(f"{path}: is a directory; give a file name")

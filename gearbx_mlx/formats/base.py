@@ -37,6 +37,7 @@ class Format(Protocol):
     viewed: frozenset[str]  # parameters that are the bits of stored halves, as uint16
     ladders: tuple[tuple[int, ...], ...]  # the only ones, whose top gears it makes too; empty: any, without 16 bits
     types: tuple[mx.Dtype, ...]  # of the weights that it stores
+    by_rows: bool  # whether a row is stored in the same way with any other rows of its matrix
 
     @property
     def layer_bits(self) -> Sequence[int]:
@@ -49,6 +50,10 @@ class Format(Protocol):
 
     def fits(self, width: int, group_size: int) -> str | None:
         """The reason why a matrix with `width` inputs cannot be stored, or None if it can."""
+        ...
+
+    def span(self, group_size: int) -> int | None:
+        """How many inputs of a row are stored together, so that a row can be divided between them; None: all."""
         ...
 
     def modules(
@@ -102,6 +107,10 @@ class Copies:
     viewed: frozenset[str] = frozenset()
     ladders: tuple[tuple[int, ...], ...] = ()
     types: tuple[mx.Dtype, ...] = FLOATING
+    by_rows = True
+
+    def span(self, group_size: int) -> int | None:
+        return None
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, phi3, qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..kernels.candidates import NATIVE
 from ..kernels.dispatch import block_kernels
 from ..kernels.operations import WHOLE_BLOCKS
+from .block_caches import entries, has_room, reads_entries, set_entries, takes_cache
 from .fused import (
     ORIGIN,
     NativeGeGLU,
@@ -27,7 +27,9 @@ from .fused import (
     NativeRoPE,
     NativeShiftedNorm,
     inverse_frequencies,
+    left_padding,
 )
+from .nested_kv_cache import NestedKVCache
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest
@@ -144,9 +146,13 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if program is None:
         return None
     seen = None if causal else mask
-    if type(cache) is KVCache and x.shape[1] <= FEW and has_room(cache, x):
-        y = kernels.run_block(program, x, cache.keys, cache.values, cache.offset, causal, seen)
-        cache.offset += 0 if y is None else x.shape[1]
+    if reads_entries(cache) and x.shape[1] <= FEW and has_room(cache, x):
+        before, padding = entries(cache), left_padding(cache)
+        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding)
+        if y is not None:
+            set_entries(cache, before + x.shape[1])
+        if y is not None and type(cache) is NestedKVCache:
+            cache.count(None)
         return given(layer, y)
     return in_halves(layer, program, kernels, x, causal, seen, cache)
 
@@ -155,15 +161,21 @@ def in_halves(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
     """As `run`, in two operations: the cache takes the keys and values in its own way in between."""
-    first = kernels.run_block_heads(program, x, 0 if cache is None else cache.offset)
+    padding = left_padding(cache)
+    first = kernels.run_block_heads(program, x, entries(cache), padding)
     if first is None:
         return given(layer, None)
     heads, kept = first
     shared = layer.self_attn.n_kv_heads
     keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
-    if cache is not None:
+    if type(cache) is NestedKVCache and (nested := cache.update(keys, values)) is not None:
+        planes = *nested.planes, nested.packed, nested.group_size
+        return kernels.run_block_rest(program, kept, x, heads, *nested.entries, causal, mask, padding, *planes)
+    if type(cache) is NestedKVCache:
+        keys, values = cache.keys_and_values()
+    elif cache is not None:
         keys, values = cache.update_and_fetch(keys, values)
-    return kernels.run_block_rest(program, kept, x, heads, keys, values, causal, mask)
+    return kernels.run_block_rest(program, kept, x, heads, keys, values, causal, mask, padding)
 
 
 def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
@@ -175,19 +187,6 @@ def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
 
 def is_bool(mask: object) -> bool:
     return isinstance(mask, mx.array) and mask.dtype == mx.bool_
-
-
-def takes_cache(cache: Any) -> bool:
-    """Whether a block knows how a cache takes keys and values; those that it has must be float32."""
-    if cache is None:
-        return True
-    return type(cache) in (KVCache, RotatingKVCache) and (cache.keys is None or cache.keys.dtype == mx.float32)
-
-
-def has_room(cache: KVCache, x: mx.array) -> bool:
-    """Whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
-    keys = cache.keys
-    return keys is not None and cache.offset + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
 
 
 def programs_of(layer: nn.Module) -> Programs:

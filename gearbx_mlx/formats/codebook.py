@@ -173,6 +173,7 @@ class CodebookFormat(Copies, abc.ABC):
     heads: type[CodebookModule]
     native, native_experts = True, False
     scales: frozenset[str] = frozenset()  # always float16
+    by_rows = False  # what counts as an outlier depends on the whole matrix
 
     def __init__(self, cache: bool = False, rounds: int = ROUNDS):
         self.cache, self.rounds = cache, rounds

@@ -147,6 +147,7 @@ class Exact:
     viewed = frozenset({"group_scales", "group_biases"})
     ladders: tuple[tuple[int, ...], ...] = tuple(WIDTHS)
     types: tuple[mx.Dtype, ...] = (mx.bfloat16,)
+    by_rows = True
 
     def check(self, bits: int) -> None:
         if not any(bits in ladder for ladder in WIDTHS):
@@ -154,6 +155,9 @@ class Exact:
 
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
+
+    def span(self, group_size: int) -> int | None:
+        return None
 
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype

@@ -11,11 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import activations, base
+from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
 from ..kernels import dispatch
 from ..kernels.operations import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
+from .nested_kv_cache import NestedKVCache
 
 
 class NativeRMSNorm(nn.RMSNorm):
@@ -32,7 +34,7 @@ class NativeRoPE(nn.RoPE):
 
     operation = POSITIONS
 
-    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         y = dispatch.rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
         return super().__call__(x, offset) if y is None else y
 
@@ -50,7 +52,7 @@ class NativeLlama3RoPE(Llama3RoPE):
             mx.eval(self._inverse)
         return self["_inverse"]
 
-    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         y = dispatch.rope(x, self.frequencies, offset, self.traditional)
         return super().__call__(x, offset) if y is None else y
 
@@ -123,10 +125,26 @@ def attention(
     Quantized caches, masks of numbers and sinks go to mlx-lm's own function.
     """
     plain = sinks is None and not hasattr(cache, "bits")
-    y = dispatch.attention(queries, keys, values, scale, mask) if plain else None
+    y = attended(queries, keys, values, cache, scale, mask) if plain else None
     if y is None:
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     return y
+
+
+def left_padding(cache: object) -> mx.array | None:
+    """How many first entries of a batch's cache are padding, (B,) int32; None for other caches."""
+    return cache.left_padding if isinstance(cache, BatchKVCache) else None
+
+
+def attended(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: object, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """As `attention`, with keys and values of a cache in gears read where they are; None if there is no kernel."""
+    nested = cache.read(queries.shape[2]) if isinstance(cache, NestedKVCache) else None
+    if nested is None:
+        return dispatch.attention(queries, keys, values, scale, mask, left_padding(cache))
+    where = nested.entries, nested.planes, nested.packed, nested.group_size
+    return dispatch.nested_attention(queries, *where, scale, mask)
 
 
 # Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and ours in its place.

@@ -112,6 +112,9 @@ class Groupwise(Copies):
     def fits(self, width: int, group_size: int) -> str | None:
         return None  # a partial last group is filled with zeros
 
+    def span(self, group_size: int) -> int | None:
+        return GROUP
+
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:

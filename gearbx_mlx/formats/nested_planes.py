@@ -122,6 +122,9 @@ class NestedPlanes(Copies):
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
 
+    def span(self, group_size: int) -> int | None:
+        return group_size
+
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:

@@ -94,15 +94,11 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
     """`split` for rows that are not too many to be split at once."""
     bits, rest, own = sum(widths), sum(widths[1:]), weight.dtype
     w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
-    low, high = w.min(axis=-1), w.max(axis=-1)
-
-    def rounded(values: mx.array) -> mx.array:
-        return values.astype(own).astype(mx.float32)
-
-    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[own]))
+    scale, first = fit(w, widths, own)
     step = scale * 2.0**-rest
-    first = rounded(low + step * (2**rest - 1) / 2)
-    others = {width: rounded(-scale * (2**width - 1) / 2) for width in widths[1:]}  # planes of one width share a bias
+    others = {
+        width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]
+    }  # planes of one width share a bias
     offset = first
     for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
         offset = offset + others[width] * 2.0**-shift
@@ -116,6 +112,23 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
     stored = {width: bias.astype(dtype) for width, bias in others.items()}
     biases = [first.astype(dtype), *(stored[width] for width in widths[1:])]
     return Planes(weights, scale.astype(dtype), biases, tuple(widths), group_size)
+
+
+def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Scale and bias of the first plane for groups of numbers (..., groups, G) float32, rounded to a type.
+
+    Returns:
+        Two arrays (..., groups) float32.
+    """
+    bits, rest = sum(widths), sum(widths[1:])
+    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
+    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
+    return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
+
+
+def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The nearest numbers of a type, float32."""
+    return values.astype(dtype).astype(mx.float32)
 
 
 def join(parts: Sequence[Planes]) -> Planes:

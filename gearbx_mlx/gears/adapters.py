@@ -1,6 +1,7 @@
 """A model with adapters (LoRA, DoRA) as the model under them: the layer inside an adapter has the adapter's path.
 
 So a layer has one name, in gears.json, tables, caps and precision manifests, whether there is an adapter on it or not.
+The same goes for what stands around a rank's part of a layer (formats/sharded.py): both are holders of a layer.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..formats.adapters import OWN, inner_name, over_gears
+from ..formats.sharded import INNER, Shard
 
 Modules = Mapping[str, nn.Module]
 
@@ -20,33 +22,43 @@ def adapters_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if inner_name(module) is not None}
 
 
+def holders_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Path to module of all that stands around a layer: adapters, and what ranks tell each other."""
+    return {path: module for path, module in model.named_modules() if held_name(module) is not None}
+
+
+def held_name(module: nn.Module) -> str | None:
+    """The name of the layer inside a holder; None for other modules."""
+    return INNER if isinstance(module, Shard) else inner_name(module)
+
+
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Path to module of everything under a model's adapters, as `named_modules` of the model without them."""
-    adapters, found = adapters_of(model), {}
+    """Path to module of everything inside a model's holders, as `named_modules` of the model without them."""
+    holders, found = holders_of(model), {}
     for path, module in model.named_modules():
-        name = plain_name(path, adapters)
-        if path not in adapters and (name != path or path.rpartition(".")[0] not in adapters):
+        name = plain_name(path, holders)
+        if path not in holders and (name != path or path.rpartition(".")[0] not in holders):
             found[name] = module
     return found
 
 
-def plain_name(name: str, adapters: Modules) -> str:
-    """The path of a module or parameter in the model without its adapters; an adapter's own keep theirs."""
+def plain_name(name: str, holders: Modules) -> str:
+    """The path of a module or parameter in the model without holders; a holder's own keep theirs."""
     for end in (place for place, char in enumerate(name) if char == "."):
         outer = name[:end]
-        inner = f"{outer}.{inner_name(adapters[outer])}" if outer in adapters else ""
+        inner = f"{outer}.{held_name(holders[outer])}" if outer in holders else ""
         if inner and f"{name}.".startswith(f"{inner}."):
             return outer + name[len(inner) :]
     return name
 
 
 def places_of(model: nn.Module) -> dict[str, str]:
-    """Path of each layer under an adapter to its path in the model."""
-    return {path: f"{path}.{inner_name(module)}" for path, module in adapters_of(model).items()}
+    """Path of each layer in a holder to its path in the model."""
+    return {path: f"{path}.{held_name(module)}" for path, module in holders_of(model).items()}
 
 
 def tree_of(modules: Modules, places: Mapping[str, str]) -> Any:
-    """Layers by their paths without adapters, as `model.update_modules` takes them.
+    """Layers by their paths without holders, as `model.update_modules` takes them.
 
     Args:
         places: of the model.
@@ -78,6 +90,6 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 def base_arrays(model: nn.Module) -> dict[str, mx.array]:
     """Name to array of all other parameters, by their names in the model without adapters."""
-    adapters, own = adapters_of(model), adapter_arrays(model)
+    holders, own = holders_of(model), adapter_arrays(model)
     parameters = dict(tree_flatten(model.parameters()))
-    return {plain_name(name, adapters): array for name, array in parameters.items() if name not in own}
+    return {plain_name(name, holders): array for name, array in parameters.items() if name not in own}

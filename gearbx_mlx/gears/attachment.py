@@ -8,6 +8,7 @@ from ..errors import GearbxError
 from ..kernels.device import check_device
 from .fingerprint import fingerprint, with_adapters
 from .saved import saved_gears
+from .sharding import sharding_of
 
 ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
@@ -25,8 +26,10 @@ def check_attached(gearbox: Any) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the model as it was loaded, in any gear."""
-    gearbox, saved = attached(model), saved_gears(model)
+    """The fingerprint of the model as it was loaded, in any gear; of a rank's part that of the whole model."""
+    gearbox, saved, sharding = attached(model), saved_gears(model), sharding_of(model)
     if gearbox is not None:
         return gearbox.fingerprint
+    if sharding is not None:
+        return sharding.fingerprint
     return fingerprint(model) if saved is None else with_adapters(saved.manifest.fingerprint, model)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .adapters import adapters_of, layers_of, own_arrays
+from .adapters import holders_of, layers_of, own_arrays
 from .experts import used_share
 from .output_head import is_table
 from .towers import in_tower
@@ -67,9 +67,9 @@ def token_bytes(
             total += sum(stored_bytes(array, dtype) for array in own)
         else:
             total += layer_bytes(module, dtype) * used_share(path, modules, positions)
-    for path, adapter in adapters_of(model).items():
+    for path, holder in holders_of(model).items():
         looked_up = is_table(modules[path]) and path != head
-        read = adapter_bytes(adapter, storage[""], positions if looked_up else None)
+        read = adapter_bytes(holder, storage[""], positions if looked_up else None)
         total += read * used_share(path, modules, positions)
     return round(total)
 
@@ -78,7 +78,7 @@ def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> fl
     """Bytes of an adapter that a token reads, without the layer under it.
 
     Args:
-        storage: the type of the bias, which DoRA takes from its layer.
+        storage: the type of the bias, which DoRA and a sum over ranks take from their layer.
         rows: of an embedding's adapter, how many are looked up; None: all are read.
     """
     total = float(stored_bytes(adapter["bias"], storage)) if "bias" in adapter else 0.0

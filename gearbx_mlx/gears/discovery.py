@@ -21,6 +21,8 @@ from .adapters import layers_of, places_of
 from .ladder import DENSE as SIXTEEN
 from .output_head import multiplies_by_method, tied_head
 from .own_products import own_matrices, readers
+from .parts import misfit
+from .sharding import sharding_of
 from .towers import in_tower
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
@@ -177,10 +179,10 @@ def discover(
         the managed layers in the order of the model, and path to reason of the other linear layers.
     """
     predicate, own = get_predicate(manage), own_predicate(model)
-    managed: list[Layer] = []
-    unmanaged: dict[str, str] = {}
+    managed, unmanaged = list[Layer](), dict[str, str]()
     head, read_by, known = tied_head(model), readers(model), get_format(format)
     stored, places = getattr(model, STORED, {}), places_of(model)
+    parts = sharding.parts if (sharding := sharding_of(model)) else {}
     for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue
@@ -192,15 +194,15 @@ def discover(
             unmanaged[path] = f"output heads of class {type(module).__name__} are not known"
             continue
         choice, objection = predicate(path, module), own(path, module)
-        misfit = known.fits(module.weight.shape[-1], group_size)
+        unfit = misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:
             unmanaged[path] = "kept dense by the model class"
         elif not multiplies_by_method(model, path) if path == head else path in read_by:
             unmanaged[path] = f"class {read_by.get(path, type(model).__name__)} reads its weight itself"
-        elif misfit:
-            unmanaged[path] = misfit
+        elif unfit:
+            unmanaged[path] = unfit
         elif not mx.issubdtype(module.weight.dtype, mx.floating):
             unmanaged[path] = f"weights of type {module.weight.dtype}"
         elif stored.get(f"{places.get(path, path)}.weight", module.weight.dtype) not in known.types:

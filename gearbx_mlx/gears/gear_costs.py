@@ -16,7 +16,9 @@ from .discovery import Layer
 from .experts import used_share
 from .gear_modules import GearModules
 from .ladder import DENSE, Gear, Ladder
+from .parts import Part
 from .settings import Choice
+from .sharding import sharding_of
 from .sources import Original, Source
 from .streaming import StreamedFiles
 
@@ -71,6 +73,24 @@ class GearCosts:
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
+        read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
+
+    def undivided_bytes_per_token(self, gear: Gear) -> int:
+        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+        divided = dict.fromkeys(self._parts, 0.0)
+        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
+
+    @property
+    def _parts(self) -> Mapping[str, Part]:
+        """Path of a layer to what this rank has of it, where ranks have divided it."""
+        sharding = sharding_of(self.model)
+        return {} if sharding is None else sharding.parts
+
+    def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
+        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
         managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
         for layer in self.layers:
             if layer.path != self.head:
@@ -82,10 +102,7 @@ class GearCosts:
             bits = self.bits_of(table, gear)
             rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
             managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
-        read = token_bytes(self.model, managed, self.storage, self.head, positions)
-        if gear in self._trees:  # made, so that its layers have been counted
-            self._token_bytes[key] = read
-        return read
+        return managed
 
     def original_bytes_per_token(self) -> int:
         """Bytes of weights that one token would read if every layer had its original weight."""
@@ -133,11 +150,19 @@ class GearCosts:
             holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
             kernels = kernels_of(modules[holder], self.kernels, None)
             found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
-        return found
+        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
+        return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
 
     def describe(self) -> str:
-        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)"."""
-        return "\n".join(map(str, self.layer_paths()))
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
+
+        Of a model that ranks have divided, a last line says how much of it every rank reads.
+        """
+        lines, top = [*map(str, self.layer_paths())], self.ladder.top
+        if self._parts:
+            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
+            lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
+        return "\n".join(lines)
 
     def costed_in(self, ladder: Ladder) -> "GearCosts":
         """The same costs for another ladder; the result cannot shift.

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from ..errors import GearbxError, one_line
 from .adapters import adapters_of, places_of
 from .ladder import DENSE
+from .sharding import sharding_of
 
 BEFORE = "do that before the model gets a gearbox"
 
@@ -80,6 +81,8 @@ class Owned:
         )
 
     def _check_saveable(self) -> None:
+        if sharding_of(self.model) is not None:
+            raise GearbxError("this rank has a part of the model, which nobody could load; save it from one process")
         if adapters_of(self.model):
             raise GearbxError(
                 "mlx-lm loads no model with adapters inside; fuse them into the original (mlx_lm.fuse), and use that"

@@ -10,6 +10,7 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..formats.base import StoredArray
 from .activations import DTYPES
+from .adapters import layers_of
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, Manifest
 from .tensor_entries import NAMES, Entry
@@ -97,7 +98,7 @@ def check_gear(
 
 def check_model(manifest: Manifest, model: nn.Module) -> None:
     """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
-    modules = dict(model.named_modules())
+    modules = layers_of(model)
     for path, layer in manifest.changing.items():
         module = modules.get(path)
         if not isinstance(module, KINDS[layer.kind]):

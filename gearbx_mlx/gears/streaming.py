@@ -17,6 +17,7 @@ from .ladder import DENSE
 from .offload import Residency, Resident, make_residency
 from .saved import SavedGears
 from .saved_disk import SavedDisk
+from .sharding import sharding_of
 from .sources import FromFiles
 from .streamed import EXACT, stream
 from .strip_reader import Speed, StripReader
@@ -104,6 +105,8 @@ def residency_of(
     Raises:
         GearbxError: it does not exist, or not for this model.
     """
+    if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
+        raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident or host")
     if name == STREAM:
         if saved is None:
             raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")

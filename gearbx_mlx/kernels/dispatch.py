@@ -23,17 +23,18 @@ MLX).
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
-from . import cpu, metal, metal_attention
+from . import cpu, metal, metal_attention, metal_nested
 from .candidates import GPU, METAL, device, is_tuning
 from .metal_rows import rope_launch, takes_rope
 from .names import ACTIVATIONS, MEASURE
-from .shapes import are_attention
+from .shapes import are_attention, are_nested
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
@@ -114,18 +115,21 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def rope(
-    x: mx.array, frequencies: mx.array, offset: int, traditional: bool = False, scale: float = 1.0
+    x: mx.array, frequencies: mx.array, offset: int | mx.array, traditional: bool = False, scale: float = 1.0
 ) -> mx.array | None:
     """x (B, H, T, D) with rotary positions from `offset` on, of x's type; None if there is no kernel for it.
 
     Args:
         frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
+        offset: of all sequences, or (B,) int32.
     """
-    takes = x.ndim == 4 and x.size > 0 and isinstance(offset, int)
-    if metal.available() and takes and takes_rope(x):
+    takes = x.ndim == 4 and x.size > 0
+    if metal.available() and takes and isinstance(offset, int) and takes_rope(x):
         return rope_launch(x, frequencies, offset, traditional, scale).run()
-    kernel = fused_kernel("rope") if takes else None
-    return None if kernel is None else kernel(x, frequencies, traditional, scale, offset).astype(x.dtype)
+    where = (offset,) if isinstance(offset, int) else (0, -offset)
+    known = isinstance(offset, int) or (offset.dtype == mx.int32 and offset.shape == x.shape[:1])
+    kernel = fused_kernel("rope") if takes and known else None
+    return None if kernel is None else kernel(x, frequencies, traditional, scale, *where).astype(x.dtype)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
@@ -141,21 +145,60 @@ def geglu(gate: mx.array, up: mx.array) -> mx.array | None:
 
 
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | str | None,
+    padding: mx.array | None = None,
 ) -> mx.array | None:
     """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; None if there is no kernel for it.
 
     Args:
         keys, values: (B, H / a whole number, S, D).
         mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
+        padding: (B,) int32, how many first keys of each sequence no query sees, as the mask says too. On a CPU a
+            sequence then has the bits that it has without these keys.
     """
     arrays = queries, keys, values
     if metal.available() and metal_attention.takes_attention(*arrays, mask):
         return metal_attention.attention(*arrays, scale, mask)
-    takes = queries.dtype == mx.float32 and are_attention(*arrays, mask)
-    kernel = fused_kernel("attention") if takes else None
+    kernel = fused_kernel("attention") if are_attention(*arrays, mask) else None
+    how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal", None)
+    wide = (array.astype(mx.float32) for array in arrays)
+    return None if kernel is None else kernel(*wide, scale, *how, padding).astype(queries.dtype)
+
+
+def nested_attention(
+    queries: mx.array,
+    entries: Sequence[mx.array],
+    planes: Sequence[list[mx.array]],
+    packed: int,
+    group_size: int,
+    scale: float,
+    mask: mx.array | str | None,
+) -> mx.array | None:
+    """As `attention`, with keys and values of which the first ones are read from planes; None if there is no kernel.
+
+    Args:
+        entries: keys and values (B, H, S, D), of which the first `packed` are not read.
+        planes: of keys and of values: one plane or two, scales and offsets, as in `formats/kv_planes.py`.
+    """
+    if metal.available() and metal_nested.takes_nested(queries, entries, planes, packed, mask):
+        return metal_nested.nested_attention(queries, entries, planes, packed, scale, mask)
+    keys, values = entries
+    fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
+    kernel = fused_kernel("nested_attention") if fits else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
-    return None if kernel is None else kernel(*arrays, scale, *how)
+    return None if kernel is None else kernel(queries, keys, values, *planes, packed, group_size, scale, *how)
+
+
+def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:
+    """Planes of 4 bits, scales and offsets of vectors (B, H, S, D) (`formats/kv_planes.py`); None without a kernel."""
+    kernel: Callable[..., Any] | None = (
+        fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
+    )
+    return None if kernel is None else kernel(vectors, planes, group_size)
 
 
 def block_kernels(vectors: int) -> ModuleType | None:

@@ -6,6 +6,8 @@ by themselves, then the blocks put together. Nothing of a query depends on keys 
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -27,13 +29,32 @@ def padding(dtype: mx.Dtype) -> int:
     return 4 // dtype.size
 
 
+@dataclass(frozen=True)
+class Entries:
+    """How keys and values lie in the KV cache, as buffers and macros of metal/attention.metal.
+
+    arrays: names of the buffers, of keys and of values. macros: names and values. library: a text with their functions.
+    """
+
+    arrays: tuple[str, ...] = ("keys", "values")
+    macros: tuple[tuple[str, int], ...] = (("ENTRIES", 1), ("PLANES", 0))
+    library: str = ""
+
+
+DENSE = Entries()
+
+
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup memory."""
     dtype = queries.dtype
     if dtype not in DTYPES or not are_attention(queries, keys, values, mask):
         return False
-    tile = TILE * (queries.shape[3] + padding(dtype)) * dtype.size
-    return queries.shape[2] <= MAX_VECTORS and tile <= TILE_BYTES
+    return queries.shape[2] <= MAX_VECTORS and fits_tile(queries.shape[3], dtype)
+
+
+def fits_tile(width: int, dtype: mx.Dtype) -> bool:
+    """Whether a tile of heads of this width fits threadgroup memory."""
+    return TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
 
 
 def attention(
@@ -67,17 +88,35 @@ def parts_launch(
             f"attention of queries {queries.shape} {queries.dtype}, keys {keys.shape} {keys.dtype} and values "
             f"{values.shape} {values.dtype} has no Metal kernel"
         )
-    kv_heads, key_count = keys.shape[1:3]
+    return entries_launch(queries, keys.shape[1], keys.shape[2], (keys, values), DENSE, scale, mask)
+
+
+def entries_launch(
+    queries: mx.array,
+    kv_heads: int,
+    key_count: int,
+    arrays: Sequence[mx.array],
+    entries: Entries,
+    scale: float,
+    mask: mx.array | str | None,
+) -> Launch:
+    """`parts_launch` for keys and values that lie in arrays as `entries` says, and are known to fit the queries."""
     masked = isinstance(mask, mx.array)
     masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
     blocks, hides = math.ceil(key_count / BLOCK), "some" if masked else mask
-    prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides, float(scale))
-    return Launch(prepared, (queries, keys, values, *masks))
+    prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides, float(scale), entries)
+    return Launch(prepared, (queries, *arrays, *masks))
 
 
 @functools.lru_cache(CONTEXTS)
 def _parts_prepared(
-    shape: tuple[int, ...], dtype: mx.Dtype, kv_heads: int, blocks: int, hides: str | None, scale: float
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    kv_heads: int,
+    blocks: int,
+    hides: str | None,
+    scale: float,
+    entries: Entries,
 ) -> Prepared:
     """For queries of this shape and type; keys in so many blocks; `hides`: "causal", "some" for a mask, or None."""
     batch, heads, length, width = shape
@@ -92,10 +131,20 @@ def _parts_prepared(
         "CAUSAL": int(hides == "causal"),
         "MASKED": int(masked),
         "PADDING": padding(dtype),
+        "TILE": TILE,
+        "THREADS": SIMD_GROUPS * LANES,
     }
-    names = ("queries", "keys", "values", *(["mask"] if masked else []), "scale")
-    once = ("keys", "values") if own_heads == heads // kv_heads else ()
-    kernel = TextKernel("attention", dtype, names, tuple(macros.items()), strided=True, read_once=once)
+    names = ("queries", *entries.arrays, *(["mask"] if masked else []), "scale")
+    once = entries.arrays if own_heads == heads // kv_heads else ()
+    kernel = TextKernel(
+        "attention",
+        dtype,
+        names,
+        (*macros.items(), *entries.macros),
+        strided=True,
+        read_once=once,
+        library=entries.library,
+    )
     threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
     sums = (batch, heads, length, blocks, width + 2)
     return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))

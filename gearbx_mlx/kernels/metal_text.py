@@ -69,7 +69,10 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class TextKernel:
-    """A kernel made of one text of metal/, its T and the macros that specialize it; other fields as in `Kernel`."""
+    """A kernel made of one text of metal/, its T and the macros that specialize it; other fields as in `Kernel`.
+
+    library: a second text of metal/, with functions that the first one calls; "" for none.
+    """
 
     text: str
     dtype: mx.Dtype
@@ -77,6 +80,7 @@ class TextKernel:
     macros: tuple[tuple[str, int], ...]
     strided: bool = False
     read_once: tuple[str, ...] = ()
+    library: str = ""
 
     @property
     def name(self) -> str:
@@ -84,7 +88,7 @@ class TextKernel:
 
     @property
     def header(self) -> str:
-        return definitions(dict(self.macros), self.dtype)
+        return definitions(dict(self.macros), self.dtype) + (source_text(self.library) if self.library else "")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,28 @@ def predicted_cost(
     return (done.drafted * costs.draft() + verified) / done.tokens
 
 
+class RunningMean:
+    """The mean of values, the latest of which weigh most; 1 before there are any."""
+
+    def __init__(self) -> None:
+        self._sum = self._count = 0.0
+
+    def add(self, value: float) -> None:
+        self._sum = KEPT_AGREEMENT * self._sum + value
+        self._count = KEPT_AGREEMENT * self._count + 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count if self._count else 1.0
+
+
+def of_one_more(costs: PassCosts, drafted: int) -> float:
+    """The cost of one more drafted token after so many, and of a row for it."""
+    rows = min(drafted + 1, MOST_DRAFTED + 1 - AHEAD)
+    row = (costs.verification(rows + AHEAD) - costs.verification(rows)) / AHEAD
+    return costs.draft() + row
+
+
 class CostRule:
     """Drafts that end where one more token costs more than it is expected to save.
 
@@ -38,7 +60,7 @@ class CostRule:
     def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
         self.agreement, self.costs = agreement, costs
         self._counts = RoundCounts(KEPT)
-        self._agreements = self._count = 0.0
+        self._mean = RunningMean()
         self._begin()
 
     def begin(self) -> None:
@@ -48,8 +70,7 @@ class CostRule:
 
     def goes_on(self, entropy: float) -> bool:
         agreement = self.agreement(entropy)
-        self._agreements = KEPT_AGREEMENT * self._agreements + agreement
-        self._count = KEPT_AGREEMENT * self._count + 1
+        self._mean.add(agreement)
         self._product *= agreement
         self._drafted += 1
         self._expected += self._product
@@ -61,14 +82,8 @@ class CostRule:
         of_text = self.costs.verification(1)  # at first as if nothing were accepted
         if self._counts.tokens:
             of_text = self._counts.spent(self.costs) / self._counts.tokens
-        saved = of_text * (self._agreements / self._count if self._count else 1.0)
-        return self._one_more() / saved if saved else 1.0
-
-    def _one_more(self) -> float:
-        """The cost of one more drafted token, and of a row for it."""
-        rows = min(self._drafted + 1, MOST_DRAFTED + 1 - AHEAD)
-        row = (self.costs.verification(rows + AHEAD) - self.costs.verification(rows)) / AHEAD
-        return self.costs.draft() + row
+        saved = of_text * self._mean.value
+        return of_one_more(self.costs, self._drafted) / saved if saved else 1.0
 
     def _begin(self) -> None:
         self._product, self._drafted = 1.0, 0

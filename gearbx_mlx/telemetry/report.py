@@ -1,15 +1,19 @@
 """Pictures of a trace. matplotlib is the extra `plots`."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import GearbxError
 from ..files.writing import replacing
 from .colors import gear_color, gear_marker
+from .intervals import UNDECIDED, interval, middle
 
 LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
 MOST_BARS = 40
+NARROWEST = 0.05  # bits: values that differ by rounding alone have no 50 bins between them
+GREY = "0.6"  # of tokens without a gear
 PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
 OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 
@@ -35,13 +39,15 @@ def draw_report(
     """Draw the entropy trace, the histogram and the shares per prompt.
 
     Args:
-        records: trace records, each with the number of its `prompt`.
+        records: trace records, each with the number of its `prompt`; entropies may be intervals, drawn as bands.
         gears: names, lowest first.
         thresholds: bits, between the gears.
         directory: exists; PICTURES are the names of the files in it.
     """
     pyplot = get_pyplot()
     colors = {name: gear_color(i, len(gears)) for i, name in enumerate(gears)}
+    if any(entry["gear"] == UNDECIDED for entry in records):
+        colors[UNDECIDED] = GREY
     paths = []
     for name, draw, height in zip(PICTURES, (draw_trace, draw_histogram, draw_shares), (4.0, 4.5, 4.5)):
         figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
@@ -58,12 +64,14 @@ def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thres
     """Draw a marker per token, in colour and shape of its gear, and the rolling mean; a line begins a new prompt."""
     shown = records[:LONGEST_TRACE]
     axes.plot(*zip(*mean_line(shown)), color="0.35", linewidth=1, label="rolling mean", zorder=1)
+    if not all("entropy" in entry for entry in shown):
+        draw_bounds(axes, shown, colors)
     for place, (entry, before) in enumerate(zip(shown[1:], shown), 1):
         if entry["prompt"] != before["prompt"]:
             axes.axvline(place - 0.5, color="0.85", linewidth=0.8, zorder=0)
     for i, (name, color) in enumerate(colors.items()):
         places = [place for place, entry in enumerate(shown) if entry["gear"] == name]
-        heights = [shown[place]["entropy"] for place in places]
+        heights = [middle(shown[place], "entropy") for place in places]
         # A white rim keeps markers apart that lie on each other.
         axes.scatter(
             places, heights, s=30, marker=gear_marker(i), color=color, label=name, edgecolors="white", linewidths=0.5
@@ -74,25 +82,45 @@ def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thres
     axes.legend(**OUTSIDE)
 
 
-def mean_line(records: Sequence[dict]) -> list[tuple[float, float]]:
-    """The rolling mean over the tokens, with a gap where a new prompt begins."""
+def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> None:
+    """Draw the bounds of each entropy as a line through its marker, and those of the rolling mean as a band."""
+    sides = [mean_line(records, side) for side in (min, max)]
+    places, lows = zip(*sides[0])
+    axes.fill_between(places, lows, [high for _, high in sides[1]], color="0.88", linewidth=0, zorder=0)
+    lows, highs = zip(*(interval(entry, "entropy") for entry in records))
+    axes.vlines(range(len(records)), lows, highs, colors=[colors[entry["gear"]] for entry in records], linewidth=1)
+
+
+def mean_line(
+    records: Sequence[dict], side: Callable[[tuple[float, float]], float] = statistics.mean
+) -> list[tuple[float, float]]:
+    """The rolling mean over the tokens, with a gap where a new prompt begins. side: of its bounds; their middle."""
     line: list[tuple[float, float]] = []
     for place, entry in enumerate(records):
         if place and entry["prompt"] != records[place - 1]["prompt"]:
             line.append((place - 0.5, float("nan")))
-        line.append((place, entry["mean_entropy"]))
+        line.append((place, side(interval(entry, "mean_entropy"))))
     return line
 
 
 def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
     """Draw how often each rolling mean occurs, which the gate compares with its thresholds, stacked by gear."""
-    values = [[entry["mean_entropy"] for entry in records if entry["gear"] == name] for name in colors]
+    values = [[middle(entry, "mean_entropy") for entry in records if entry["gear"] == name] for name in colors]
+    least, most = min(map(min, filter(None, values))), max(map(max, filter(None, values)))
     axes.hist(
-        values, bins=50, stacked=True, color=list(colors.values()), label=list(colors), edgecolor="white", linewidth=0.5
+        values,
+        bins=50,
+        range=(least, max(most, least + NARROWEST)),
+        stacked=True,
+        color=list(colors.values()),
+        label=list(colors),
+        edgecolor="white",
+        linewidth=0.5,
     )
     mark_thresholds(axes.axvline, thresholds)
+    exact = all("mean_entropy" in entry for entry in records)
     axes.set(
-        xlabel="rolling mean of the entropy, bits",
+        xlabel="rolling mean of the entropy, bits" if exact else "rolling mean, middle between its bounds, bits",
         ylabel="tokens",
         title="Where the thresholds cut (they act two tokens later)",
     )

@@ -1,8 +1,9 @@
 """A run in numbers, counted token by token and summed up at the end."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .trace import Token
@@ -26,6 +27,8 @@ class Tally:
     from_lookup: int = 0
     near_ties: int = 0
     caught_up: int = 0
+    kv_bytes: Counter[int] = field(default_factory=Counter)
+    kv_caches: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, gears: Sequence[str]) -> "Tally":
@@ -47,6 +50,8 @@ class Tally:
         self.from_lookup += response.source == "lookup"
         self.near_ties += response.near_tie
         self.caught_up += response.caught_up
+        self.kv_bytes.update(response.kv_bytes)
+        self.kv_caches.update(response.kv_caches)
 
     def mean(self, total: float) -> float:
         """Per token; 0 without tokens."""
@@ -65,6 +70,30 @@ def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
         "acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
         "verifications": verifications,
     }
+
+
+def kv_summary(tally: Tally, layers: int) -> dict[str, Any]:
+    """Fields of a summary: what passes read of a KV cache in gears, by bits; none without gears.
+
+    Args:
+        layers: caches that a pass reads.
+    """
+    if not tally.kv_bytes:
+        return {}
+    passes = {bits: count // layers for bits, count in sorted(tally.kv_caches.items())}
+    return {
+        "kv_bytes": {str(bits): tally.kv_bytes[bits] for bits in passes},
+        "kv_passes": {str(bits): count for bits, count in passes.items()},
+        "kv_bytes_per_pass": {str(bits): tally.kv_bytes[bits] / max(count, 1) for bits, count in passes.items()},
+    }
+
+
+def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as a line of a table: what a pass reads in each gear, in MB, and its share of the top one's."""
+    read = summary.get("kv_bytes_per_pass", {})
+    top = list(read.values())[-1] if read else 0
+    each = (f"{bits} bits: {count / 1e6:.3g} MB a pass ({count / top:.2f})" for bits, count in read.items())
+    return [("KV cache read", ", ".join(each))] if top else []
 
 
 def lookup_summary(tally: Tally) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Token(Protocol):
     source: str
     near_tie: bool
     caught_up: int
+    kv_bytes: dict[int, int]
+    kv_caches: dict[int, int]
     decision: Any
 
 

@@ -94,6 +94,7 @@ GOOD: dict[str, Sequence[str]] = {
     "target_agreement": ("0.9", "1"),
     "revision": ("main",),
     "upload_repo": ("nobody/nothing",),
+    "server": ("http://127.0.0.1:9/v1", "http://[::1]:9"),
     "prompt": ("Once", "How many? " * 20, "-", "<|endoftext|>"),
 }
 GOOD_OF_LM_EVAL = GOOD | {

@@ -124,7 +124,7 @@ def test_checks_every_kernel(short, launches):
 
 @pytest.mark.clang
 def test_table_and_rows(short, monkeypatch):
-    only(monkeypatch, "affine 4", "rowwise 8", "dense 16", "attention", "rope")
+    only(monkeypatch, "affine 4", "rowwise 8", "dense 16", "attention", metal_operations.NESTED, "rope")
     result = short(*SHORT)
     assert result.status == 0, result.out + result.err
     report = written()
@@ -134,6 +134,10 @@ def test_table_and_rows(short, monkeypatch):
     paths = {what: [row["path"] for row in rows if row["what"] == what] for what in ("affine", "rowwise", "dense")}
     assert paths == {"affine": ["mlx", *VARIANTS], "rowwise": ["mlx", *VARIANTS], "dense": ["mlx", "metal"]}
     assert [row["path"] for row in rows if row["what"] in ("attention", "rope")] == ["mlx", "metal"] * 2
+    nested = [row for row in rows if row["what"] == metal_operations.NESTED]
+    assert [(row["size"], row["path"]) for row in nested] == [
+        (f"40 keys of {bits} bits", path) for bits in (4, 8) for path in ("mlx", "metal")
+    ]
     for row in rows:
         share = row["gigabytes_per_second"] / row["read_bandwidth_gigabytes_per_second"]
         assert row["bandwidth_ratio"] == pytest.approx(share)

@@ -91,9 +91,9 @@ static Floats32 turned(const Block& b, const Floats32& x, int64_t length, int64_
   return y;
 }
 
-static void check_block(int64_t length, int64_t offset, bool joined, bool sandwich, bool norms_of_heads) {
-  constexpr int64_t SIZE = 40, HEADS = 4, SHARED = 2, WIDTH = 12, HIDDEN = 56, ROWS = (HEADS + 2 * SHARED) * WIDTH;
-  Weights weights;
+constexpr int64_t SIZE = 40, HEADS = 4, SHARED = 2, WIDTH = 12, HIDDEN = 56, ROWS = (HEADS + 2 * SHARED) * WIDTH;
+
+static Block block_of(Weights& weights, bool joined, bool sandwich, bool norms_of_heads) {
   weights.kept.reserve(64);
   Block b = {};
   b.heads = HEADS, b.key_heads = SHARED, b.width = WIDTH, b.scale = 0.3f, b.gelu = sandwich;
@@ -109,7 +109,12 @@ static void check_block(int64_t length, int64_t offset, bool joined, bool sandwi
     b.gates = {weights.linear(HIDDEN, SIZE, true), weights.linear(HIDDEN, SIZE, false)};
   }
   b.output = weights.linear(SIZE, HEADS * WIDTH, false), b.down = weights.linear(SIZE, HIDDEN, true);
+  return b;
+}
 
+static void check_block(int64_t length, int64_t offset, bool joined, bool sandwich, bool norms_of_heads) {
+  Weights weights;
+  const Block b = block_of(weights, joined, sandwich, norms_of_heads);
   const int64_t seen = offset + length, head = seen * WIDTH, own = length * WIDTH;
   const Floats32 x = random_floats(length * SIZE);
   Floats32 queries(static_cast<size_t>(HEADS * own)), keys = random_floats(SHARED * head), values = keys, y(x.size());
@@ -117,7 +122,8 @@ static void check_block(int64_t length, int64_t offset, bool joined, bool sandwi
   project(b, {1, length, offset}, x.data(), {queries.data(), HEADS * own, own},
           {keys.data() + offset * WIDTH, SHARED * head, head}, {values.data() + offset * WIDTH, SHARED * head, head});
   gearbx_attention form = {1, HEADS, HEADS / SHARED, length, seen, WIDTH, {HEADS * own, own, WIDTH},
-                           {SHARED * head, head, WIDTH}, {SHARED * head, head, WIDTH}, b.scale, 1, nullptr, {}};
+                           {SHARED * head, head, WIDTH}, {SHARED * head, head, WIDTH}, b.scale, 1, nullptr, {},
+                           nullptr, 0, {}, {}};
   finish(b, form, x.data(), queries.data(), keys.data(), values.data(), y.data());
 
   const Floats32 before = normed(b.before_attention, x, SIZE);
@@ -151,7 +157,47 @@ static void check_block(int64_t length, int64_t offset, bool joined, bool sandwi
   same_bits(y, added(sum, b.after_mlp, times(b.down, gated, length), SIZE));
 }
 
+// What a sequence gets whose keys and values are at keys[at], and what becomes of these.
+static void run(const Block& b, const Positions& at, int64_t room, const float* x, float* keys, float* values, float* y) {
+  const int64_t own = at.length * WIDTH, head = room * WIDTH, each = SHARED * head, place = at.offset * WIDTH;
+  Floats32 queries(static_cast<size_t>(at.batch * HEADS * own));
+  project(b, at, x, {queries.data(), HEADS * own, own}, {keys + place, each, head}, {values + place, each, head});
+  const gearbx_attention form = {at.batch, HEADS, HEADS / SHARED, at.length, at.offset + at.length, WIDTH,
+                                 {HEADS * own, own, WIDTH}, {each, head, WIDTH}, {each, head, WIDTH}, b.scale, 1,
+                                 nullptr, {}, at.padding};
+  finish(b, form, x, queries.data(), keys, values, y);
+}
+
+// The sequences of a batch, behind padding, have the bits that they have alone.
+static void check_batch(int64_t length, int64_t offset, bool joined, bool sandwich) {
+  Weights weights;
+  const Block b = block_of(weights, joined, sandwich, !joined);
+  const int32_t padding[] = {static_cast<int32_t>(offset), 0, 3};
+  const int64_t room = offset + length, each = SHARED * room * WIDTH, size = length * SIZE;
+  const Floats32 x = random_floats(3 * size);
+  Floats32 keys = random_floats(3 * each), values = random_floats(3 * each), y(x.size());
+  const Floats32 keys_before = keys, values_before = values;
+  run(b, {3, length, offset, padding}, room, x.data(), keys.data(), values.data(), y.data());
+  for (int64_t row = 0; row < 3; row++) {
+    const int64_t own = room - padding[row], skipped = padding[row] * WIDTH;
+    Floats32 alone(static_cast<size_t>(size)), its_keys, its_values, left_keys, left_values;
+    for (int64_t h = 0; h < SHARED; h++) {
+      const int64_t from = row * each + h * room * WIDTH + skipped, to = from + own * WIDTH;
+      its_keys.insert(its_keys.end(), &keys_before[0] + from, &keys_before[0] + to);
+      its_values.insert(its_values.end(), &values_before[0] + from, &values_before[0] + to);
+      left_keys.insert(left_keys.end(), &keys[0] + from, &keys[0] + to);
+      left_values.insert(left_values.end(), &values[0] + from, &values[0] + to);
+    }
+    run(b, {1, length, offset - padding[row]}, own, x.data() + row * size, its_keys.data(), its_values.data(),
+        alone.data());
+    same_bits({y.begin() + row * size, y.begin() + (row + 1) * size}, alone);
+    same_bits(left_keys, its_keys), same_bits(left_values, its_values);
+  }
+}
+
 int main() {
+  for (int64_t length : {1, 4, 16})
+    for (int form = 0; form < 4; form++) check_batch(length, 300, form & 1, form & 2);
   for (int64_t length : {1, 3, 17, 150})
     for (int64_t offset : {0, 5})
       for (int form = 0; form < 8; form++) check_block(length, offset, form & 1, form & 2, (form & 4) && !(form & 1));

@@ -49,7 +49,7 @@ static void check_norm(int64_t rows, int64_t columns, int type) {
 }
 
 /* x is (batch, length, heads, width) in memory, as a projection leaves it. */
-static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, int traditional) {
+static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, int traditional, const int32_t* padding) {
   const int64_t batch = 2, offset = 3;
   const int half = dims / 2;
   float *x = random_floats(batch * length * heads * width), *frequencies = random_floats(half);
@@ -60,7 +60,8 @@ static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, i
                                     .dims = dims,
                                     .traditional = traditional,
                                     .scale = 0.5f,
-                                    .offset = offset};
+                                    .offset = offset,
+                                    .padding = padding};
   gearbx_rope(&rotation, x, y);
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++)
@@ -68,7 +69,7 @@ static void check_rope(int64_t heads, int64_t length, int64_t width, int dims, i
         const float *from = x + ((b * length + t) * heads + h) * width, *to = y + ((b * heads + h) * length + t) * width;
         for (int i = 0; i < half; i++) {
           const int one = traditional ? 2 * i : i, two = traditional ? 2 * i + 1 : i + half;
-          const double angle = (double)(t + offset) * 0.5 * frequencies[i];
+          const double angle = (double)(t + offset - (padding ? padding[b] : 0)) * 0.5 * frequencies[i];
           compare(to[one], from[one] * cos(angle) - from[two] * sin(angle));
           compare(to[two], from[one] * sin(angle) + from[two] * cos(angle));
         }
@@ -147,14 +148,55 @@ static void check_company(int64_t heads, int64_t shared, int64_t length, int64_t
   free(q), free(k), free(v), free(together), free(alone);
 }
 
+/* Sequences of a batch, some behind padding that is not to be read, must have the bits that they have alone. */
+static void check_padding(int64_t heads, int64_t shared, int64_t length, int64_t keys, int64_t width, int with_mask) {
+  const int64_t batch = 3, each = heads / shared * keys * width, queries = heads * length * width;
+  const int32_t padding[] = {0, 3, (int32_t)(keys - length)};
+  float *q = random_floats(batch * queries), *k = random_floats(batch * each), *v = random_floats(batch * each);
+  float *together = malloc((size_t)(batch * queries) * 4), *alone = malloc((size_t)queries * 4);
+  uint8_t* mask = malloc((size_t)(batch * length * keys));
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t h = 0; h < heads / shared; h++)
+      for (int64_t i = 0; i < padding[b] * width; i++) k[b * each + h * keys * width + i] = NAN;
+    for (int64_t i = 0; i < length; i++)
+      for (int64_t j = 0; j < keys; j++)
+        mask[(b * length + i) * keys + j] = j >= padding[b] && j <= keys - length + i;
+  }
+  gearbx_attention form = {.batch = batch,
+                           .heads = heads,
+                           .shared = shared,
+                           .length = length,
+                           .keys = keys,
+                           .width = width,
+                           .query_strides = {queries, length * width, width},
+                           .key_strides = {each, keys * width, width},
+                           .value_strides = {each, keys * width, width},
+                           .scale = 0.3f,
+                           .causal = !with_mask,
+                           .mask = with_mask ? mask : NULL,
+                           .mask_strides = {length * keys, 0, keys, 1},
+                           .padding = padding};
+  gearbx_attend(&form, q, k, v, together);
+  form.batch = 1, form.causal = 1, form.mask = NULL, form.padding = NULL;
+  for (int64_t b = 0; b < batch; b++, results++) {
+    const int64_t first = b * each + padding[b] * width;
+    form.keys = keys - padding[b];
+    gearbx_attend(&form, q + b * queries, k + first, v + first, alone);
+    if (memcmp(alone, together + b * queries, (size_t)queries * 4)) failures++;
+  }
+  free(q), free(k), free(v), free(together), free(alone), free(mask);
+}
+
 int main(void) {
+  const int32_t padding[] = {3, 1};
   const int64_t widths[] = {1, 7, 8, 9, 64, 203};
   for (int type = GEARBX_FLOAT32; type <= GEARBX_FLOAT16; type++)
     for (int w = 0; w < 6; w++) check_norm(3, widths[w], type);
   for (int traditional = 0; traditional < 2; traditional++)
     for (int dims = 2; dims <= 16; dims += 14) {
-      check_rope(3, 4, 16, dims, traditional);
-      check_rope(1, 1, 21, dims, traditional);
+      check_rope(3, 4, 16, dims, traditional, NULL);
+      check_rope(3, 4, 16, dims, traditional, padding);
+      check_rope(1, 1, 21, dims, traditional, NULL);
     }
   for (int w = 0; w < 6; w++) check_swiglu(widths[w]);
   for (int causal = 0; causal < 2; causal++) {
@@ -166,6 +208,11 @@ int main(void) {
   check_company(4, 2, 150, 700, 64);
   check_company(3, 3, 40, 300, 20);
   check_company(1, 1, 100, 100, 128);
+  for (int with_mask = 0; with_mask < 2; with_mask++) {
+    check_padding(4, 2, 1, 300, 64, with_mask);
+    check_padding(3, 3, 16, 40, 20, with_mask);
+    check_padding(1, 1, 5, 600, 128, with_mask); /* threads share the keys */
+  }
   printf("%d numbers, %d wrong, %d threads\n", results, failures, gearbx_threads());
   return failures != 0;
 }

@@ -8,6 +8,7 @@ from ..gate import GateSettings, RoutingSettings
 from ..gears import LadderSettings
 from ..model import ModelSettings
 from ..prompt import PromptSettings
+from ..remote import ServerSettings
 from ..settings import Settings, command_settings, flag, parser_of
 
 
@@ -30,13 +31,18 @@ class AnalyzeSettings:
     routing: RoutingSettings
     ladder: LadderSettings
     analysis: AnalysisSettings
+    server: ServerSettings
+
+    def __post_init__(self) -> None:
+        self.server.check(self.model, self.prompt)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         AnalyzeSettings,
         "analyze",
-        "Run prompts with telemetry only: every token is recorded, and no layer changes gear.",
+        "Run prompts with telemetry only: every token is recorded, and no layer changes gear. With --server, the "
+        "model is behind a server, whose log-probabilities give bounds of the entropies.",
     )
 
 

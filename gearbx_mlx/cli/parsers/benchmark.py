@@ -8,12 +8,15 @@ from typing import ClassVar
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
 from ...gears.names import GROUP_SIZES
+from ...kernels.names import KERNELS
 from ..device import device_flag
-from ..settings import Settings, add_flags, flag, settings_of
+from ..settings import Settings, add_flags, check_choice, flag, settings_of
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
+LEAST_CANCELLED = 20  # requests, so that a fifth are some
+MOST_TEXTS = 256
 MOST_VECTORS = 16  # that a Metal kernel takes
 PICTURES = (".png", ".svg")
 
@@ -121,6 +124,55 @@ class RoutingBenchmark(ModelBenchmark):
 
 
 @dataclass(frozen=True)
+class BatchBenchmark(ModelBenchmark):
+    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model."""
+
+    what: ClassVar[str] = "batch"
+
+    batch_size: str = flag("1,4,8", "Numbers of texts, with commas between.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Raises GearbxError for what is no list of numbers of texts."""
+        try:
+            sizes = [int(part) for part in self.batch_size.split(",")]
+        except ValueError as error:
+            raise GearbxError(f"--batch-size '{self.batch_size}' is not a list of numbers, such as 1,4,8") from error
+        if not all(1 <= size <= MOST_TEXTS for size in sizes):
+            raise GearbxError(f"--batch-size '{self.batch_size}': give 1 to {MOST_TEXTS}")
+        return sizes
+
+
+@dataclass(frozen=True)
+class ServerBenchmark(Settings):
+    """Our server beside mlx_lm.server, and under many clients at once. Without --trials, --soak and so on: trials."""
+
+    what: ClassVar[str] = "server"
+
+    model: str | None = flag(None, "Local directory or Hub repository. Default: the demo model", named=True)
+    gears: str = flag("16", "Bits of the one gear.")
+    kernels: str = flag("native,mlx", "Kernels of our server, with commas between.")
+    tokens: int = flag(64, "Tokens of an answer.", least=8, most=MOST)
+    trials: int = flag(9, "Counted trials of one client beside mlx_lm.server; 0: none.", least=0, most=MOST)
+    soak: int = flag(0, "Seconds of many clients at once; 0: none.", least=0, most=10**6)
+    clients: int = flag(16, "Clients at once.", least=1, most=200)
+    cancel: int = flag(0, "Requests of which a fifth is cancelled; 0: none.", least=0, most=10**6)
+    modes: bool = flag(False, "Every mode under several clients at once.")
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kernels in self.kernels.split(","):
+            check_choice("kernels", kernels, KERNELS)
+        if 0 < self.cancel < LEAST_CANCELLED:
+            raise GearbxError(f"--cancel is {self.cancel}; give {LEAST_CANCELLED} or more, or 0")
+
+
+@dataclass(frozen=True)
 class MetalBenchmark(Settings):
     """On a Mac: every Metal kernel checked and timed, the gears and modes of a model; one file with all of it."""
 
@@ -177,8 +229,26 @@ def parse_vectors(text: str) -> list[int]:
     return counts
 
 
-Benchmark = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark | MetalBenchmark
-ALL = KernelBenchmark, ThreadBenchmark, DecodeBenchmark, TokenBenchmark, RoutingBenchmark, MetalBenchmark
+Benchmark = (
+    KernelBenchmark
+    | ThreadBenchmark
+    | DecodeBenchmark
+    | TokenBenchmark
+    | RoutingBenchmark
+    | BatchBenchmark
+    | MetalBenchmark
+    | ServerBenchmark
+)
+ALL = (
+    KernelBenchmark,
+    ThreadBenchmark,
+    DecodeBenchmark,
+    TokenBenchmark,
+    RoutingBenchmark,
+    BatchBenchmark,
+    MetalBenchmark,
+    ServerBenchmark,
+)
 KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in ALL}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import GearbxError
+from ...gears.kv_ladder import KV_BITS, check_kv_gears, kv_ladder
 from ..floors import FloorSettings
 from ..gate import GateSettings
 from ..gears import GearFlags, LayoutSettings
@@ -46,6 +47,9 @@ class ComparisonSettings(Settings):
     )
     tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
     seed: int = flag(0, "Seed of the random gate and of the noise. Default: 0", least=0, most=2**63)
+    kv_gears: str | None = flag(
+        None, "Gears of the KV cache: each is compared too, under the top gear of the weights.", metavar="4,8,16"
+    )
     reference_dtype: str = flag(
         "float32", "Type in which the top gear's log-probabilities are stored on disk.", choices=REFERENCE_DTYPES
     )
@@ -53,6 +57,9 @@ class ComparisonSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shares()
+        check_kv_gears(self.kv_gears, None)
+        if self.kv_gears is not None and kv_ladder(self.kv_gears) == KV_BITS[-1:]:
+            raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
 
     def shares(self) -> list[float]:
         """--share as numbers, ascending. Raises GearbxError for anything but parts of 1."""
@@ -108,6 +115,8 @@ class EvaluateSettings:
     task: TaskSettings
 
     def __post_init__(self) -> None:
+        if self.comparison.kv_gears and (self.task.small_model is not None or self.task.task == GSM8K):
+            raise GearbxError("--kv-gears are compared along a text by one model; leave out --small-model and --task")
         if self.task.small_model is not None:
             if self.comparison.policy or self.comparison.between:
                 raise GearbxError("--policy and --between are of one model in gears; leave them out with --small-model")

@@ -4,17 +4,17 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...errors import GearbxError
 from ..controller import ControllerSettings
 from ..floors import FloorSettings
-from ..gate import AUTO, GateSettings, RoutingSettings
+from ..gate import GateSettings, RoutingSettings
+from ..geared_settings import check_pair
 from ..gears import GearFlags, LayoutSettings
 from ..model import ModelSettings
 from ..modes import ModeSettings
 from ..output import OutputSettings
 from ..prompt import PromptSettings
 from ..sampling import CacheSettings, SamplingSettings
-from ..settings import Settings, command_settings, flag, flag_of, parser_of
+from ..settings import Settings, command_settings, flag, parser_of
 
 DEFAULT_PROMPT = (
     "A baker makes 36 rolls in the morning and half as many in the afternoon. "
@@ -54,28 +54,7 @@ class GenerateSettings:
     output: OutputSettings
 
     def __post_init__(self) -> None:
-        if self.mode.small_model is not None:
-            self.check_pair()
-
-    def check_pair(self) -> None:
-        """Raises GearbxError for flags of a single model."""
-        single = {
-            "draft_model": self.cache.draft_model,
-            "prompt_cache_file": self.input.prompt_cache_file,
-            "gears": self.layout.gears,
-            "curve": self.mode.curve,
-            "draft_length": self.mode.draft_length,
-            "cost": self.mode.cost,
-            "lookup_tokens": self.mode.lookup_tokens is not None,
-            "draft_ahead": self.mode.draft_ahead is not None,
-            "telemetry_only": self.mode.telemetry_only,
-            "gear": self.mode.gear,
-        }
-        for setting, value in single.items():
-            if value:
-                raise GearbxError(f"{flag_of(setting)} is of one model; leave it out with --small-model")
-        if self.routing.initial_gear not in (AUTO, "small", "large"):
-            raise GearbxError(f"--initial-gear {self.routing.initial_gear}: a pair has {AUTO}, small, large")
+        check_pair(self, {"prompt_cache_file": self.input.prompt_cache_file})
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
 """The body of `benchmark`: kernels against the read bandwidth, threads against one, gears against MLX, the parts of a
-token against all of it, routing against none.
+token against all of it, routing against none, batches against mlx-lm's.
 
 A trial goes through everything that is compared in turn, and the first trial is not counted: other work on the machine
 then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
@@ -13,23 +13,27 @@ from rich.console import Console
 
 from ...cli.output import check_distinct, output_path
 from ...cli.parsers.benchmark import (
+    BatchBenchmark,
     Benchmark,
     DecodeBenchmark,
     KernelBenchmark,
     MetalBenchmark,
     RoutingBenchmark,
+    ServerBenchmark,
     ThreadBenchmark,
     TokenBenchmark,
 )
 from ...files.writing import write_text
 from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
+from .batch import benchmark_batch
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .machine import machine_name
 from .metal import run_metal
 from .pictures import draw_threads, draw_token
 from .routing import benchmark_routing
+from .server.command import run_server
 from .tables import table_of
 from .threads import benchmark_threads
 from .token import benchmark_token
@@ -42,11 +46,12 @@ COLUMNS = {
     ),
     "threads": ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio"),
     "token": ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token", "operations_per_layer"),
+    "batch": (*("gear", "bits", "batch_size", "tokens_per_second", "tokens_per_second_of_mlx_lm", "ratio", "spread"),),
     "routing": ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread"),
 }
 
 
-Rows = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark
+Rows = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark | BatchBenchmark
 SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 PICTURES = {"threads": draw_threads, "token": draw_token}
 
@@ -54,6 +59,8 @@ PICTURES = {"threads": draw_threads, "token": draw_token}
 def run(settings: Benchmark) -> int:
     if isinstance(settings, MetalBenchmark):
         return run_metal(settings)
+    if isinstance(settings, ServerBenchmark):
+        return run_server(settings)
     out = None if settings.json is None else output_path(settings.json)
     picture = picture_path(settings)
     machine = machine_name()
@@ -94,4 +101,6 @@ def measure(settings: Rows) -> list[dict[str, Any]]:
         return benchmark_decode(settings)
     if isinstance(settings, TokenBenchmark):
         return benchmark_token(settings)
+    if isinstance(settings, BatchBenchmark):
+        return benchmark_batch(settings)
     return benchmark_routing(settings)

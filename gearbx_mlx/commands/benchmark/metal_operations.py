@@ -7,7 +7,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from ...kernels.metal_attention import attention
+from ...formats.kv_planes import pack
+from ...formats.nested_kv_cache import Nested
+from ...kernels.metal_attention import TILE, attention
+from ...kernels.metal_nested import nested_attention
 from ...kernels.metal_rows import rope_launch
 from .metal_checks import DTYPES, TOLERANCE, Check, difference, type_name
 
@@ -16,6 +19,9 @@ KEYS = (37, 300)  # that are checked: less than a block, and several blocks
 OFFSET, BASE = 1000, 10000.0
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128  # that are timed: those of a Llama of 8 billion weights
 CONTEXTS = (1024, 8192)
+
+NESTED = "attention over planes"
+GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
 
 Arrays = list[mx.array]
 
@@ -45,7 +51,7 @@ def all_operations() -> list[Operation]:
         lambda x, a: rope_launch(x, frequencies, OFFSET, False, 1.0).run(),
         lambda x, a: mx.fast.rope(x, WIDTH, traditional=False, base=BASE, scale=1.0, offset=OFFSET),
     )
-    return [*map(attention_over, CONTEXTS), turned]
+    return [*map(attention_over, CONTEXTS), *itertools.starmap(nested_over, itertools.product(CONTEXTS, GEARS)), turned]
 
 
 def attention_over(keys: int) -> Operation:
@@ -63,6 +69,43 @@ def attention_over(keys: int) -> Operation:
     return Operation("attention", f"{keys} keys", arrays, ours, mlx)
 
 
+def nested_over(keys: int, bits: int) -> Operation:
+    """Causal attention over this many keys in nested planes, beside MLX's over keys that are unpacked first."""
+
+    def arrays(dtype: mx.Dtype) -> Arrays:
+        return [array for _ in range(2) for array in planes_of(random_entries(KEY_HEADS, keys, WIDTH, dtype), bits)]
+
+    def cached(a: Arrays) -> Nested:
+        half = len(a) // 2
+        nothing = mx.zeros((1, KEY_HEADS, 1, WIDTH), a[-1].dtype)
+        return Nested((nothing, nothing), (a[:half], a[half:]), keys)
+
+    def ours(queries: mx.array, a: Arrays) -> mx.array:
+        return attended(queries, cached(a))
+
+    def mlx(queries: mx.array, a: Arrays) -> mx.array:
+        k, v = cached(a).unpacked()
+        return mx.fast.scaled_dot_product_attention(queries, k, v, scale=WIDTH**-0.5, mask="causal")
+
+    return Operation(NESTED, f"{keys} keys of {bits} bits", arrays, ours, mlx)
+
+
+def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal((1, heads, keys, width)).astype(dtype)
+
+
+def planes_of(entries: mx.array, bits: int) -> Arrays:
+    """The planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
+    planes, scales, offsets = pack(entries, PLANES, GROUP)
+    return [*planes[: bits // PLANES[0]], scales, offsets]
+
+
+def attended(queries: mx.array, nested: Nested) -> mx.array:
+    """Causal attention over keys and values in planes, by our kernel."""
+    scale = queries.shape[3] ** -0.5
+    return nested_attention(queries, nested.entries, nested.planes, nested.packed, scale, "causal")
+
+
 def frequencies_of(dims: int) -> mx.array:
     """Radians from position to position, (dims / 2,) float32."""
     return mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
@@ -70,7 +113,7 @@ def frequencies_of(dims: int) -> mx.array:
 
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """The checks of each operation, for these numbers of tokens."""
-    return {"attention": attention_checks(vectors), "rope": rope_checks(vectors)}
+    return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
 
 
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
@@ -104,6 +147,25 @@ def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: m
             scores = mx.where(mask, scores, -mx.inf)
         expected = mx.softmax(scores, axis=-1) @ v
     return difference(attention(queries, keys, values, width**-0.5, mask), expected)
+
+
+def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
+    """Four heads that share two of keys and values in planes: each type, width, gear and number of queries."""
+    for dtype, width, keys, bits, count in itertools.product(DTYPES, WIDTHS, KEYS, GEARS, vectors):
+        queries = random_entries(4, count, width, dtype)
+        k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
+        packed = keys // TILE * TILE  # of further positions entries are read
+        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {type_name(dtype)}"
+        nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
+        yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
+
+
+def nested_error(queries: mx.array, nested: Nested) -> float:
+    """How far causal attention over planes is from attention over what they stand for, by our own kernel."""
+    with mx.stream(mx.cpu):
+        keys, values = nested.unpacked()
+    scale = queries.shape[3] ** -0.5
+    return difference(attended(queries, nested), attention(queries, keys, values, scale, "causal"))
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:

@@ -17,6 +17,7 @@ from ...gears.gearbox import Gearbox
 from ...loading import load
 from ...routing.gates import ThresholdGate
 from .decode import PROMPT, check_llama, load_or_make
+from .in_turn import in_turn, ratio_row
 from .machine import bandwidth_meter, kernels_here, timed
 
 
@@ -51,19 +52,8 @@ def benchmark_routing(settings: RoutingBenchmark) -> list[dict[str, Any]]:
                 model, tokenizer, gearbox, settings.tokens, settings.trials, lambda: progress.advance(task)
             )
             ratios = [mine / other for mine, other in zip(routed, plain)]
-            rows.append(
-                {
-                    "gear": gear.name,
-                    "bits": gear.bits,
-                    "seconds": statistics.median(routed),
-                    "seconds_of_mlx_lm": statistics.median(plain),
-                    "ratio": statistics.median(ratios),
-                    "spread": [min(ratios), max(ratios)],
-                    "read_bandwidth_gigabytes_per_second": read_bandwidth(),
-                    "trials": settings.trials,
-                    **read_bandwidth.row,
-                }
-            )
+            figures = {"seconds": statistics.median(routed), "seconds_of_mlx_lm": statistics.median(plain)}
+            rows.append(ratio_row(gear, ratios, figures, read_bandwidth))
     return rows
 
 
@@ -80,14 +70,9 @@ def time_loops(
         mode = Route(gate=gate, initial_gear=gearbox.gear.name)
         return stream_generate(model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox)
 
-    seconds: dict[Callable[[], Iterator], list[float]] = {plain: [], routed: []}
-    for trial in range(trials + 1):
-        for loop in (plain, routed) if trial % 2 else (routed, plain):
-            spent = seconds_per_token(loop(), tokens)
-            if trial:  # the first one is a warm-up
-                seconds[loop].append(spent)
-        progress()
-    return seconds[plain], seconds[routed]
+    return in_turn(
+        lambda: seconds_per_token(plain(), tokens), lambda: seconds_per_token(routed(), tokens), trials, progress
+    )
 
 
 def seconds_per_token(steps: Iterator, tokens: int) -> float:

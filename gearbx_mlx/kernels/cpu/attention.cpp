@@ -1,11 +1,14 @@
 // Attention over blocks of queries and spans of keys, without the matrix of all scores.
 //
 // A query's softmax is made for each span by itself, and then spans are merged in order. Spans begin at multiples of
-// SPAN, so that this order is the same for a query in a prompt and for one that is decoded.
+// SPAN behind the padding, so that this order is the same for a query in a prompt, for one that is decoded, and for one
+// in a batch.
 
 #include "attention.h"
 
+#include <cstring>
 #include <memory>
+#include <vector>
 
 #include "attention_span.h"
 #include "pool.h"
@@ -29,9 +32,11 @@ Block block_of(const Job& job, int64_t key_head, int64_t block) {
   const gearbx_attention& f = job.form;
   const int64_t heads = f.heads / f.shared, batch = key_head / heads, head = key_head % heads;
   const int64_t first = block * BLOCK, count = std::min(BLOCK, f.shared * f.length - first);
-  const float* keys = job.keys + batch * f.key_strides[0] + head * f.key_strides[1];
-  const float* values = job.values + batch * f.value_strides[0] + head * f.value_strides[1];
-  return {f, batch, head, first, count, job.queries, keys, values};
+  const int64_t padding = f.padding ? std::clamp<int64_t>(f.padding[batch], 0, f.keys) : 0;
+  const float* keys = job.keys + batch * f.key_strides[0] + head * f.key_strides[1] + padding * f.key_strides[2];
+  const int64_t* strides = f.value_strides;
+  const float* values = job.values + batch * strides[0] + head * strides[1] + padding * strides[2];
+  return {f, batch, head, first, count, padding, f.keys - padding, job.queries, keys, values};
 }
 
 // total += part, for each query.
@@ -55,13 +60,17 @@ void merge(const Sums& part, int64_t queries, int64_t wide, const Sums& total) {
   }
 }
 
-// The result of a query that sees no key.
+// The result of a query that sees no key; zeros if there is none but padding.
 void mean_of_values(const Block& block, float* y) {
   const gearbx_attention& f = block.form;
   std::fill_n(y, f.width, 0.0f);
-  for (int64_t key = 0; key < f.keys; key++)
-    for (int64_t i = 0; i < f.width; i++) y[i] += block.values[key * f.value_strides[2] + i];
-  for (int64_t i = 0; i < f.width; i++) y[i] /= static_cast<float>(f.keys);
+  std::vector<float> value(static_cast<size_t>(round_up(f.width)));
+  for (int64_t key = 0; key < block.count_keys; key++) {
+    read_rows(block, f.value_planes, block.values, f.value_strides[2], key, 1, value.data());
+    for (int64_t i = 0; i < f.width; i++) y[i] += value[static_cast<size_t>(i)];
+  }
+  const float count = static_cast<float>(std::max<int64_t>(block.count_keys, 1));
+  for (int64_t i = 0; i < f.width; i++) y[i] /= count;
 }
 
 void write(const Block& block, const Sums& total, float* all_y) {
@@ -143,12 +152,28 @@ void attend_few(Job& job) {
   share_out(static_cast<int>(job.key_heads), merge_spans, &job);
 }
 
+// Whether a mask, seen by all heads, hides the padding and what a causal one hides, and no other key.
+bool is_causal(const gearbx_attention& f) {
+  if (f.mask_strides[1] || f.mask_strides[3] != 1 || f.keys < f.length) return false;
+  for (int64_t batch = 0; batch < f.batch; batch++)
+    for (int64_t i = 0; i < f.length; i++) {
+      const int64_t end = f.keys - f.length + i + 1;
+      const int64_t first = f.padding ? std::clamp<int64_t>(f.padding[batch], 0, end) : 0;
+      const uint8_t* mask = f.mask + batch * f.mask_strides[0] + i * f.mask_strides[2];
+      if (std::memchr(mask + first, 0, static_cast<size_t>(end - first))) return false;
+      if (std::memchr(mask + end, 1, static_cast<size_t>(f.keys - end))) return false;
+    }
+  return true;
+}
+
 }  // namespace
 }  // namespace gearbx
 
-extern "C" void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys,
+extern "C" void gearbx_attend(const gearbx_attention* given, const float* queries, const float* keys,
                               const float* values, float* y) {
   using namespace gearbx;
+  gearbx_attention simplified = *given, *form = &simplified;
+  if (form->mask && is_causal(*form)) form->mask = nullptr, form->causal = 1;
   const int64_t key_heads = form->batch * form->heads / form->shared;
   const int64_t blocks = (form->shared * form->length + BLOCK - 1) / BLOCK, spans = (form->keys + SPAN - 1) / SPAN;
   Job job = {*form, queries, keys, values, y, key_heads, blocks, spans, 1, {}};

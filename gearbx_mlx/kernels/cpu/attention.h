@@ -8,6 +8,14 @@
 extern "C" {
 #endif
 
+// Keys or values as nested planes of 4 bits each (formats/kv_planes.py), all of them contiguous:
+// (batch, heads / shared, capacity, ...).
+typedef struct {
+  const uint32_t *coarse, *fine;  // width / 8 words a position; `fine` is NULL where the coarse plane alone is read
+  const float *scales, *offsets;  // width / group a position
+  int64_t capacity, group;
+} gearbx_kv_planes;
+
 // queries, y: (batch, heads, length, width). keys, values: (batch, heads / shared, keys, width). The numbers of a
 // vector are contiguous, and y is contiguous.
 typedef struct {
@@ -17,11 +25,14 @@ typedef struct {
   int causal;           // query i of n sees all keys except the last n - 1 - i; if 0, all keys
   const uint8_t* mask;  // hides those of these keys where it is 0; NULL hides none
   int64_t mask_strides[4];  // of batch, head, query, key
+  const int32_t* padding;   // (batch): so many first keys of a sequence no query sees; NULL: none
+  int64_t packed;  // this many keys and values, the first ones, are read from these planes: all, or a multiple of 16
+  gearbx_kv_planes key_planes, value_planes;
 } gearbx_attention;
 
 // y = softmax(scale * queries keys^T) values; a query that sees no key gets the mean of all values. The bits of a
-// query's result depend neither on other queries, nor on keys after the last one that it sees, nor on the number of
-// threads.
+// query's result depend neither on other queries, nor on padding, nor on keys after the last one that it sees, nor on
+// the number of threads.
 void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys, const float* values,
                    float* y);
 

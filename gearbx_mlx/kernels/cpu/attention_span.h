@@ -10,11 +10,13 @@
 #include "attention.h"
 #include "attention_tile.h"
 #include "exponential.h"
+#include "kv_planes.h"
 
 namespace gearbx {
 
-constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it, whoever asks
+constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it behind the padding, whoever asks
 constexpr int64_t AHEAD = 32;   // keys that are fetched early, because processors do not foresee the order of a tile
+constexpr int64_t COPIED = 32;  // values that are copied or unpacked at a time, into the fastest cache
 constexpr int64_t BLOCK = 96;   // queries of a piece of work
 constexpr int64_t PARTS = 16;   // sums of weights side by side: of keys i, i + 16, ...
 
@@ -53,19 +55,22 @@ class Memory {
   int64_t count_ = 0;
 };
 
-// At most BLOCK queries of heads that share their keys and values. Query i is of position i / shared.
+// At most BLOCK queries of heads that share their keys and values. Query i is of position i / shared. Keys and values
+// are those behind the padding, `count_keys` of them.
 struct Block {
   const gearbx_attention& form;
-  int64_t batch, key_head, first, count;
+  int64_t batch, key_head, first, count, padding, count_keys;
   const float *queries, *keys, *values;
 
+  int64_t packed(int64_t key, int64_t count) const { return std::clamp<int64_t>(form.packed - key, 0, count); }
+  int64_t planes_of() const { return batch * (form.heads / form.shared) + key_head; }
   int64_t head(int64_t row) const { return key_head * form.shared + (first + row) % form.shared; }
   int64_t position(int64_t row) const { return (first + row) / form.shared; }
   int64_t place(const int64_t* strides, int64_t row) const {
     return batch * strides[0] + head(row) * strides[1] + position(row) * strides[2];
   }
   const uint8_t* mask(int64_t row, int64_t key) const {
-    return form.mask + place(form.mask_strides, row) + key * form.mask_strides[3];
+    return form.mask + place(form.mask_strides, row) + (padding + key) * form.mask_strides[3];
   }
 };
 
@@ -90,6 +95,14 @@ inline void copy_rows(const float* from, int64_t stride, int64_t count, int64_t 
   }
 }
 
+// `count` keys or values from `key` on, those that are packed from their planes, as rows of round_up(width) numbers.
+inline void read_rows(const Block& block, const gearbx_kv_planes& planes, const float* from, int64_t stride,
+                      int64_t key, int64_t count, float* to) {
+  const int64_t width = block.form.width, wide = round_up(width), packed = block.packed(key, count);
+  if (packed > 0) unpack_vectors(planes, block.planes_of(), key, packed, width, wide, to);
+  if (packed < count) copy_rows(from + (key + packed) * stride, stride, count - packed, width, to + packed * wide);
+}
+
 // Copies queries that may lie apart into rows, times the scale.
 inline void scale_queries(const Block& block, Space& space) {
   const int64_t width = block.form.width, wide = round_up(width);
@@ -105,7 +118,7 @@ inline int64_t find_seen(const Block& block, int64_t start, Space& space) {
   const gearbx_attention& f = block.form;
   int64_t most = 0;
   for (int64_t row = 0; row < block.count; row++) {
-    const int64_t end = f.causal ? f.keys - f.length + block.position(row) + 1 : f.keys;
+    const int64_t end = f.causal ? block.count_keys - f.length + block.position(row) + 1 : block.count_keys;
     int64_t seen = std::clamp<int64_t>(end - start, 0, SPAN);
     while (f.mask && seen > 0 && !*block.mask(row, start + seen - 1)) seen--;
     space.seen[row] = seen;
@@ -118,13 +131,15 @@ inline int64_t find_seen(const Block& block, int64_t start, Space& space) {
 inline void score(const Block& block, int64_t start, int64_t most, Space& space) {
   const int64_t width = block.form.width, wide = round_up(width), stride = block.form.key_strides[2];
   for (int64_t key = 0; key < most; key += PARTS) {
+    const bool packed = block.packed(start + key, 1) > 0, whole = width == wide && key + PARTS <= most && !packed;
     const float* keys = block.keys + (start + key) * stride;
-    for (int64_t i = AHEAD; i < AHEAD + PARTS; i++)
+    for (int64_t i = AHEAD; i < AHEAD + PARTS && !packed; i++)
       for (int64_t line = 0; line < width; line += 16) __builtin_prefetch(keys + i * stride + line, 0, 2);
     int64_t first = 0;  // query that sees one of these keys
     while (space.seen[first] <= key) first++;
-    const bool whole = width == wide && key + PARTS <= most;
-    if (!whole) copy_rows(keys, stride, std::min(PARTS, most - key), width, space.padded);
+    if (!whole)
+      read_rows(block, block.form.key_planes, block.keys, stride, start + key, std::min(PARTS, most - key),
+                space.padded);
     score16(block.count - first, space.queries + first * wide, wide, whole ? keys : space.padded, whole ? stride : wide,
             space.scores + first * SPAN + key, SPAN);
   }
@@ -155,25 +170,33 @@ inline Softmax weigh(const Block& block, int64_t start, int64_t row, int64_t see
   return made;
 }
 
+// sums.values += weights times `count` values, those from key `first` of the span on.
+inline void add_some_values(const Block& block, int64_t first, int64_t count, const float* values, int64_t stride,
+                            const Space& space, const Sums& sums) {
+  const int64_t wide = round_up(block.form.width);
+  for (int64_t row = 0; row < block.count; row += TILE_ROWS) {
+    const int64_t rows = std::min<int64_t>(TILE_ROWS, block.count - row), end = first + count;
+    const auto seen = [&](int64_t all) { return std::clamp(all, first, end) - first; };
+    const int64_t least = seen(*std::min_element(space.seen + row, space.seen + row + rows));
+    const float* weights = space.scores + row * SPAN + first;
+    multiply_rows(rows, weights, SPAN, values, stride, least, sums.values + row * wide, wide, wide);
+    for (int64_t r = 0; r < rows; r++)
+      multiply_rows(1, weights + r * SPAN + least, SPAN, values + least * stride, stride,
+                    seen(space.seen[row + r]) - least, sums.values + (row + r) * wide, wide, wide);
+  }
+}
+
 // sums.values = weights times values. No query meets a value after the last key that it sees, be it NaN.
 inline void add_values(const Block& block, int64_t start, int64_t most, Space& space, const Sums& sums) {
   const int64_t width = block.form.width, wide = round_up(width);
-  int64_t stride = block.form.value_strides[2];
-  const float* values = block.values + start * stride;
-  if (width < wide) {
-    copy_rows(values, stride, most, width, space.padded);
-    values = space.padded;
-    stride = wide;
-  }
+  const int64_t stride = block.form.value_strides[2];
+  const bool copied = width < wide || block.packed(start, most) > 0;
   std::fill_n(sums.values, block.count * wide, 0.0f);
-  for (int64_t row = 0; row < block.count; row += TILE_ROWS) {
-    const int64_t rows = std::min<int64_t>(TILE_ROWS, block.count - row);
-    const int64_t least = *std::min_element(space.seen + row, space.seen + row + rows);
-    const float* weights = space.scores + row * SPAN;
-    multiply_rows(rows, weights, SPAN, values, stride, least, sums.values + row * wide, wide, wide);
-    for (int64_t r = 0; r < rows; r++)
-      multiply_rows(1, weights + r * SPAN + least, SPAN, values + least * stride, stride, space.seen[row + r] - least,
-                    sums.values + (row + r) * wide, wide, wide);
+  for (int64_t first = 0, few = copied ? COPIED : SPAN; first < most; first += few) {
+    const int64_t count = std::min(few, most - first);
+    if (copied) read_rows(block, block.form.value_planes, block.values, stride, start + first, count, space.padded);
+    const float* values = copied ? space.padded : block.values + (start + first) * stride;
+    add_some_values(block, first, count, values, copied ? wide : stride, space, sums);
   }
 }
 

@@ -117,7 +117,7 @@ void rotate(const Rotation& by, const Positions& at, const Projected& from, int6
             float* scratch, const Heads& to) {
   const gearbx_rotation rotation = {{at.batch, heads, at.length, width},
                                     {at.length * from.stride, width, from.stride, 1},
-                                    by.frequencies, by.dims, by.traditional, by.scale, at.offset};
+                                    by.frequencies, by.dims, by.traditional, by.scale, at.offset, at.padding};
   gearbx_rope(&rotation, from.first, scratch);
   const int64_t head = at.length * width;
   copy_heads(at, heads, width, scratch, {heads * head, head, width}, to);

@@ -61,9 +61,10 @@ struct Heads {
   int64_t batch_stride, head_stride;
 };
 
-// Which vectors x (batch, length, inputs) are: the first position of each sequence.
+// Which vectors x (batch, length, inputs) are. The first one of a sequence has position `offset`, less its padding.
 struct Positions {
   int64_t batch, length, offset;
+  const int32_t* padding = nullptr;  // (batch), or none
   int64_t count() const { return batch * length; }
 };
 

@@ -1,10 +1,10 @@
 // Transformer blocks as operations of MLX's graph: one for a whole block, or two, with a KV cache of any kind between.
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include "attention_inputs.h"
 #include "block_program.h"
+#include "kv_planes_inputs.h"
 #include "mlx/stream.h"
 #include "watched.h"
 
@@ -37,7 +37,9 @@ class BlockOperation : public Operation {
 
  protected:
   const Block& block() const { return program_->block(); }
-  Positions positions(const mx::array& x) const { return {x.shape(0), x.shape(1), offset_}; }
+  Positions positions(const mx::array& x, const int32_t* padding) const {
+    return {x.shape(0), x.shape(1), offset_, padding};
+  }
 
   // Runs run(x, y) on the stream; nothing that it reads is freed before.
   template <class Run>
@@ -51,21 +53,21 @@ class BlockOperation : public Operation {
   bool causal_;
 };
 
-// A whole block. Inputs: x, keys, values (of the KV cache, with room), and the mask if there is one. Outputs: y, and
-// the keys and values with those of x.
+// A whole block. Inputs: x, keys, values (of the KV cache, with room), and what hides keys. Outputs: y, and the keys
+// and values with those of x.
 class WholeBlock : public BlockOperation {
  public:
   using BlockOperation::BlockOperation;
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const Positions at = positions(inputs[0]);
+    const Positions at = positions(inputs[0], padding_of(inputs, 3));
     const int64_t room = inputs[1].shape(2), width = block().width, shared = block().key_heads * room * width;
     gearbx_attention form = attention_form(block(), at, at.offset + at.length, causal_);
     for (auto* strides : {form.key_strides, form.value_strides}) strides[0] = shared, strides[1] = room * width;
     form.key_strides[2] = form.value_strides[2] = form.query_strides[2] = width;
     form.query_strides[1] = at.length * width;
     form.query_strides[0] = block().heads * at.length * width;
-    if (inputs.size() > 3) take_mask(inputs[3], form);
+    take_hidden(inputs, 3, form);
     let_go(inputs, outputs);
     const Entries keys(inputs[1], outputs[1], stream()), values(inputs[2], outputs[2], stream());
     start(inputs, outputs[0], [=, &b = block()](const float* x, float* y) {
@@ -115,13 +117,14 @@ class WholeBlock : public BlockOperation {
   };
 };
 
-// The first half. Input: x. Output: queries, keys and values (batch, heads + 2 key_heads, length, width).
+// The first half. Inputs: x, and the padding if there is some. Output: queries, keys and values (batch,
+// heads + 2 key_heads, length, width).
 class BlockHeads : public BlockOperation {
  public:
   using BlockOperation::BlockOperation;
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const Positions at = positions(inputs[0]);
+    const Positions at = positions(inputs[0], padding_of(inputs, 1));
     start(inputs, outputs[0], [=, &b = block()](const float* x, float* y) {
       const int64_t head = at.length * b.width, batch = (b.heads + 2 * b.key_heads) * head;
       float* keys = y + b.heads * head;
@@ -132,15 +135,19 @@ class BlockHeads : public BlockOperation {
   const char* name() const override { return "GearbxBlockHeads"; }
 };
 
-// The second half. Inputs: x, the output of the first half, the keys and values to read, and the mask if there is one.
+// The second half. Inputs: x, the output of the first half, the keys and values to read, the arrays of nested keys and
+// values if there are some, and what hides keys.
 class BlockRest : public BlockOperation {
  public:
-  using BlockOperation::BlockOperation;
+  BlockRest(mx::Stream s, std::shared_ptr<const BlockProgram> program, Kept kept, bool causal, KVPlanesForm planes)
+      : BlockOperation(s, std::move(program), std::move(kept), 0, causal), planes_(planes) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const Positions at = positions(inputs[0]);
-    gearbx_attention form = attention_form(block(), at, inputs[2].shape(2), causal_);
-    if (inputs.size() > 4) take_mask(inputs[4], form);
+    const Positions at = positions(inputs[0], nullptr);
+    const int64_t seen = std::max<int64_t>(inputs[2].shape(2), planes_.packed);
+    gearbx_attention form = attention_form(block(), at, seen, causal_);
+    planes_.take(inputs, 4, form);
+    take_hidden(inputs, 4 + planes_.arrays(), form);
     const int64_t head = at.length * block().width;
     form.query_strides[0] = (block().heads + 2 * block().key_heads) * head;
     form.query_strides[1] = head;
@@ -153,6 +160,9 @@ class BlockRest : public BlockOperation {
   }
 
   const char* name() const override { return "GearbxBlockRest"; }
+
+ private:
+  KVPlanesForm planes_;
 };
 
 void check_vectors(const Block& block, const mx::array& x) {
@@ -168,18 +178,14 @@ void check_entries(const Block& block, const mx::array& x, const mx::array& keys
   require(keys.shape(2) == values.shape(2), "keys and values differ in length");
 }
 
-void add_mask(const Block& block, const mx::array& x, int64_t keys, const std::optional<mx::array>& mask,
-              std::vector<mx::array>& inputs, mx::Stream s) {
-  if (!mask) return;
-  require(mask->dtype() == mx::bool_, "the mask must be bool");
-  const mx::Shape shape = {x.shape(0), static_cast<int>(block.heads), x.shape(1), static_cast<int>(keys)};
-  inputs.push_back(mx::broadcast_to(*mask, shape, s));
+mx::Shape scores_of(const Block& block, const mx::array& x, int64_t keys) {
+  return {x.shape(0), static_cast<int>(block.heads), x.shape(1), static_cast<int>(keys)};
 }
 
 // y, after writing the keys and values of x into the arrays of the cache. None if memory was given up.
 std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::array& x, mx::array& keys,
                                    mx::array& values, int64_t offset, bool causal,
-                                   const std::optional<mx::array>& mask) {
+                                   const std::optional<mx::array>& mask, const std::optional<mx::array>& padding) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   auto kept = program->keep();
@@ -189,7 +195,7 @@ std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::a
   check_entries(block, x, keys, values);
   require(offset >= 0 && offset + x.shape(1) <= keys.shape(2), "the cache has no room for x");
   std::vector<mx::array> inputs = {x, keys, values};
-  add_mask(block, x, offset + x.shape(1), mask, inputs, s);
+  add_hidden(mask, padding, scores_of(block, x, offset + x.shape(1)), inputs, s);
   auto operation = std::make_shared<WholeBlock>(s, program, std::move(*kept), offset, causal);
   auto made = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()},
                                      {mx::float32, mx::float32, mx::float32}, operation, inputs);
@@ -200,7 +206,8 @@ std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::a
 
 // The output of the first half, and the memory for the second one: between the two, a gearbox may give it up.
 std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& block_program, const mx::array& x,
-                                                           int64_t offset) {
+                                                           int64_t offset,
+                                                           const std::optional<mx::array>& padding) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   auto kept = program->keep();
@@ -209,22 +216,29 @@ std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& bl
   check_vectors(block, x);
   const mx::Shape shape = {x.shape(0), static_cast<int>(block.heads + 2 * block.key_heads), x.shape(1),
                            static_cast<int>(block.width)};
+  std::vector<mx::array> inputs = {x};
+  add_padding(padding, x.shape(0), inputs, s);
   const auto operation = std::make_shared<BlockHeads>(s, program, *kept, offset, false);
-  return std::pair(mx::array(shape, mx::float32, operation, {x}), in_capsule(KEPT, std::move(*kept)));
+  return std::pair(mx::array(shape, mx::float32, operation, std::move(inputs)), in_capsule(KEPT, std::move(*kept)));
 }
 
 mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, const mx::array& x,
                    const mx::array& heads, const mx::array& keys, const mx::array& values, bool causal,
-                   const std::optional<mx::array>& mask) {
+                   const std::optional<mx::array>& mask, const std::optional<mx::array>& padding,
+                   const Arrays& key_planes, const Arrays& value_planes, int64_t packed, int64_t group) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   const Block& block = program->block();
   check_vectors(block, x);
   check_entries(block, x, keys, values);
-  require(!causal || keys.shape(2) >= x.shape(1), "causal attention needs at least as many keys as queries");
+  const int64_t seen = std::max<int64_t>(keys.shape(2), packed);
+  require(!padding || !packed, "keys and values of a padded batch are in no planes");
+  require(!causal || seen >= x.shape(1), "causal attention needs at least as many keys as queries");
   std::vector<mx::array> inputs = {x, heads, keys, values};
-  add_mask(block, x, keys.shape(2), mask, inputs, s);
-  auto operation = std::make_shared<BlockRest>(s, program, from_capsule<Kept>(KEPT, kept), 0, causal);
+  KVPlanesForm planes;
+  if (packed) planes = add_kv_planes(key_planes, value_planes, packed, group, keys.shape(), block.width, inputs, s);
+  add_hidden(mask, padding, scores_of(block, x, seen), inputs, s);
+  auto operation = std::make_shared<BlockRest>(s, program, from_capsule<Kept>(KEPT, kept), causal, planes);
   return mx::array(x.shape(), mx::float32, operation, std::move(inputs));
 }
 
@@ -233,10 +247,11 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
 void bind_blocks(nb::module_& m) {
   bind_block_parts(m);
   m.def("run_block", &run_whole, "block"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
-        "mask"_a = nb::none());
-  m.def("run_block_heads", &run_heads, "block"_a, "x"_a, "offset"_a);
+        "mask"_a = nb::none(), "padding"_a = nb::none());
+  m.def("run_block_heads", &run_heads, "block"_a, "x"_a, "offset"_a, "padding"_a = nb::none());
   m.def("run_block_rest", &run_rest, "block"_a, "kept"_a, "x"_a, "heads"_a, "keys"_a, "values"_a, "causal"_a,
-        "mask"_a = nb::none());
+        "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
+        "packed"_a = 0, "group"_a = 0);
   bind_watched(m);
 }
 

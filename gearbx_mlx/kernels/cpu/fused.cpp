@@ -79,12 +79,13 @@ void turn_pairs(const gearbx_rotation& r, F8 cosines, F8 sines, int64_t i, int64
   }
 }
 
-// All vectors of position t.
-void turn_position(const gearbx_rotation& r, int64_t t, const float* x, float* y) {
+// All vectors number t of the sequences `first` to `end`, which have one position.
+void turn_position(const gearbx_rotation& r, int64_t first, int64_t end, int64_t t, const float* x, float* y) {
   const int64_t length = r.shape[2], width = r.shape[3], half = r.dims / 2, stride = r.strides[3];
-  const float position = (static_cast<float>(t) + static_cast<float>(r.offset)) * r.scale;
+  const int64_t offset = r.offset - (r.padding ? r.padding[first] : 0);
+  const float position = (static_cast<float>(t) + static_cast<float>(offset)) * r.scale;
   const auto each_vector = [&](auto work) {
-    for (int64_t row = 0; row < r.shape[0] * r.shape[1]; row++)
+    for (int64_t row = first * r.shape[1]; row < end * r.shape[1]; row++)
       work(x + row / r.shape[1] * r.strides[0] + row % r.shape[1] * r.strides[1] + t * r.strides[2],
            y + (row * length + t) * width);
   };
@@ -157,7 +158,9 @@ extern "C" void gearbx_add_one(const void* weight, int64_t columns, int type, fl
 extern "C" void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y) {
   const gearbx_rotation& r = *rotation;
   gearbx::share_ranges(r.shape[2], r.shape[0] * r.shape[1] * r.shape[3], [&](int64_t first, int64_t end) {
-    for (int64_t t = first; t < end; t++) gearbx::turn_position(r, t, x, y);
+    const int64_t batch = r.shape[0], together = r.padding ? 1 : batch;
+    for (int64_t t = first; t < end; t++)
+      for (int64_t b = 0; b < batch; b += together) gearbx::turn_position(r, b, b + together, t, x, y);
   });
 }
 

@@ -27,6 +27,7 @@ typedef struct {
   int traditional;               // 1: the two numbers of a pair are neighbours; 0: they are dims / 2 apart
   float scale;                   // of positions
   int64_t offset;                // first position
+  const int32_t* padding;        // (batch): a sequence begins so many positions before the offset; NULL: none
 } gearbx_rotation;
 
 void gearbx_rope(const gearbx_rotation* rotation, const float* x, float* y);

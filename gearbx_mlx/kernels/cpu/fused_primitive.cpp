@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "graph.h"
+#include "attention_inputs.h"
 
 namespace gearbx {
 namespace {
@@ -32,7 +32,7 @@ class RmsNorm : public Operation {
   float eps_;
 };
 
-// Inputs: x, with any strides; frequencies.
+// Inputs: x, with any strides; frequencies; and the padding, if there is some.
 class Rope : public Operation {
  public:
   Rope(mx::Stream s, bool traditional, float scale, int64_t offset)
@@ -48,6 +48,7 @@ class Rope : public Operation {
     r.traditional = traditional_;
     r.scale = scale_;
     r.offset = offset_;
+    r.padding = padding_of(inputs, 2);
     enqueue(inputs, outputs[0], [r, x = inputs[0].data<float>()](float* y) { gearbx_rope(&r, x, y); });
   }
 
@@ -97,13 +98,15 @@ mx::array rms_norm(const mx::array& x, const mx::array& weight, float eps) {
                 {in_float32(x, s), in_rows(weight, s)});
 }
 
-mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditional, float scale, int64_t offset) {
+mx::array rope(const mx::array& x, const mx::array& frequencies, bool traditional, float scale, int64_t offset,
+               const std::optional<mx::array>& padding) {
   const auto s = mx::default_stream(mx::Device::cpu);
   require(frequencies.ndim() == 1 && frequencies.dtype() == mx::float32, "frequencies must be a float32 vector");
   require(x.ndim() == 4 && x.size() > 0, "x must be (batch, heads, length, width), and not empty");
   require(2 * frequencies.shape(0) <= x.shape(3), "x has fewer than two numbers for each frequency");
-  return output(x.shape(), x.shape(3), std::make_shared<Rope>(s, traditional, scale, offset),
-                {in_float32(x, s), in_rows(frequencies, s)});
+  std::vector<mx::array> inputs = {in_float32(x, s), in_rows(frequencies, s)};
+  add_padding(padding, x.shape(0), inputs, s);
+  return output(x.shape(), x.shape(3), std::make_shared<Rope>(s, traditional, scale, offset), std::move(inputs));
 }
 
 mx::array gated_unit(const mx::array& gate, const mx::array& up, Gated gated) {
@@ -123,7 +126,8 @@ void bind_fused(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
   m.def("swiglu", &swiglu, "gate"_a, "up"_a);
   m.def("geglu", &geglu, "gate"_a, "up"_a);
-  m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a);
+  m.def("rope", &rope, "x"_a, "frequencies"_a, "traditional"_a, "scale"_a, "offset"_a,
+        "padding"_a = nb::none());
 }
 
 }  // namespace gearbx

@@ -1,0 +1,58 @@
+"""Route requests between two servers."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from ..cli.gate import GateSettings, RoutingSettings
+from ..cli.pair import turns_of
+from ..cli.proxy import ProxySettings
+from ..errors import GearbxError
+from ..routing.pair import LARGE, NAMES, SMALL
+from ..serving.guarded import Guard
+from ..serving.listening import Server
+from ..serving.proxy.between import Between
+from ..serving.proxy.first_tokens import Rule
+from ..serving.proxy.handler import Proxy
+from ..serving.proxy.metrics import ProxyMetrics
+from ..serving.proxy.upstream import Place, Upstream, checked_url
+
+
+@contextmanager
+def serving(
+    settings: ProxySettings, routing: RoutingSettings, gate: GateSettings, guard: Guard, address: tuple[str, int]
+) -> Iterator[Server]:
+    """A proxy that listens; `serve_forever` answers while the context lasts.
+
+    Raises:
+        GearbxError: an address that is taken, a URL or a key that is none, flags that no pair can have.
+    """
+    rule = rule_of(settings, routing, gate)
+    small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
+    undecided = NAMES.index(settings.undecided)
+    between = Between(small, large, rule, undecided, not settings.no_fallback, settings.hand_over)
+    handler = type("Handler", (Proxy,), {"guard": guard, "between": between, "metrics": ProxyMetrics()})
+    with closing(small), closing(large), Server(address, handler) as server:
+        server.serves = f"routing between {small.place.base} and {large.place.base}"
+        yield server
+
+
+def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSettings) -> Rule:
+    """When the large server answers. Raises GearbxError for flags that no pair can have."""
+    if routing.initial_gear != RoutingSettings().initial_gear:
+        raise GearbxError("--initial-gear is of models that are served here; leave it out with --small-server")
+    turns = turns_of(routing.thresholds, gate)
+    return Rule(turns.threshold(settings.vocab_size), turns.window, turns.min_duration, settings.vocab_size)
+
+
+def place_of(settings: ProxySettings, server: int) -> Place:
+    """Where a server is, and how to ask it. Raises GearbxError for a URL that is none."""
+    flag = f"{NAMES[server]}_server"
+    url = getattr(settings, flag)
+    return Place(
+        NAMES[server],
+        checked_url(url, f"--{NAMES[server]}-server"),
+        getattr(settings, f"{flag}_model"),
+        settings.key(server),
+        settings.connect_timeout,
+        settings.server_timeout,
+    )

@@ -1,0 +1,1 @@
+"""Several texts that share each pass over the weights."""

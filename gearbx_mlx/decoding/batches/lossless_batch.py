@@ -1,0 +1,236 @@
+"""Sequences that share their passes in mode lossless: the low gear drafts for all, the top gear verifies all drafts.
+
+Between two rounds every sequence has a token that is sampled, and not yet in the KV cache, as in mlx-lm's batches. A
+round drafts what follows it, takes the drafts' entries back, and reads token and draft in one pass of the top gear.
+Each sequence gives out its token and what it accepted, its own number of tokens; the rest leaves its part of the cache
+(rolling.py). Where rounds do not pay, the batch goes on as mlx-lm's own does, running ahead.
+"""
+
+import copy
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import GenerationBatch
+
+from ...errors import GearbxWarning, one_line
+from ...routing.acceptance import MOST_DRAFTED
+from ..rows import Verifier
+from ..sampler import Sampler
+from ..snapshots import Snapshot
+from ..step import LOOKUP, Draft, Step
+from .choosing import Chooser
+from .drafts import BatchDrafter, Beginning, Drafts
+from .looked_up import LookedUp
+from .lossless_plans import BatchPlan, BatchPlans
+from .rolling import drop, is_alone, other_than_rows
+from .row_sampler import RowSampler
+from .sequence import SeenPass, SeenRow
+from .sequence import Sequence as Text
+from .stages import GearedTokens, Pass
+from .verified import Accepted, accept
+
+
+class VerifiedToken(SeenPass):
+    """What was seen of a token that was computed in one pass with others of its sequence.
+
+    Args:
+        entropy: (1,), bits.
+        near_tie: whether rounding may have decided it.
+        together: sequences that shared the pass.
+    """
+
+    def __init__(self, step: Step, entropy: mx.array, near_tie: mx.array, together: int):
+        super().__init__(step, entropy)
+        self.near_tie, self._together = near_tie, together
+
+    def __len__(self) -> int:
+        return self._together
+
+
+class LosslessTokens(GearedTokens):
+    """The sequences that have begun to write; a step may give out several tokens of each.
+
+    plans: when to draft, for batches of any size. sequences: by id. shared: the sampler of those that have none; None:
+    greedy.
+    """
+
+    prompt_cache: list[Any]
+    _next_tokens: mx.array
+    _looked_up: dict[int, LookedUp]
+    _can_draft: bool  # not with every kind of cache
+    _failed: set[int]  # sequences whose draft has failed
+    _plan: BatchPlan | None  # of the latest step, if nobody has joined since
+    plans: BatchPlans
+    sequences: Mapping[int, Text]
+    shared: Sampler | None
+
+    @classmethod
+    def drafting(
+        cls, plans: BatchPlans, sampler: RowSampler, begin: Pass, sequences: Mapping[int, Text], shared: Sampler | None
+    ) -> "LosslessTokens":
+        """One without sequences."""
+        batch = cls.empty(plans.gearbox.model, sampler)
+        batch.begin, batch.plans, batch.sequences, batch.shared = begin, plans, sequences, shared
+        batch.gearbox, batch.top = plans.gearbox, plans.gearbox.ladder.top
+        batch._verifier = Verifier(batch.gearbox, batch.top)
+        batch._drafter = BatchDrafter(batch.gearbox, plans.draft, sampler.entropy)
+        batch._can_draft, batch._looked_up = True, {}
+        batch._failed, batch._plan = set(), None
+        return batch
+
+    def extend(self, batch: GenerationBatch) -> None:
+        """Take over the sequences of another batch, whose first tokens are sampled."""
+        self._in_rows()
+        super().extend(batch)
+        for uid, prompt in zip(batch.uids, batch.tokens):
+            self._looked_up[uid] = LookedUp(self.plans.agreement, len(prompt))
+        self._plan = None
+        kind = other_than_rows(self.prompt_cache)
+        if kind and self._can_draft:
+            self._can_draft = False
+            warn_of(f"the sequences of a {kind} cannot be cut each on its own")
+
+    def filter(self, keep: list[int]) -> None:
+        super().filter(keep)
+        self._looked_up = {uid: self._looked_up[uid] for uid in self.uids}
+        self._failed.intersection_update(self.uids)
+
+    def extract_cache(self, idx: int) -> list[Any]:
+        """The KV cache of a sequence, as it would be alone."""
+        return Snapshot(self.prompt_cache).second() if is_alone(self.prompt_cache) else super().extract_cache(idx)
+
+    def _in_rows(self) -> None:
+        """Let the cache take further sequences."""
+        if is_alone(self.prompt_cache):
+            self.prompt_cache = [part.merge([part]) for part in self.prompt_cache]
+
+    def next(self) -> list[GenerationBatch.Response]:
+        """The next tokens of every sequence, one or several, those of a sequence in their order."""
+        if not self.uids:
+            return []
+        if len(self) == 1 and self._can_draft and not is_alone(self.prompt_cache):
+            self.prompt_cache = self.extract_cache(0)
+        rows, plan = len(self), self.plans.of(len(self))
+        if plan is not self._plan:
+            self._plan = plan
+            plan.begin_texts()
+        plan.begin()
+        drafts = self._can_draft and self._failed.isdisjoint(self.uids) and plan.in_rounds()
+        done = self._round(plan) if drafts else None
+        responses = super().next() if done is None else done
+        plan.end(len(responses) / rows)
+        return responses
+
+    def _passes(self, drafts: int) -> tuple[int, ...]:
+        """In each gear: so many passes that draft, and one of the top gear."""
+        counts = {self.plans.draft: drafts, self.top: 1}
+        return tuple(counts.get(gear, 0) for gear in self.gearbox.ladder)
+
+    def _round(self, plan: BatchPlan) -> list[GenerationBatch.Response] | None:
+        """The tokens of a round with drafts; None where nothing can follow, or drafting has failed."""
+        beginnings = self._beginnings()
+        if not any(beginning.live for beginning in beginnings):
+            return None
+        try:
+            drafts = self._drafted(plan, beginnings)
+        except Exception as error:  # a text must not end where only a draft has failed
+            self._failed.update(self.uids)
+            warn_of(one_line(error))
+            return None
+        accepted = self._verified(plan, beginnings, drafts)
+        if drafts.steps:
+            plan.rule.end(drafts.steps, sum(len(one.tokens) for one in accepted))
+        return self._give_out(accepted, drafts)
+
+    def _beginnings(self) -> list[Beginning]:
+        made = []
+        for i, token in enumerate(np.array(self._next_tokens).tolist()):
+            owner, processors = self.sequences[self.uids[i]], self.logits_processors[i] or ()
+            chooser = Chooser(owner, self.shared, processors, self.tokens[i], token)
+            room = self.max_tokens[i] - self._num_tokens[i] - 1
+            most = min(room, self.plans.most_looked_up // len(self))
+            proposed = self._looked_up[self.uids[i]].proposed(self.tokens[i], token, most)
+            made.append(Beginning(chooser, room, copy.copy(self._matchers[i]), proposed))
+        return made
+
+    def _drafted(self, plan: BatchPlan, beginnings: Sequence[Beginning]) -> Drafts:
+        start = time.perf_counter()
+        drafts = self._drafter.draft(beginnings, self._next_tokens, self.prompt_cache, plan.rule, MOST_DRAFTED)
+        if drafts.steps:
+            plan.costs.add_draft((time.perf_counter() - start) / drafts.steps)
+        return drafts
+
+    def _verified(self, plan: BatchPlan, beginnings: Sequence[Beginning], drafts: Drafts) -> list[Accepted]:
+        """The pass that verifies. It leaves all its entries in the cache."""
+        start = time.perf_counter()
+        tokens = mx.array([[b.chooser.token, *drafted] for b, drafted in zip(beginnings, drafts.tokens)])
+        before = Snapshot(self.prompt_cache)
+        try:
+            accepted = accept(self._verifier.run(tokens, self.prompt_cache), beginnings, drafts, self._drafter.entropy)
+        except BaseException:
+            before.restore()
+            raise
+        if plan.costs.wants_verification(drafts.width):
+            plan.costs.add_verification(drafts.width, time.perf_counter() - start)
+        return accepted
+
+    def _give_out(self, accepted: Sequence[Accepted], drafts: Drafts) -> list[GenerationBatch.Response]:
+        """Give out the tokens that were to come and all that are accepted but the last, which come next."""
+        for row, one in enumerate(accepted):
+            self._note(row, one, drafts)
+        coming = np.array(self._next_tokens).tolist()
+        rows = [self._until_end(row, coming[row], one) for row, one in enumerate(accepted)]
+        drop(self.prompt_cache, [drafts.width - len(row) for row in rows])
+        self._next_tokens = mx.array([one.tokens[-1] for one in accepted], mx.uint32)
+        self._next_logprobs = [one.logprobs[-1] for one in accepted]
+        keep = [i for i, row in enumerate(rows) if row[-1].finish_reason is None]
+        for i in set(range(len(rows))).difference(keep):
+            rows[i][-1].prompt_cache, rows[i][-1].all_tokens = self.extract_cache(i), self.tokens[i]
+        if len(keep) < len(rows):
+            self.filter(keep)
+        return [token for row in rows for token in row]
+
+    def _note(self, row: int, accepted: Accepted, drafts: Drafts) -> None:
+        """Note how each accepted token of a sequence came about. The round's passes stand with the first of them."""
+        text, usable = self.sequences[self.uids[row]], drafts.usable[row]
+        read = drafts.steps * self.gearbox.weight_bytes_per_token(self.plans.draft, len(self))
+        read += self.gearbox.weight_bytes_per_token(self.top, len(self) * drafts.width)
+        entropies = tuple(drafts.entropies[row][:usable])
+        looked_up = usable if drafts.sources[row] == LOOKUP else 0
+        step = Step(
+            self.top, entropies, self._passes(drafts.steps), read, drafted=usable - looked_up, looked_up=looked_up
+        )
+        proposed = [Draft(token, self.plans.draft, drafts.sources[row]) for token in drafts.tokens[row][:usable]]
+        for place, (token, draft) in enumerate(zip(accepted.tokens, [*proposed, None])):
+            known = replace(step, draft=draft).with_token(token)
+            entropy, near_tie = accepted.entropies[place : place + 1], accepted.near_ties[place]
+            text.rows.append(SeenRow(VerifiedToken(known, entropy, near_tie, len(self)), 0, text.wish))
+            step = Step(self.top, (), (0,) * len(self.gearbox.ladder))
+
+    def _until_end(self, row: int, token: int, accepted: Accepted) -> list[GenerationBatch.Response]:
+        """The tokens of a sequence that are given out: the one that was to come, and those accepted, up to its end."""
+        responses: list[GenerationBatch.Response] = []
+        logprobs = [self._next_logprobs[row], *accepted.logprobs]
+        for one, seen in zip([token, *accepted.tokens[:-1]], logprobs):
+            self._num_tokens[row] += 1
+            reason = "length" if self._num_tokens[row] >= self.max_tokens[row] else None
+            reason = "stop" if self._matchers[row].advance(one) else reason
+            responses.append(self.Response(self.uids[row], one, seen, reason, None, None))
+            if reason is not None:
+                break
+        given = [response.token for response in responses]
+        self.tokens[row] += given
+        if self.logits_processors[row]:
+            self._token_context[row].update_and_fetch(mx.array(given, mx.int32))
+        return responses
+
+
+def warn_of(why: str) -> None:
+    """Say why sequences go on without drafts."""
+    said = f"mode 'lossless' cannot draft in this batch ({why}); the top gear goes on alone, with the same texts"
+    warnings.warn(said, GearbxWarning, stacklevel=5)

@@ -1,0 +1,41 @@
+"""Which KV caches native blocks take, and how many entries those have."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
+
+from .nested_kv_cache import NestedKVCache
+
+
+def takes_cache(cache: Any) -> bool:
+    """Whether a block knows how a cache takes keys and values; those that it has must be float32."""
+    if cache is None:
+        return True
+    known = type(cache) in (KVCache, RotatingKVCache, BatchKVCache, NestedKVCache)
+    return known and (cache.keys is None or cache.keys.dtype == mx.float32)
+
+
+def reads_entries(cache: Any) -> bool:
+    """Whether a pass over a few tokens reads the entries of a cache as they are, in arrays that grow at times."""
+    return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.reads_entries)
+
+
+def has_room(cache: Any, x: mx.array) -> bool:
+    """Whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
+    keys = cache.keys
+    return keys is not None and entries(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
+
+
+def entries(cache: Any) -> int:
+    """How many tokens have been through a cache, padding included."""
+    count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
+    return count
+
+
+def set_entries(cache: Any, count: int) -> None:
+    """Say that a cache has so many entries."""
+    if type(cache) is BatchKVCache:  # its offsets are always these; a sum for each token would wait for its sum before
+        cache._idx, cache.offset = count, count - cache.left_padding
+    else:
+        cache.offset = count

@@ -1,0 +1,290 @@
+"""A KV cache with gears: what a pass reads of keys and values depends on the gear (formats/kv_planes.py).
+
+With 16 in its ladder the cache keeps the entries as they are, and planes beside them. The top gear reads the entries;
+lower gears read planes of all positions but the latest, which are packed some at a time. Without 16 there are planes
+alone, made of each position as it comes; only a prompt's entries stay until the first token after it is read. A pass
+over a prompt reads entries where there are some, in any gear.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
+
+from ..kernels import dispatch
+from .kv_planes import group_for, pack, unpack
+
+WIDTH = 4  # bits of each plane
+EXACT = 16  # bits of the gear that reads the entries as they are
+TOGETHER = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
+
+
+class KVMeter:
+    """Counts what passes read of keys and values, but for those over a prompt.
+
+    bytes: by gear (bits). caches: how many layers' caches were read, by gear.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, int] = {}
+        self.caches: dict[int, int] = {}
+
+    def add(self, bits: int, count: int) -> None:
+        self.bytes[bits] = self.bytes.get(bits, 0) + count
+        self.caches[bits] = self.caches.get(bits, 0) + 1
+
+    def take(self) -> tuple[dict[int, int], dict[int, int]]:
+        """`bytes` and `caches` since the last call."""
+        taken = self.bytes, self.caches
+        self.bytes, self.caches = {}, {}
+        return taken
+
+
+class KVGears:
+    """The ladder of the caches of a model's layers, which is the same object for all of them and for their copies.
+
+    Args:
+        ladder: bits in ascending order, of 4, 8 and 16.
+        engaged: returns the bits of the gear that a pass reads now.
+        native: pack with our kernel where there is one.
+
+    `in_prompt` says that passes read a prompt now.
+    """
+
+    def __init__(self, ladder: tuple[int, ...], engaged: Callable[[], int] | None = None, native: bool = False):
+        self.native = native
+        self.ladder = ladder
+        self.engaged = engaged or (lambda: ladder[-1])
+        self.widths = (WIDTH,) * (2 if 8 in ladder else 1)
+        self.exact = ladder[-1] == EXACT
+        self.meter = KVMeter()
+        self.in_prompt = False
+
+    def begin_prompt(self) -> None:
+        """Passes read a prompt from now on."""
+        self.in_prompt = True
+        self.meter.take()
+
+    def end_prompt(self) -> None:
+        """Passes read the text that follows the prompt from now on."""
+        self.in_prompt = False
+
+    def __deepcopy__(self, memo: object) -> "KVGears":
+        return self
+
+
+@dataclass(frozen=True)
+class Nested:
+    """What a pass reads in a low gear: the first `packed` positions as planes, the others as they are.
+
+    entries: keys and values (B, H, positions, D) of all positions; of any number of them where all are packed.
+    planes: of keys and of values: the planes that are read, scales and offsets, with any capacity.
+    """
+
+    entries: tuple[mx.array, mx.array]
+    planes: tuple[list[mx.array], list[mx.array]]
+    packed: int
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a key that share a scale; of a value too where it is as wide, as our kernels need it."""
+        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
+
+    def unpacked(self) -> tuple[mx.array, mx.array]:
+        """Keys and values (B, H, positions, D)."""
+        keys, values = (self._whole(*each) for each in zip(self.entries, self.planes))
+        return keys, values
+
+    def _whole(self, entries: mx.array, arrays: list[mx.array]) -> mx.array:
+        *planes, scales, offsets = (array[..., : self.packed, :] for array in arrays)
+        widths = (WIDTH,) * len(planes)
+        made = unpack(planes, scales, offsets, widths, sum(widths))
+        return mx.concatenate([made, entries[..., self.packed :, :]], axis=2)
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values that a pass reads."""
+        rest = max(self.entries[0].shape[2] - self.packed, 0)
+        packed = sum(position_bytes(array) for arrays in self.planes for array in arrays)
+        return self.packed * packed + rest * sum(map(position_bytes, self.entries))
+
+
+def position_bytes(array: mx.array) -> int:
+    """Bytes of one position of an array (B, H, positions, ...)."""
+    return array.nbytes // array.shape[2]
+
+
+class NestedKVCache(KVCache):
+    """The cache of one layer.
+
+    Args:
+        gears: shared by the caches of all layers.
+
+    `keys` and `values` are the entries, as in KVCache; None where there are planes alone.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, gears: KVGears):
+        super().__init__()
+        self.gears = gears
+        self.beside = 0  # positions of the entries that are packed too
+        self.planes: list[list[mx.array]] = []  # of keys, of values: planes, scales, offsets (B, H, capacity, ...)
+
+    @classmethod
+    def of(cls, cache: KVCache, gears: KVGears) -> "NestedKVCache":
+        """With the entries of a cache of mlx-lm."""
+        made = cls(gears)
+        made.keys, made.values, made.offset = cache.keys, cache.values, cache.offset
+        return made
+
+    def plain(self) -> KVCache:
+        """mlx-lm's cache with what the top gear reads, which can be written to a file."""
+        made = KVCache()
+        made.offset = self.offset
+        if self.keys is not None:
+            made.keys, made.values = self.keys, self.values
+        elif self.offset:
+            made.keys, made.values = self._nested(len(self.gears.widths)).unpacked()
+        return made
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
+        return self.plain().to_quantized(group_size, bits)
+
+    @classmethod
+    def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
+        """What the top gears of several texts' caches read, in a cache of a batch, which has no gears."""
+        return BatchKVCache.merge([part.plain() if isinstance(part, cls) else part for part in caches])
+
+    @property
+    def packed(self) -> int:
+        """The positions, from the first one on, that are in planes."""
+        return self.beside if self.keys is not None else self.offset
+
+    @property
+    def reads_entries(self) -> bool:
+        """Whether a pass reads the entries, in the gear that is engaged, and leaves them entries."""
+        reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == EXACT)
+        return self.keys is not None and reads
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As of mlx-lm's caches; what a low gear reads is unpacked, unless nobody asks for the numbers."""
+        nested = self.update(keys, values)
+        return super().keys_and_values() if nested is None else nested.unpacked()
+
+    def update(self, keys: mx.array, values: mx.array) -> Nested | None:
+        """Append keys and values (B, H, new, D), and return what the engaged gear reads; None: the entries."""
+        new = keys.shape[2]
+        if self.gears.exact or (self.packed == 0 and self.gears.in_prompt):
+            super().update_and_fetch(keys, values)
+        else:
+            self._append(keys, values)
+        read = self.read(new)
+        self.count(read)
+        return read
+
+    def read(self, new: int) -> Nested | None:
+        """What a pass over `new` tokens, which are in the cache already, reads; None: the entries."""
+        if self.reads_entries:
+            return None
+        if self.keys is not None:
+            self._pack_beside((self.offset - new) // TOGETHER * TOGETHER)
+            if not self.packed:
+                return None
+        return self._nested(min(self.gears.engaged() // WIDTH, len(self.gears.widths)))
+
+    def count(self, read: Nested | None) -> None:
+        """Note on the meter what a pass reads; nothing of a prompt."""
+        if self.gears.in_prompt:
+            return
+        if read is not None:
+            count = read.nbytes()
+        else:
+            count = self.offset * (position_bytes(self.keys) + position_bytes(self.values))
+        self.gears.meter.add(self.gears.engaged(), count)
+
+    def trim(self, n: int) -> int:
+        trimmed = super().trim(n)
+        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
+        return trimmed
+
+    @property
+    def state(self) -> Any:
+        return [*self._arrays, NoFile()]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        raise NotImplementedError("a cache in gears is written as the plain cache of its top gear")
+
+    def empty(self) -> bool:
+        return self.keys is None and not self.planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def _arrays(self) -> list[mx.array]:
+        entries = [] if self.keys is None else [self.keys, self.values]
+        return [*entries, *(array for arrays in self.planes for array in arrays)]
+
+    def _append(self, keys: mx.array, values: mx.array) -> None:
+        """Put new positions into planes; the entries of a prompt go there too, and are given up."""
+        if self.keys is not None:
+            before = super().keys_and_values()
+            keys, values = (mx.concatenate([old, new], axis=2) for old, new in zip(before, (keys, values)))
+            self.offset, self.keys, self.values = 0, None, None
+        first, self.offset = self.offset, self.offset + keys.shape[2]
+        self._pack(keys, values, first)
+
+    def _pack_beside(self, end: int) -> None:
+        """Pack the entries up to a position, if they are not packed yet."""
+        if end > self.beside:
+            keys, values = (entries[..., self.beside : end, :] for entries in (self.keys, self.values))
+            self._pack(keys, values, self.beside)
+            self.beside = end
+
+    def _pack(self, keys: mx.array, values: mx.array, first: int) -> None:
+        new = [self._packed(vectors) for vectors in (keys, values)]
+        self.planes = [put(old, added, first, self.step) for old, added in zip(self.planes or [[], []], new)]
+
+    def _packed(self, vectors: mx.array) -> list[mx.array]:
+        widths, group_size = self.gears.widths, group_for(vectors.shape[-1]) or 0
+        made = dispatch.pack_kv(vectors, len(widths), group_size) if self.gears.native else None
+        if made is not None:
+            return made
+        planes, scales, offsets = pack(vectors, widths, group_size)
+        return [*planes, scales, offsets]
+
+    def _nested(self, planes: int) -> Nested:
+        keys, values = ([*arrays[:planes], *arrays[-2:]] for arrays in self.planes)
+        entries = none_of(keys), none_of(values)
+        return Nested(entries if self.keys is None else super().keys_and_values(), (keys, values), self.packed)
+
+
+class NoFile:
+    """In the state of a cache in gears, so that mlx-lm does not write a file that it could not read again."""
+
+    def __str__(self) -> str:
+        return "a KV cache in gears; write [part.plain() for part in cache] instead"
+
+
+def none_of(arrays: list[mx.array]) -> mx.array:
+    """Entries (B, H, 1, D) of zeros, in the place of those that are packed."""
+    coarse, scales = arrays[0], arrays[-1]
+    return mx.zeros((*coarse.shape[:2], 1, coarse.shape[3] * 8), scales.dtype)
+
+
+def put(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
+    """Arrays (B, H, capacity, ...) with new positions from `first` on; capacity grows in steps."""
+    end = first + new[0].shape[2]
+    if not arrays or end > arrays[0].shape[2]:
+        more = (end - first + step - 1) // step * step
+        room = [mx.zeros((*array.shape[:2], more, array.shape[3]), array.dtype) for array in new]
+        kept = [array[..., :first, :] for array in arrays]
+        arrays = [mx.concatenate([old, free], axis=2) for old, free in zip(kept, room)] if kept else room
+    for array, added in zip(arrays, new):
+        array[..., first:end, :] = added
+    return arrays

@@ -1,0 +1,59 @@
+"""Numbers that decide what comes next are rank 0's on every rank: so all ranks sample and shift alike.
+
+Machines of different kinds round differently, and kernels are chosen by the clock. A rank that took one other token or
+gear would compute something else with the others from there on, or wait for ever. A few numbers of rank 0 for each
+token rule that out. They are part of the graph: nobody waits for them who does not read them.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+
+class Agreement:
+    """What rank 0 says, on all ranks of a group. Every rank has to ask in the same order.
+
+    Args:
+        group: None: this process is alone, and agrees with itself.
+    """
+
+    def __init__(self, group: mx.distributed.Group | None = None):
+        self.group = group if group is not None and group.size() > 1 else None
+        self._first = self.group is None or self.group.rank() == 0
+
+    def arrays(self, *arrays: mx.array) -> tuple[mx.array, ...]:
+        """Rank 0's arrays, bit for bit. They have the same shapes on all ranks, and elements of 32 bits."""
+        if self.group is None:
+            return arrays
+        flat = mx.concatenate([array.reshape(-1).view(mx.uint32) for array in arrays])
+        # A product keeps every rank's own pass in its graph, as all ranks have to talk in one order. MLX's ring takes
+        # one stream: that of the model.
+        mine = flat * mx.array(int(self._first), mx.uint32)
+        shared = mx.distributed.all_sum(mine, group=self.group)
+        ends = [sum(array.size for array in arrays[: i + 1]) for i in range(len(arrays))]
+        parts = mx.split(shared, ends[:-1])
+        return tuple(part.view(array.dtype).reshape(array.shape) for part, array in zip(parts, arrays))
+
+    def numbers(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's whole numbers, below 2^32 x 2^31."""
+        if self.group is None:
+            return list(values)
+        halves = [half for value in values for half in (value >> 32, value & 0xFFFFFFFF)]
+        (shared,) = self.arrays(mx.array(halves, mx.uint32))
+        found = [int(half) for half in np.array(shared)]
+        return [high << 32 | low for high, low in zip(found[::2], found[1::2])]
+
+
+ALONE = Agreement()
+
+
+def agreement_of(model: nn.Module) -> Agreement:
+    """The agreement of the ranks that share a model; a model that is whole here needs none."""
+    for module in model.modules():
+        if isinstance(getattr(module, "group", None), mx.distributed.Group):  # what tells other ranks its outputs
+            return Agreement(module.group)
+        if getattr(module, "pipeline_size", 1) > 1:
+            return Agreement(mx.distributed.init())
+    return ALONE

@@ -1,0 +1,203 @@
+"""A thread that knows when another rank is gone, and ends this one: MLX alone would wait for ever, or write ten lines.
+
+Rank 0 is in the middle. It hears of every error, shows it, and says to all other ranks how the run ended. What ends a
+run is shown once if a rank could still say it, and by every rank where one died without a word.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from select import select
+from types import FrameType
+from typing import Any
+
+from ..files.writing import drop_unfinished
+from .channel import Channel
+from .place import Place
+
+DIED = 1  # exit status
+LOST = "[ring] connection to a peer was lost"
+ANSWER = 3.0  # seconds in which a run that is over has to end by itself
+SAME_ERROR = 0.5  # seconds in which rank 0 may find the error of another rank by itself
+
+
+class RunEnded(BaseException):
+    """Another rank has ended the run: nothing is left to be said."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended that another rank ended: exit status, and what this rank is to show (None: nothing)."""
+
+    status: int
+    text: str | None = None
+
+
+class Watch:
+    """Ends this process when another rank is gone or says so. Begins at once, and ends with the process.
+
+    Args:
+        channels: from `meet`; none where the launcher alone sees to it that all ranks end.
+        show: shows an error in one line.
+        interrupt: ends this process's work as a signal does, unless a signal has done so.
+        ending: numbers of the signals that end a run.
+
+    `verdict`: how another rank ended the run; None while it goes on.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        channels: dict[int, Channel],
+        show: Callable[[str], None],
+        interrupt: Callable[[int], None],
+        ending: Set[int],
+    ):
+        self.place, self.channels, self.show, self.interrupt, self.ending = place, channels, show, interrupt, ending
+        self.verdict: Verdict | None = None
+        self._finished = threading.Event()  # this rank has said how it ends
+        self._status = 0  # how, once it has said so
+        self._left: set[int] = set()  # ranks that have said so
+        self._all_left = threading.Event()
+        self._last_moment: tuple[float, int] | None = None  # when a signal ends this process anyway, and its number
+        # Handlers in Python wait until MLX is done, which may be never. The numbers come here at once.
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self._leave)
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, name="ranks", daemon=True).start()
+
+    def fail(self, text: str, status: int) -> bool:
+        """Say that an error ends this rank; whether it has been shown, or another one that ended the run before."""
+        if LOST in text:  # by which MLX says that a rank is gone, and not which one
+            time.sleep(SAME_ERROR)
+        if self.verdict is not None:
+            return True
+        self._finish(status)
+        if self.place.rank == 0:
+            self._tell_all(Verdict(status))
+            return False
+        if self.channels:
+            self.channels[0].send(error=text, status=status)
+            time.sleep(ANSWER)  # rank 0 shows it, and ends this process meanwhile
+        self.show(f"rank {self.place.rank}: {text}")
+        return True
+
+    def finish(self, status: int) -> None:
+        """Say that this rank has ended; on all ranks but 0 wait until rank 0 has too.
+
+        Rank 0 that ends well waits for the others' last words: one of them may be an error.
+        """
+        self._finish(status)
+        if self.place.rank == 0:
+            if status == 0 and self.channels:
+                self._all_left.wait(ANSWER)
+            self._tell_all(Verdict(status))
+        elif self.channels:
+            self.channels[0].send(bye=status)
+            threading.Event().wait()  # until rank 0 says how the run ended
+
+    def end_at_once(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal while there is nothing to finish, on rank 0 or where ranks cannot hear of each other."""
+        self.finish(128 + number)
+        os._exit(128 + number)
+
+    def leave_to_first(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal on every rank but 0: rank 0 hears of it, and ends the run as if the signal were its own."""
+
+    def _finish(self, status: int) -> None:
+        self._status = status
+        self._finished.set()
+
+    def _run(self) -> None:
+        while True:
+            ready = [rank for rank, channel in self.channels.items() if channel.waiting()]
+            if not ready:
+                sources: list[socket.socket | Channel] = [self._signals, *self.channels.values()]
+                found = select(sources, [], [], self._patience())[0]
+                ready = [rank for rank, channel in self.channels.items() if channel in found]
+                if self._signals in found:
+                    self._signalled(self._signals.recv(64))
+            for rank in ready:
+                message = self.channels[rank].receive()
+                if message is None:
+                    self._gone(rank)
+                elif self.place.rank == 0:
+                    self._heard(rank, message)
+                elif "status" in message:
+                    self._end(Verdict(message["status"], message.get("text")))
+
+    def _signalled(self, numbers: bytes) -> None:
+        """Let rank 0 hear of signals. What they interrupt gets a moment to end; rank 0 is to be the first to end."""
+        for number in self.ending & {*numbers}:
+            if self.place.rank != 0 and self.channels:
+                self.channels[0].send(signal=number)
+            if self._last_moment is None:
+                moment = ANSWER if self.place.rank == 0 else 2 * ANSWER
+                self._last_moment = time.monotonic() + moment, number
+
+    def _patience(self) -> float | None:
+        """Seconds that a signal leaves this process (None: there was none). Ends it when they are over."""
+        if self._last_moment is None:
+            return None
+        until, number = self._last_moment
+        if until <= time.monotonic():
+            self._tell_all(Verdict(128 + number))
+            drop_unfinished()
+            os._exit(128 + number)
+        return until - time.monotonic()
+
+    def _heard(self, rank: int, message: dict[str, Any]) -> None:
+        """What rank 0 does with a message."""
+        if "bye" in message:
+            self._leaves(rank)
+        elif "signal" in message:
+            self.interrupt(message["signal"])
+        elif "error" in message:
+            if self._finished.wait(SAME_ERROR) and (self._status or not message["status"]):
+                self._leaves(rank)  # rank 0 has shown what it takes for the same
+                return
+            status = message["status"] or DIED
+            self._tell_all(Verdict(status))
+            self._end(Verdict(status, f"rank {rank}: {message['error']}"))
+
+    def _leaves(self, rank: int) -> None:
+        self._left.add(rank)
+        if len(self._left) == self.place.size - 1:
+            self._all_left.set()
+
+    def _gone(self, rank: int) -> None:
+        """A connection has ended."""
+        channel = self.channels.pop(rank)
+        channel.close()
+        if self.place.rank == 0 and (rank in self._left or self._finished.is_set()):
+            self._leaves(rank)
+            return
+        verdict = Verdict(DIED, f"{self.place.name_of(rank)} is gone, which ends the run; start all ranks again")
+        self._tell_all(verdict)
+        self._end(verdict)
+
+    def _tell_all(self, verdict: Verdict) -> None:
+        """Say to all other ranks how the run ended; only rank 0 knows them."""
+        if self.place.rank == 0:
+            for channel in list(self.channels.values()):
+                channel.send(status=verdict.status, text=verdict.text)
+
+    def _end(self, verdict: Verdict) -> None:
+        """End this process. Rank 0 alone has files that may be half written: its work gets a moment to remove them."""
+        self.verdict = verdict
+        if verdict.text is not None:
+            self.show(verdict.text)
+        if self.place.rank == 0 and not self._finished.is_set():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(ANSWER)
+        drop_unfinished()
+        os._exit(verdict.status)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        raise RunEnded

@@ -1,0 +1,163 @@
+"""Bounds of an entropy of which only the k largest log-probabilities are known; docs/servers.md derives them."""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import GearbxError
+
+LEAST = -1e4  # nats: e to this power is 0 in any type, as of the -9999 that OpenAI writes for "very unlikely"
+FLOAT_ERROR = 1e-9  # of sums of probabilities, here
+SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
+LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are
+BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
+MOST_DECIMALS = 6  # more than these are no rounding that matters
+PEAK = 1 / math.e  # where -p log p is largest
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A log-probability l is off by `absolute` + `relative` |l| at most, in nats."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    def of(self, logprob: float) -> float:
+        return self.absolute + self.relative * abs(logprob)
+
+
+EXACT = Rounding()
+
+
+def entropy_bounds(
+    logprobs: Sequence[float], vocab_size: int, rounding: Rounding = EXACT, unlisted: float | None = None
+) -> tuple[float, float]:
+    """The least and the largest entropy, in bits, that a distribution with these log-probabilities can have.
+
+    Args:
+        logprobs: natural, of k tokens, in any order; minus infinity is a probability of 0.
+        vocab_size: V, of which k are known.
+        rounding: of the log-probabilities.
+        unlisted: the log-probability that none of the other V - k exceeds; the smallest of `logprobs` if not given,
+            which is right for the k largest. 0: nothing is known of the others.
+
+    Raises:
+        GearbxError: no distribution over V tokens has these log-probabilities.
+    """
+    check_logprobs(logprobs, vocab_size, rounding)
+    known = [max(value, LEAST) for value in logprobs]
+    low = [math.exp(value - rounding.of(value)) for value in known]
+    high = [min(1.0, math.exp(value + rounding.of(value))) for value in known]
+    limit = min(known) if unlisted is None else max(unlisted, LEAST)
+    most_each = min(1.0, math.exp(limit + rounding.of(limit)))
+    others = vocab_size - len(known)
+    least, most = 1 - math.fsum(high), 1 - math.fsum(low)
+    if most < -FLOAT_ERROR:
+        raise GearbxError(f"the probabilities add up to {math.fsum(map(math.exp, known)):.4g}, more than 1")
+    if least > others * most_each + FLOAT_ERROR:
+        raise GearbxError(
+            f"the probabilities leave {least:.3g} to {others} other tokens, of at most {most_each:.3g} each"
+        )
+    most = max(0.0, min(most, others * most_each))
+    least = min(max(0.0, least), most)
+    lowest = math.fsum(min(bits(a), bits(b)) for a, b in zip(low, high)) + rest_at_least(least, most, most_each)
+    highest = math.fsum(bits(min(max(PEAK, a), b)) for a, b in zip(low, high)) + rest_at_most(least, most, others)
+    ceiling = math.log2(vocab_size)
+    return min(lowest, ceiling), min(highest, ceiling)
+
+
+def bits(probability: float) -> float:
+    """-p log2 p, a token's part of the entropy."""
+    return -probability * math.log2(probability) if probability > 0 else 0.0
+
+
+def rest_at_least(least: float, most: float, most_each: float) -> float:
+    """The fewest bits of a mass between `least` and `most`, of tokens that have `most_each` at most.
+
+    -p log p is concave, so that the minimum packs the mass: as many tokens as possible with `most_each`, one with what
+    remains. Between two multiples of `most_each` that is concave in the mass too; so the ends and the first multiple
+    between them are all that can be the minimum.
+    """
+    if most <= 0 or most_each <= 0:
+        return 0.0
+
+    def packed(mass: float) -> float:
+        full = math.floor(mass / most_each)
+        return full * bits(most_each) + bits(max(0.0, mass - full * most_each))
+
+    multiple = math.ceil(least / most_each) * most_each
+    return min(packed(mass) for mass in (least, most, *([multiple] if multiple < most else [])))
+
+
+def rest_at_most(least: float, most: float, others: int) -> float:
+    """The most bits of a mass between `least` and `most`: `others` tokens alike; r log2(n / r) is largest at n / e."""
+    mass = min(max(others * PEAK, least), most)
+    return mass * math.log2(others / mass) if mass > 0 else 0.0
+
+
+def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Rounding) -> None:
+    """Raises GearbxError for numbers that are no log-probabilities, none, or more than there are tokens."""
+    if not logprobs:
+        raise GearbxError("there are no log-probabilities")
+    if len(logprobs) > vocab_size:
+        raise GearbxError(f"there are {len(logprobs)} log-probabilities for a vocabulary of {vocab_size}")
+    for value in logprobs:
+        if not value <= (rounding.of(value) if math.isfinite(value) else 0.0) + FLOAT_ERROR:
+            raise GearbxError(f"{value:g} is no log-probability, which is 0 or less")
+
+
+def rounding_of(logprobs: Sequence[float]) -> Rounding:
+    """How exact log-probabilities can be that were written like these: in half precision, in decimals, or in single."""
+    values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
+    for fits, precision in ((is_bfloat16, BFLOAT16), (is_float16, FLOAT16)):
+        if all(map(fits, values)):
+            return Rounding(SINGLE + shared_error(values, precision), precision)
+    digits = max(map(decimals, values))
+    return Rounding(SINGLE + (0.5 * 10.0**-digits if digits <= MOST_DECIMALS else 0.0), FLOAT32)
+
+
+def shared_error(values: Sequence[float], precision: float) -> float:
+    """What all log-probabilities of a half-precision type can be off by together, in nats.
+
+    They are logits less their log(sum(exp)), which was rounded: to half a step of its size. A logit of at least half
+    that size has steps at least half as large, and so has the difference. A smaller logit is further away than half
+    that size, which then is known by the difference. So every value gives a limit.
+
+    Args:
+        precision: half a step of a number, as a part of it, at most.
+    """
+    limits = (max(binary_step(value), 2 * precision * abs(value) / (1 - precision)) for value in values)
+    limit = min(limits, default=math.inf)
+    return limit if math.isfinite(limit) else LARGEST_LOGIT * precision
+
+
+def binary_step(value: float) -> float:
+    """The largest power of two, negative exponents included, of which a number is a multiple; infinite for 0."""
+    numerator, denominator = value.as_integer_ratio()
+    return (numerator & -numerator) / denominator if numerator else math.inf
+
+
+def is_bfloat16(value: float) -> bool:
+    return is_float32(value) and struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF == 0
+
+
+def is_float16(value: float) -> bool:
+    try:
+        return struct.unpack("<e", struct.pack("<e", value))[0] == value
+    except OverflowError:
+        return False
+
+
+def is_float32(value: float) -> bool:
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0] == value
+    except OverflowError:
+        return False
+
+
+def decimals(value: float) -> int:
+    """Digits after the point of the shortest decimal number that reads back as this one."""
+    mantissa, _, exponent = repr(value).partition("e")
+    fraction = mantissa.partition(".")[2].rstrip("0")
+    return max(0, len(fraction) - int(exponent or 0))

@@ -1,0 +1,144 @@
+"""Answers that share each pass over the weights: those in one gear, or in a mode whose batches have a gear a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import make_stop_sequences
+
+from ..decoding.batches.generate import as_single
+from ..decoding.mode import Mode
+from ..decoding.response import BatchGearResponse
+from ..routing.batch_policy import policy_named
+from .job import Job, keep_text
+from .provider import Served
+from .tokens import Progress
+
+Keep = Callable[[Job, list[int], list[Any], str], None]
+"""Takes an answer, tokens, their KV cache, and what kind of text it is: system, user or assistant."""
+
+
+class Member:
+    """An answer in a batch. kinds: of the prompt's parts that are still to be read."""
+
+    def __init__(self, job: Job, kinds: list[str]):
+        self.job, self.kinds = job, kinds[::-1]
+        self.detokenizer = job.served.tokenizer.detokenizer
+
+
+class Batch:
+    """The answers that one batch generator writes.
+
+    Args:
+        mode: of the first of them; each brings its own.
+        settings: mlx-lm's flags, and the batch's policy.
+        keep: takes KV caches that later requests may go on from.
+    """
+
+    def __init__(self, served: Served, mode: Mode, settings: Any, keep: Keep):
+        self.settings, self.keep = settings, keep
+        self.members: dict[int, Member] = {}
+        self.generator = mode.batch_generator(
+            served.model,
+            served.tokenizer,
+            gearbox=served.gearbox,
+            policy=policy_named(settings.batch_policy),
+            completion_batch_size=settings.decode_concurrency,
+            prefill_batch_size=settings.prompt_concurrency,
+            prefill_step_size=settings.prefill_step_size,
+            max_kv_size=settings.max_kv_size,
+        )
+
+    def add(self, job: Job, cache: list[Any] | None, cached: int) -> None:
+        """Begin an answer; `cache` has the prompt's first tokens, `cached` of them."""
+        segments, kinds = rest_of(job.segments, cached)
+        (uid,) = self.generator.insert_segments(
+            segments=[segments],
+            max_tokens=[job.max_tokens],
+            caches=[cache],
+            all_tokens=[job.prompt[:cached]],
+            samplers=[job.sampler(self.settings)],
+            logits_processors=[job.logits_processors()],
+            stop_sequences=[make_stop_sequences(job.served.tokenizer)],
+            seeds=[job.seed],
+            modes=[job.mode],
+        )
+        self.members[uid] = Member(job, kinds)
+
+    def step(self) -> None:
+        """One token for every answer, and a part of prompts that are still to be read."""
+        self.remove([uid for uid, member in self.members.items() if member.job.asked.left.is_set()])
+        if not self.members:
+            return
+        prompts, tokens = self.generator.next()
+        for read in prompts:
+            self.members[read.uid].job.asked.answers.put(Progress(*read.progress))
+        self.keep_prompts([r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt])
+        for token in tokens:
+            if token.uid not in self.members:  # a stop word has ended the answer before this one of several tokens
+                continue
+            try:
+                self.emit(token)
+            except Exception as error:  # of one answer; the others go on
+                self.members[token.uid].job.asked.answers.put(error)
+                self.remove([token.uid])
+
+    def keep_prompts(self, uids: list[int]) -> None:
+        """Keep the KV caches of prompts' parts that have just been read."""
+        uids = [uid for uid in uids if self.members[uid].kinds]
+        for uid, (cache, tokens) in self.generator.extract_cache(uids).items():
+            member = self.members[uid]
+            self.store(member.job, tokens[:], cache, member.kinds.pop())
+
+    def store(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
+        """Keep a KV cache. It is copied out of the batch's arrays now: until then it has all of them in memory."""
+        mx.eval([part.state for part in cache])
+        self.keep(job, tokens, cache, kind)
+
+    def emit(self, token: BatchGearResponse) -> None:
+        """Send a token on, and end its answer where it is the last. Raises what the token failed of."""
+        if token.error is not None:
+            raise token.error
+        member = self.members[token.uid]
+        job, detokenizer = member.job, member.detokenizer
+        if token.finish_reason != "stop":
+            detokenizer.add_token(token.token)
+        if token.finish_reason is not None:
+            detokenizer.finalize()
+        response = as_single(token, "", len(job.prompt), len(job.tokens) + 1)
+        response.logprobs = token.logprobs
+        if not job.emit(response, detokenizer.last_segment, token.finish_reason):
+            return
+        if token.finish_reason is not None:
+            keep_text(job, token.prompt_cache or [], self.store)
+        self.remove([token.uid])
+        job.asked.answers.put(job.failed)
+
+    def remove(self, uids: list[int]) -> None:
+        """Take answers out of the batch."""
+        if uids:
+            self.generator.remove(uids)
+        for uid in uids:
+            del self.members[uid]
+
+    def fail(self, error: Exception) -> None:
+        """End all answers with an error, and the batch with them: what mlx-lm left of it is not known."""
+        for member in self.members.values():
+            member.job.asked.answers.put(error)
+        self.members = {}
+        self.close()
+
+    def close(self) -> None:
+        self.generator.close()
+
+
+def rest_of(segments: tuple[list[list[int]], list[str]], cached: int) -> tuple[list[list[int]], list[str]]:
+    """Parts of a prompt and their kinds, without the first tokens, `cached` of them."""
+    parts, kinds = [], []
+    for part, kind in zip(*segments):
+        left = part[cached:]
+        cached = max(0, cached - len(part))
+        if left:
+            parts.append(left)
+            kinds.append(kind)
+    return parts, kinds

@@ -1,0 +1,123 @@
+"""What requests to servers of others have in common: addresses, keys, the pieces of an answer, and how it fails."""
+
+import re
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from urllib.parse import SplitResult, urlsplit
+
+import httpx
+
+from ..errors import GearbxError
+
+HIDDEN = "***"
+EVENT_END, LINE_END = re.compile(rb"\r?\n\r?\n"), re.compile(rb"\n")
+LONGEST_END = 4  # bytes
+SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
+
+
+class Failure(Enum):
+    """How a request came to nothing."""
+
+    SLOW_CONNECTION = auto()
+    NO_CONNECTION = auto()
+    SILENT = auto()
+    CUT = auto()
+
+
+@contextmanager
+def failures(described: Callable[[Failure, Exception], Exception]) -> Iterator[None]:
+    """Turns what httpx raises inside into what `described` makes of it."""
+    try:
+        yield
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
+        raise described(failure_of(error), error) from error
+
+
+def failure_of(error: Exception) -> Failure:
+    if isinstance(error, httpx.ConnectTimeout):
+        return Failure.SLOW_CONNECTION
+    if isinstance(error, httpx.TimeoutException):
+        return Failure.SILENT
+    if isinstance(error, httpx.ConnectError | UnicodeError):  # the latter of a name that no host can have
+        return Failure.NO_CONNECTION
+    return Failure.CUT
+
+
+class TooLong(Exception):
+    """A piece of an answer has more bytes than anybody needs."""
+
+
+def pieces(parts: Iterable[bytes], end: re.Pattern[bytes], largest: int) -> Generator[bytes, None, bytes]:
+    """The pieces of an answer, each with its end, as soon as it is there. Returns the rest, which has no end.
+
+    Raises:
+        TooLong: more than `largest` bytes without an end.
+    """
+    rest = bytearray()
+    for part in parts:
+        searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
+        rest += part
+        while found := end.search(rest, searched):
+            yield bytes(rest[: found.end()])
+            del rest[: found.end()]
+            searched = 0
+        if len(rest) > largest:
+            raise TooLong
+    return bytes(rest)
+
+
+def with_rest(found: Generator[bytes, None, bytes]) -> Iterator[bytes]:
+    """The pieces, and as the last one the rest, unless it is empty."""
+    if rest := (yield from found):
+        yield rest
+
+
+class Clock:
+    """Notices that nothing of worth has come for so many seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._since = seconds, time.monotonic()
+
+    def heard(self) -> None:
+        """Something came: the time begins again."""
+        self._since = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self._since > self.seconds
+
+
+def hidden(text: str, key: str | None) -> str:
+    """The text without the key, which a server may repeat."""
+    return text.replace(key, HIDDEN) if key else text
+
+
+def brief(text: str) -> str:
+    """Somebody's words on one line, shortened."""
+    return " ".join(text.split())[:300]
+
+
+def parsed_url(url: str, flag: str) -> SplitResult:
+    """The parts of a server's URL, which has a host and a path alone.
+
+    Raises:
+        GearbxError: no such URL; without what may be a password.
+    """
+    url = url.strip()
+    shown = flag if set("@?#") & set(url) else f"{flag} {url[:100]!a}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not url.isprintable():
+        raise GearbxError(f"{shown} is no http or https URL; {SUCH_AS}")
+    if set("?#\\ ") & set(url):
+        raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
+    return parts

@@ -1,0 +1,179 @@
+"""One answer in the making: from its tokens to what the client gets."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.server import GenerationContext, Vision
+
+from ..decoding.caches import length
+from ..decoding.mode import Mode
+from ..decoding.response import GearResponse
+from ..decoding.sampler import sampler_for
+from .grammar.constraint import constraint_for
+from .guarded import Refused
+from .provider import Served
+from .requests import Request
+from .stop_words import StopWords
+from .tokens import Alternative, Asked, Emitted
+
+COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
+NO_LOGPROBS = mx.zeros(0)
+
+
+class Job:
+    """One answer in the making.
+
+    Args:
+        asked: the request, and where its answer goes.
+        prompt: all of its tokens.
+        segments: the same in parts, ends of which others may share, and their kinds.
+        max_tokens: of the answer.
+
+    Raises:
+        GearbxError: a response_format that no text can have.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        served: Served,
+        mode: Mode,
+        context: GenerationContext,
+        segments: tuple[list[list[int]], list[str]],
+        max_tokens: int,
+        vision: Vision | None = None,
+    ):
+        self.asked, self.served, self.mode, self.context = asked, served, mode, context
+        self.segments, self.max_tokens, self.vision = segments, max_tokens, vision
+        self.stops = StopWords(asked.request.stop_words)
+        self.tokens: list[int] = []  # of the answer
+        self.error: Exception | None = None
+        thinking = context.initial_state == "reasoning"
+        self.constraint = constraint_for(served.tokenizer, asked.request.response_format, thinking)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.context.prompt
+
+    @property
+    def seed(self) -> int:
+        """Of the answer's own random numbers: others may draw while its prompt is read."""
+        asked = self.asked.request.seed
+        return secrets.randbits(63) if asked is None else asked
+
+    @property
+    def key(self) -> list[int]:
+        """The tokens that a KV cache of this text belongs to; those of images by what they show."""
+        return list(self.prompt) if self.vision is None else list(self.vision.cache_key)
+
+    def emit(self, response: GearResponse, text: str, finish_reason: str | None) -> bool:
+        """Send a token on; returns whether the answer has ended. `text` is what the token adds to it.
+
+        Raises:
+            Exception: what failed while it was chosen.
+        """
+        if self.error is not None:
+            raise self.error
+        self.tokens.append(response.token)
+        text, stopped = self.stops.feed(text)
+        if stopped:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            text += self.stops.rest()
+        logprob: Alternative | None = None
+        likeliest: tuple[Alternative, ...] = ()
+        if self.asked.request.wants_logprobs:
+            logprob, likeliest = self.logprobs(response.token, response.logprobs)
+        seen = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
+        self.asked.answers.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
+        return finish_reason is not None
+
+    def logprobs(self, token: int, logprobs: mx.array) -> tuple[Alternative, tuple[Alternative, ...]]:
+        """Of the token and of the likeliest ones; logprobs (V,), natural."""
+        values = np.array(logprobs.astype(mx.float32)).reshape(-1)
+        most = min(self.asked.request.alternatives, len(values))
+        best = np.argpartition(-values, most - 1)[:most] if most else np.zeros(0, int)
+        order = best[np.argsort(-values[best], kind="stable")]
+        return self.alternative(token, values), tuple(self.alternative(int(one), values) for one in order)
+
+    def alternative(self, token: int, values: np.ndarray) -> Alternative:
+        return Alternative(token, self.served.tokenizer.decode([token]), float(values[token]))
+
+    def sampler(self, defaults: Any) -> Callable[[mx.array], mx.array]:
+        """The request's sampler; `defaults` are the server's flags."""
+        asked = self.asked.request
+
+        def given(value: Any, default: Any) -> Any:
+            return default if value is None else value
+
+        temp, top_k = given(asked.temperature, defaults.temp), given(asked.top_k, defaults.top_k)
+        sampler = sampler_for(
+            self.served.tokenizer,
+            temp=temp if temp >= COLDEST else 0.0,
+            top_p=given(asked.top_p, defaults.top_p),
+            top_k=top_k if top_k < self.served.vocabulary else 0,  # as many as there are: no choice among them
+            min_p=given(asked.min_p, defaults.min_p),
+            xtc_probability=asked.xtc_probability,
+            xtc_threshold=asked.xtc_threshold,
+        )
+        return self.safely(sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
+
+    def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
+        """Those of the request; what the answer has to fit comes last."""
+        processors = processors_of(self.asked.request)
+        if self.constraint is not None:
+            processors.append(self.constraint)
+        return [self.safely(processor, lambda tokens, logits: logits) for processor in processors]
+
+    def safely(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """The function, whose errors end this answer alone: others may share the pass in which it is called.
+
+        Args:
+            instead: computes what the pass goes on with.
+        """
+
+        def call(*arguments: mx.array) -> mx.array:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                self.error = error
+                mx.random.seed(secrets.randbits(63))  # what fails while MLX compiles it leaves no numbers behind
+                return instead(*arguments)
+
+        return call
+
+    @property
+    def failed(self) -> Refused | None:
+        """Why the answer, which has ended, is not what was asked for; None if it is."""
+        why = self.constraint.error if self.constraint is not None else None
+        return None if why is None else Refused(400, why, param="response_format")
+
+
+def processors_of(asked: Request) -> list[Callable[[mx.array, mx.array], mx.array]]:
+    """mlx-lm's logits processors for penalties and biases."""
+    bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
+    return make_logits_processors(
+        bias or None,
+        asked.repetition_penalty,
+        asked.repetition_context_size,
+        asked.presence_penalty,
+        asked.presence_context_size,
+        asked.frequency_penalty,
+        asked.frequency_context_size,
+    )
+
+
+def keep_text(job: Job, cache: list[Any], keep: Callable[[Job, list[int], list[Any]], None]) -> None:
+    """Hand over what later texts may go on from: the first tokens of an answer that has ended, and their entries."""
+    count = job.served.kept(job.mode, len(job.key), len(job.tokens))
+    tokens = (job.key + job.tokens)[:count]
+    beyond = length(cache) - len(tokens)
+    if beyond > 0 and can_trim_prompt_cache(cache):
+        trim_prompt_cache(cache, beyond)
+    if length(cache) == len(tokens):
+        keep(job, tokens, cache)

@@ -1,0 +1,223 @@
+"""The models that a server serves, each with its gears, in the place of mlx-lm's own provider."""
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.processors import load_processor
+from mlx_lm.server import ModelProvider
+
+from ..decoding.governor import Governor
+from ..decoding.mode import Mode
+from ..decoding.pair import Pair
+from ..decoding.paired_model import PairedModel
+from ..gears.gearbox import Gearbox
+from ..gears.observer import Observer
+from ..routing.thresholds import default_thresholds
+from .guarded import Refused
+from .requests import DEFAULT_MODEL, Options
+
+CHANGING = ("route", "kickdown")  # modes in which more than one gear computes a text
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served.
+
+    gearbox: None for a pair. mode: makes the mode of a request from its options and its prompt; raises GearbxError for
+    options that the server was not started for. modes: that may be asked for. context: tokens, if the model has an
+    end. vocabulary: V, the length of the logits. close: ends what watches the machine for it.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    config: dict
+    gearbox: Gearbox | Observer | None
+    mode: Callable[[Options, str], Mode]
+    modes: tuple[str, ...]
+    default_mode: str
+    gears: tuple[str, ...]
+    context: int | None
+    vocabulary: int
+    draft_model: nn.Module | None = None
+    small_model: nn.Module | None = None
+    controller: Governor | None = None
+    close: Callable[[], None] = lambda: None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token of the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def make_cache(self, max_kv_size: int | None) -> list[Any]:
+        """A KV cache for a new text."""
+        if self.small_model is not None:
+            return list(PairedModel(self.small_model, self.model).make_cache(max_kv_size))
+        cache = make_prompt_cache(self.model, max_kv_size)
+        return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
+
+    def key(self, mode: Mode) -> str:
+        """What texts must have in common for one to go on from the other's KV cache: the gear that computed it."""
+        if isinstance(mode, Pair) or self.gearbox is None or isinstance(self.gearbox, Observer):
+            return ""
+        if self.controller is not None:
+            return mode.name
+        gear = self.one_gear(mode)
+        if gear is not None:
+            return gear
+        first = getattr(mode, "initial_gear", None)  # reads the prompt in mode route; in others the top gear does
+        ladder = self.gearbox.ladder
+        return (ladder.top if first is None else ladder.find(first)).name
+
+    def kept(self, mode: Mode, prompt: int, answer: int) -> int:
+        """How many tokens of a text, from the first on, have entries that one gear computed.
+
+        So what a request gets does not depend on what others asked before. Where gears change, this is what was read in
+        one pass: in mode kickdown the prompt without its last token.
+        """
+        if mode.name in CHANGING and self.gearbox is not None and self.controller is None:
+            return prompt - (mode.name == "kickdown")
+        return prompt + answer
+
+    def read_anew(self, mode: Mode) -> int:
+        """The fewest tokens of a prompt that are read although their KV cache is there.
+
+        Mode kickdown computes a single token in the low gear, wherever it stands: so there are two before the last one.
+        """
+        return 3 if mode.name == "kickdown" else 1
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """Bits of the gears, by name; empty for a pair, whose gears are models."""
+        return {} if self.gearbox is None else {gear.name: gear.bits for gear in self.gearbox.ladder}
+
+    def thresholds(self, mode: Mode) -> tuple[float, ...]:
+        """The finite thresholds between the gears of a mode, bits; empty where the mode has none."""
+        if isinstance(mode, Pair):
+            found: Any = (mode.threshold,)
+        else:
+            found = getattr(mode, "thresholds", ())
+        if found is None:
+            found = default_thresholds(len(self.gears), self.vocabulary)
+        return tuple(each for each in found if each is not None and math.isfinite(each))
+
+    def one_gear(self, mode: Mode) -> str | None:
+        """The gear that computes a whole text; None where it changes."""
+        if mode.name == "telemetry-only" or self.gearbox is None:
+            return "" if self.gearbox is not None else None
+        if mode.name != "static":
+            return None
+        gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder
+        return ladder.top.name if gear is None else ladder.find(gear).name
+
+    def same_in_company(self, mode: Mode) -> bool:
+        """Whether a text is the same whatever other texts share its passes."""
+        return mode.name == "lossless" or self.one_gear(mode) is not None
+
+    def shared(self, mode: Mode) -> tuple[str, str] | None:
+        """What texts have in common that share passes; None: nobody shares them.
+
+        Mode and gear, a mode alone, or all its settings, where these say what is drafted.
+        """
+        gear = self.one_gear(mode)
+        if gear is not None:
+            return mode.name, gear
+        if mode.name == "lossless":
+            return mode.name, repr(mode)
+        return (mode.name, "") if mode.name == "route" and self.gearbox is not None else None
+
+
+class GearedProvider(ModelProvider):
+    """Loads what is served, on demand, and keeps one model.
+
+    Args:
+        cli_args: mlx-lm's, as its server's parser would make them.
+        name: of the model that the server was started with; None: the demo model.
+        prepare: finds a model by its path and adapter and returns what loads it; raises GearbxError if there is none.
+        allow_models: whether requests may name other models, and adapters.
+    """
+
+    def __init__(
+        self,
+        cli_args: argparse.Namespace,
+        name: str | None,
+        prepare: Callable[[str | None, str | None], Callable[[], Served]],
+        allow_models: bool = False,
+    ):
+        super().__init__(cli_args)
+        self.name = name or "demo"
+        self.created = int(time.time())
+        self.prepare, self.allow_models = prepare, allow_models
+        self.own_key = (name, cli_args.adapter_path)
+        self.served: Served | None = None
+        self.load_key(self.own_key)
+
+    @property
+    def names(self) -> set[str]:
+        """What requests may call the server's own model."""
+        names = {DEFAULT_MODEL, self.name}
+        path = Path(self.name)
+        if path.exists():
+            names |= {str(path.resolve()), path.resolve().name}
+        return names
+
+    def key_of(self, model: str | None, adapters: str | None) -> tuple[str | None, str | None]:
+        """Path and adapter of the model that a request names.
+
+        Raises:
+            Refused: a model or an adapter that the server was not started with.
+        """
+        own = not model or model in self.names
+        if own and adapters in (None, self.own_key[1]):
+            return self.own_key
+        if not self.allow_models:
+            what = f"the adapter {adapters[:200]!a}" if own and adapters else f"the model {str(model)[:200]!a}"
+            raise Refused(404, f"{what} is not served here; {self.name} is", param="model", code="model_not_found")
+        return (self.own_key[0] if own else model), adapters
+
+    def current(self, key: tuple[str | None, str | None]) -> Served | None:
+        """The model, if it is the one that is loaded."""
+        served = self.served
+        return served if self.model_key == key else None
+
+    def is_loaded(self, key: tuple[str | None, str | None]) -> bool:
+        return self.current(key) is not None
+
+    def load_key(self, key: tuple[str | None, str | None]) -> Served:
+        """The model, loaded in place of the one before. Raises GearbxError as the command that opens a model."""
+        if not self.is_loaded(key):
+            load = self.prepare(*key)  # which may fail, and then the model before stays
+            self.forget()
+            self.take(key, load())
+        assert self.served is not None
+        return self.served
+
+    def forget(self) -> None:
+        """Give up the loaded model and its memory."""
+        if self.served is not None:
+            self.served.close()
+        self.reset()
+        self.served = None
+        gc.collect()
+        mx.clear_cache()
+
+    def take(self, key: tuple[str | None, str | None], served: Served) -> None:
+        self.model_key, self.served = key, served
+        self.model, self.tokenizer = served.model, served.tokenizer
+        self.draft_model = served.draft_model
+        self.processor = load_processor(served.model, served.config)
+        self.is_batchable = served.draft_model is None and all(
+            hasattr(part, "merge") for part in served.make_cache(None)
+        )
+
+    def load_default(self) -> None:
+        """Nothing: the default model is loaded before the server listens."""

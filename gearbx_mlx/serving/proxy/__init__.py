@@ -1,0 +1,1 @@
+"""A proxy between two servers of OpenAI's API."""

@@ -1,0 +1,1 @@
+"""Servers of others, as sources of tokens with log-probabilities."""

@@ -1,0 +1,239 @@
+"""The thread that computes answers, in the place of mlx-lm's: several at once, in any mode.
+
+Answers in one gear share the passes over the weights, and so do those of mode route, whose gear is a policy's. All
+others take turns, token by token. A request for another model waits until the answers of the model before have ended.
+"""
+
+import queue
+import traceback
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.server import ResponseGenerator
+
+from ..decoding.mode import Mode
+from .batched import Batch
+from .grammar.constraint import constraint_for
+from .guarded import Refused
+from .job import Job
+from .prompts import PromptReader
+from .provider import GearedProvider, Served
+from .single import Single
+from .threads import join_to_the_end
+from .tokens import Asked, Begun
+
+IDLE = 0.1  # seconds between two looks at whether the server is to stop
+STOPPED = Refused(503, "the server is stopping", "server_error")
+
+
+class Scheduler(ResponseGenerator):
+    """mlx-lm's thread of computation, with gears.
+
+    Args:
+        provider: of the models.
+        prompt_cache: keeps the KV caches of finished texts for those that go on from them.
+    """
+
+    def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
+        self.provider = provider
+        self.singles: list[Single] = []
+        self.batches: dict[Any, Batch] = {}
+        self.waiting: Asked | None = None  # for another model
+        self.reader = PromptReader(self)
+        super().__init__(provider, prompt_cache)
+
+    def submit(self, asked: Asked) -> None:
+        """Take a request.
+
+        Raises:
+            Refused: nothing is computed any more; a prompt or a model that is none.
+            GearbxError: a response_format that no text can have.
+        """
+        if not self.generation_available():
+            raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
+        served = self.provider.current(self.provider.key_of(asked.request.model, asked.request.adapters))
+        if served is not None:  # here, so that the answers in the making need not wait for it
+            constraint_for(served.tokenizer, asked.request.response_format)
+            asked.read = served, self.reader.tokens_of(asked, served)
+        self.requests.put(asked)
+
+    def stop_and_join(self) -> None:
+        self._stop = True
+        join_to_the_end(self._generation_thread)
+
+    def count(self, asked: Asked) -> int:
+        """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
+        served = self.provider.current(self.provider.key_of(asked.request.model, asked.request.adapters))
+        if served is None:
+            raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
+        return len(self.reader.tokens_of(asked, served)[0])
+
+    @property
+    def running(self) -> int:
+        """How many answers are in the making."""
+        return len(self.singles) + sum(len(batch.members) for batch in list(self.batches.values()))
+
+    @property
+    def queued(self) -> int:
+        return self.requests.qsize() + (self.waiting is not None)
+
+    # In the thread of computation.
+
+    def _generate(self) -> None:
+        try:
+            while not self._stop:
+                self.admit()
+                self.step_all()
+        finally:
+            self.close()
+
+    def admit(self) -> None:
+        """Begin answers, as many as may be in the making at once; wait a little where there is nothing to do."""
+        while self.running < self.most_at_once:
+            asked = self.next_request()
+            if asked is None:
+                return
+            if asked.left.is_set():
+                continue
+            try:
+                if not self.begin(asked):
+                    self.waiting = asked
+                    return
+            except Exception as error:
+                asked.answers.put(error)
+
+    @property
+    def most_at_once(self) -> int:
+        """A controller caps the gears of one text."""
+        served = self.provider.served
+        governed = served is not None and served.controller is not None
+        return 1 if governed else self.cli_args.decode_concurrency
+
+    def next_request(self) -> Asked | None:
+        asked, self.waiting = self.waiting, None
+        if asked is not None:
+            return asked
+        try:
+            return self.requests.get(timeout=None if self.running else IDLE, block=not self.running)
+        except queue.Empty:
+            return None
+
+    def begin(self, asked: Asked) -> bool:
+        """Begin an answer, unless it needs another model while the loaded one is in use.
+
+        Raises:
+            Refused, GearbxError: a request that this server cannot answer.
+        """
+        request = asked.request
+        key = self.provider.key_of(request.model, request.adapters)
+        if not self.provider.is_loaded(key):
+            if self.running:
+                return False
+            self.close_batches()
+        served = self.provider.load_key(key)
+        mode = served.mode(request.options, request.typed)
+        job = self.reader.job(asked, served, mode)
+        tokens = job.key
+        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_anew(mode))
+        cached = len(tokens) - len(rest)
+        job.context.prompt_cache_count = cached
+        if self.shares(job):
+            self.batch(served, mode).add(job, cache, cached)
+        else:
+            self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
+        asked.answers.put(Begun(job.context, mode, served.gears, served.thresholds(mode), self.provider.name))
+        return True
+
+    def shares(self, job: Job) -> bool:
+        """Whether the answer shares its passes with others, where they are in the making.
+
+        With a seed it does where they change no text: elsewhere its gears would depend on the others.
+        """
+        cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
+        plain = cache and job.served.controller is None and job.vision is None
+        again = job.asked.request.seed is None or job.served.same_in_company(job.mode)
+        return plain and again and self.provider.is_batchable and job.served.shared(job.mode) is not None
+
+    def batch(self, served: Served, mode: Mode) -> Batch:
+        which = served.shared(mode)
+        if which not in self.batches:
+            self.batches[which] = Batch(served, mode, self.cli_args, self.keep)
+        return self.batches[which]
+
+    def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
+        """Keep a KV cache for texts that go on from these tokens."""
+        self.prompt_cache.insert_cache(self.cache_key(job.served, job.mode), tokens, cache, cache_type=kind)
+
+    def step_all(self) -> None:
+        """One token for every answer, but for those that are being computed further down the stack."""
+        for which, batch in list(self.batches.items()):
+            try:
+                batch.step()
+            except Exception as error:
+                batch.fail(error)
+                del self.batches[which]
+        for single in list(self.singles):
+            if single in self.singles and not single.computing:  # it may have ended while another one read its prompt
+                self.step_single(single)
+
+    def meanwhile(self, reading: Single) -> bool:
+        """Let others go on between two parts of a long prompt; returns whether the server stops."""
+        gearbox = reading.job.served.gearbox
+        gear = gearbox.gear if gearbox is not None else None
+        self.admit()
+        self.step_all()
+        if gearbox is not None and gear is not None:
+            gearbox.shift(gear)  # in which the prompt is being read
+        return self._stop
+
+    def step_single(self, single: Single) -> None:
+        """One token of an answer."""
+        answers = single.job.asked.answers
+        try:
+            if single.step():
+                return
+            single.end(self.keep)
+            answers.put(single.job.failed)
+        except Exception as error:
+            single.close()
+            traceback.clear_frames(error.__traceback__)  # a stream ends in the thread that began it
+            answers.put(error)
+        self.singles.remove(single)
+
+    def cache_key(self, served: Served, mode: Mode) -> Any:
+        return self.provider.model_key, served.key(mode)
+
+    def fetch(self, key: Any, tokens: list[int], least: int = 1) -> tuple[list[Any] | None, list[int]]:
+        """A KV cache of the first tokens, and the others, at least so many of them."""
+        cache, rest = self.prompt_cache.fetch_nearest_cache(key, tokens)
+        missing = least - len(rest)
+        if cache is None or missing <= 0:
+            return cache, rest
+        if len(tokens) > least and can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, missing)
+            return cache, tokens[-least:]
+        return None, tokens
+
+    def close_batches(self) -> None:
+        for batch in self.batches.values():
+            batch.close()
+        self.batches = {}
+
+    def close(self) -> None:
+        """End everything that is in the making, with an error; forget model and caches in the thread that used them."""
+        for single in self.singles:
+            single.close()
+            single.job.asked.answers.put(STOPPED)
+        for batch in self.batches.values():
+            batch.fail(STOPPED)
+        while (asked := self.next_waiting()) is not None:
+            asked.answers.put(STOPPED)
+        self.singles = []
+        self.close_batches()
+        del self.prompt_cache
+
+    def next_waiting(self) -> Asked | None:
+        try:
+            return self.requests.get_nowait()
+        except queue.Empty:
+            return None

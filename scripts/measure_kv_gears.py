@@ -1,0 +1,191 @@
+"""Measure the gears of the KV cache for docs/kv_gears.md: what they lose, and what they save.
+
+    python scripts/measure_kv_gears.py quality --page docs/kv_gears.md --models DIRECTORY ...
+    python scripts/measure_kv_gears.py cost --page docs/kv_gears.md
+
+`quality` reads a text as `gearbx_mlx evaluate --kv-gears` does, by the demo model and others, in windows of each
+context that a model was made for. `cost` counts the bytes of keys and values that a decode step reads, and times its
+attention and all of it: on the demo model widened as in time_lossless.py, over random keys and values. In each trial
+every gear takes its turn, and a ratio is that of two times within one trial.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from pages import fill, table
+from rich.progress import track
+from time_lossless import widened
+
+from gearbx_mlx import Gearbox, GearbxError, load
+from gearbx_mlx.commands.evaluate_text import context_for
+from gearbx_mlx.decoding.kv_gears import put_in_gears
+from gearbx_mlx.evaluation.plans import Entry
+from gearbx_mlx.evaluation.runs import Runs
+from gearbx_mlx.evaluation.session import Session
+from gearbx_mlx.evaluation.text import read_documents, windows_of
+from gearbx_mlx.formats.nested_kv_cache import KVGears, NestedKVCache
+from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.loading import DEMO_MODEL
+
+TALES = Path(__file__).with_name("tales.txt")
+CONTEXTS = (256, 512, 1024, 4096)  # of `quality`
+LADDERS = ((4, 8), (4, 8, 16))
+LONG = (1024, 4096, 16384)  # of `cost`
+BITS = (4, 8, 16)
+TIMES = 4  # copies of each unit of the demo model
+WEIGHTS = "4"  # gear of the weights in a timed step, as of a draft
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("quality", "cost"))
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--models", nargs="*", default=[], help="Directories, beside the demo model.")
+    parser.add_argument("--data", type=Path, default=TALES, help="A text, or JSON Lines. Default: tales")
+    parser.add_argument("--tokens", type=int, default=1000, help="Predictions of each model and context.")
+    parser.add_argument("--trials", type=int, default=9)
+    args = parser.parse_args()
+    made = (
+        cost(args.trials) if args.what == "cost" else quality([str(DEMO_MODEL), *args.models], args.data, args.tokens)
+    )
+    print(made)
+    if args.page:
+        fill(args.page, {f"kv_{args.what}": lambda: made})
+
+
+def quality(models: list[str], data: Path, tokens: int) -> str:
+    """A row for each model, context and ladder: KL and agreement of gears 4 and 8, and the noise floor."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = one_text(data, Path(folder))
+        rows = [row for model in models for context in CONTEXTS for row in of_context(model, text, context, tokens)]
+    head = ["model", "context", "`--kv-gears`", "KL, 4 bits", "same token", "KL, 8 bits", "same token", "noise floor"]
+    return table(head, rows)
+
+
+def one_text(data: Path, folder: Path) -> Path:
+    """The documents of a file one after the other, so that windows of any context fit."""
+    made = folder / "text.txt"
+    made.write_text("\n".join(read_documents(data)), encoding="utf-8")
+    return made
+
+
+def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[list[str]]:
+    """Nothing for a context that the model was not made for, or that the text does not fill."""
+    model, tokenizer, config = load(name, return_config=True)
+    try:
+        context_for(context, config)
+        windows = windows_of(tokenizer, read_documents(text), context, tokens, text.name)
+    except GearbxError as error:
+        print(f"{Path(name).name}, {context} tokens: {error}")
+        return
+    gearbox = Gearbox(model, "16", kernels="mlx")
+    top = gearbox.ladder.top
+    for ladder in LADDERS:
+        with tempfile.TemporaryDirectory() as out:
+            runs = Runs(Session(Path(out), {}), gearbox, windows, (top, top), {})
+            runs.compute([Entry("kv", bits=bits, kv_gears=ladder) for bits in (4, 8)])
+        found = [
+            cell for each in runs.recordings.values() for cell in (f"{each.kl.mean():.2g}", f"{each.agree.mean():.1%}")
+        ]
+        yield [Path(name).name, str(context), ",".join(map(str, ladder)), *found, f"{runs.noise.kl.mean():.2g}"]
+        print(f"{Path(name).name}, {context} tokens, {ladder}: {found}", flush=True)
+
+
+def cost(trials: int) -> str:
+    """A row for each context and gear of the cache."""
+    mx.set_default_device(mx.cpu)
+    gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")
+    gearbox.shift(gearbox.ladder.find(WEIGHTS))
+    rows = [row for context in track(LONG, "contexts") for row in of_gears(gearbox, context, trials)]
+    head = ["context", "gear", "MB a step", "of 16", "of 16, bfloat16", "attention", "of 16", "step", "of 16"]
+    return table(head, rows)
+
+
+def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
+    """The rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
+    engaged = [16]
+    cache = filled(gearbox.model, context, KVGears(BITS, lambda: engaged[0]), gearbox.compute_dtype)
+
+    def step() -> None:
+        mx.eval(gearbox.model(mx.array([[1]]), cache=cache))
+        for layer in cache:
+            layer.trim(1)
+
+    def attention() -> None:
+        mx.eval([attended(layer, gearbox.model.args.num_attention_heads) for layer in cache])
+
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for trial in range(-1, trials):  # the first packs what is not packed yet
+        for bits in BITS:
+            engaged[0] = bits
+            for name, timed in (("attention", attention), ("step", step)):
+                taken = clocked(timed)
+                if trial >= 0:
+                    seconds.setdefault((name, bits), []).append(taken)
+    read = {bits: sum(bytes_read(layer, engaged, bits) for layer in cache) for bits in BITS}
+    halves = filled(gearbox.model, context, KVGears(BITS, lambda: engaged[0]), mx.bfloat16)[0]
+    in_half = {bits: bytes_read(halves, engaged, bits) for bits in BITS}
+    return [
+        [
+            str(context),
+            str(bits),
+            f"{read[bits] / 1e6:.1f}",
+            f"{read[bits] / read[16]:.3f}",
+            f"{in_half[bits] / in_half[16]:.3f}",
+            *(cell for name in ("attention", "step") for cell in times_of(seconds[name, bits], seconds[name, 16])),
+        ]
+        for bits in BITS
+    ]
+
+
+def filled(model, context: int, gears: KVGears, dtype: mx.Dtype) -> list[NestedKVCache]:
+    """Caches with random keys and values of so many tokens."""
+    cache = make_prompt_cache(model)
+    heads, width = model.args.num_key_value_heads, model.args.head_dim
+    for layer in cache:
+        layer.update_and_fetch(*(mx.random.normal((1, heads, context, width)).astype(dtype) for _ in range(2)))
+    put_in_gears(cache, gears)
+    mx.eval([layer.state for layer in cache])
+    return cache
+
+
+def attended(layer: NestedKVCache, heads: int) -> mx.array:
+    """Attention of one query over what the engaged gear reads of a layer's cache."""
+    queries = mx.ones((1, heads, 1, layer.keys.shape[-1]), layer.keys.dtype)
+    nested = layer.read(0)
+    if nested is None:
+        return dispatch.attention(queries, *layer.keys_and_values(), 1.0, None)
+    return dispatch.nested_attention(
+        queries, nested.entries, nested.planes, nested.packed, nested.group_size, 1.0, None
+    )
+
+
+def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
+    """What a pass of one token reads of keys and values in the gear with `bits`."""
+    engaged[0] = bits
+    before = dict(layer.gears.meter.bytes)
+    layer.count(layer.read(0))
+    return layer.gears.meter.bytes[bits] - before.get(bits, 0)
+
+
+def clocked(timed: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    timed()
+    return time.perf_counter() - start
+
+
+def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
+    """Median milliseconds, and the median ratio to gear 16 with the least and the most."""
+    ratios = [a / b for a, b in zip(seconds, of_16)]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread]
+
+
+if __name__ == "__main__":
+    main()

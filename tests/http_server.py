@@ -1,0 +1,65 @@
+"""Our server in this process, for tests that talk to it over HTTP."""
+
+import contextlib
+import json
+import threading
+
+import httpx
+
+from gearbx_mlx.cli.parsers.server import ServerSettings
+from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.commands.server import serving
+
+WORD_PROBLEM = "Tom has 5 apples and buys 7 more."
+
+
+@contextlib.contextmanager
+def served(**settings):
+    """A client of a server on a free port, with the server as `client.server`."""
+    with serving(command_settings(ServerSettings, {"port": 0, **settings})) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            with httpx.Client(base_url=server.where, timeout=60) as client:
+                client.server = server
+                client.scheduler = server.RequestHandlerClass.scheduler
+                yield client
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def complete(client, prompt=WORD_PROBLEM, **body):
+    """A text completion's JSON; a status other than 200 is a failure."""
+    answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(client, prompt=WORD_PROBLEM, **body):
+    return complete(client, prompt, **body)["choices"][0]["text"]
+
+
+def chat(client, content=WORD_PROBLEM, **body):
+    messages = body.pop("messages", [{"role": "user", "content": content}])
+    answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 24, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client, path, **body):
+    """The objects of a stream, which ends with [DONE]."""
+    with client.stream("POST", path, json={"stream": True, "max_tokens": 24, **body}) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(text) for text in data[:-1]]
+
+
+def error_of(answer, status=400):
+    """The message of an error object."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error["message"]

@@ -1,0 +1,48 @@
+"""What tests of the page at / share: a server, a browser that shows its page, and answers that a test writes itself."""
+
+import pytest
+from http_server import served
+from page_in_browser import Page, chromium
+
+
+@pytest.fixture(scope="module")
+def client():
+    if why := chromium.why_not():
+        pytest.skip(f"THE PAGE WAS NOT CHECKED: {why}")
+    with served(gears="4,8,16", log_level="ERROR", max_tokens=40) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def driver(client):
+    with chromium.browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(client, driver):
+    """The page, opened anew. Afterwards the console must be empty, but for the network's own errors."""
+    chromium.show_as(driver, 1000, 760)
+    page = Page(driver)
+    page.open(client.server.where)
+    page.wait(lambda: page.all("#legend .token"))
+    yield page
+    assert [entry for entry in driver.get_log("browser") if entry["source"] != "network"] == []
+
+
+@pytest.fixture
+def scripted(client, monkeypatch):
+    """Make the server stream these events in the place of an answer; the requests that came."""
+    asked = []
+
+    def answer_with(*said, ended=True):
+        def post(handler, path, body):
+            asked.append(body)
+            handler.start_events()
+            for one in (*said, "[DONE]") if ended else said:
+                handler.send_event(one)
+
+        monkeypatch.setattr(client.server.RequestHandlerClass, "post", post)
+        return asked
+
+    return answer_with

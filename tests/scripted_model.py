@@ -1,0 +1,51 @@
+"""A model that writes what a test wants, with the tokenizer of the demo model and a few tokens more."""
+
+import itertools
+import json
+from pathlib import Path
+
+import mlx.core as mx
+from conftest import save_model
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+
+from gearbx_mlx import load
+
+WIDTH = 64
+
+
+def save_scripted(path: Path, texts: list[str], template: str) -> None:
+    """Write a model with a token for each text, which it writes one after the other when a prompt ends with ":".
+
+    template: a chat template; the demo model's ends with ":".
+    """
+    tokenizer = load()[1]
+    vocabulary, colon, end = len(tokenizer.vocab), tokenizer.encode(":")[-1], tokenizer.eos_token_id
+    chain = [colon, *range(vocabulary, vocabulary + len(texts)), end]
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": WIDTH, "num_attention_heads": 1}
+    args = {
+        "model_type": "llama",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocabulary + len(texts),
+        **sizes,
+    }
+    model = llama.Model(llama.ModelArgs.from_dict(args | {"tie_word_embeddings": False}))
+    weights = {name: mx.zeros_like(array) for name, array in tree_flatten(model.parameters())}
+    weights["model.norm.weight"] = mx.ones(WIDTH)
+    for place, (token, following) in enumerate(itertools.pairwise(chain)):
+        weights["model.embed_tokens.weight"][token, place] = 1.0
+        weights["lm_head.weight"][following, place] = 1.0
+    model.update(tree_unflatten(list(weights.items())))
+    save_model(model, path)
+    add_tokens(path, texts, vocabulary)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+
+
+def add_tokens(path: Path, texts: list[str], first: int) -> None:
+    """Give the tokenizer a token for each text, numbered from `first` on."""
+    content = json.loads((path / "tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [{"id": first + number, "content": text, **plain} for number, text in enumerate(texts)]
+    (path / "tokenizer.json").write_text(json.dumps(content))

@@ -1,0 +1,121 @@
+"""Real servers in processes of their own, on free ports of loopback, for tests of what asks them."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120  # seconds until a server listens, on a loaded machine
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server whose process runs. url: http://127.0.0.1:PORT."""
+
+    url: str
+    process: subprocess.Popen
+    output: BinaryIO
+
+    def log(self) -> str:
+        """What it has written to both standard streams."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def running(command: Sequence[object], port: int, ready: str = "/v1/models") -> Iterator[Running]:
+    """A server that listens on the port.
+
+    Args:
+        command: starts it.
+        ready: a path that it answers once it serves.
+    """
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as cache:
+        # mlx_lm.server lists the models of the Hub's cache, and fails where there is none.
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+        process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, env=environment)
+        server = Running(f"http://127.0.0.1:{port}", process, log)
+        try:
+            wait_until_ready(server, ready)
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[object], port: int, ready: str = "/v1/models") -> Iterator[str]:
+    """The URL of a server while its process runs."""
+    with running(command, port, ready) as server:
+        yield server.url
+
+
+def wait_until_ready(server: Running, path: str) -> None:
+    """Raises AssertionError, with what the server wrote, if it ends or never listens."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(server.url + path, trust_env=False, timeout=5).status_code < 500:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no server: {server.log()[-2000:]}")
+
+
+def mlx_lm_server(*flags: object, model: Path = DEMO_MODEL) -> contextlib.AbstractContextManager[str]:
+    """mlx_lm.server with the demo model: `with mlx_lm_server() as url`."""
+    port = free_port()
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--host", "127.0.0.1", "--port", port]
+    return serving([*command, *flags], port, ready="/health")
+
+
+def our_process(*flags: object) -> contextlib.AbstractContextManager[Running]:
+    """Our server with the demo model, its process and what it writes: `with our_process("--gears", 16) as server`."""
+    port = free_port()
+    return running([sys.executable, "-m", "gearbx_mlx.server", "--port", port, *flags], port, ready="/health")
+
+
+@contextlib.contextmanager
+def our_server(*flags: object) -> Iterator[str]:
+    """The URL of our server with the demo model."""
+    with our_process(*flags) as server:
+        yield server.url
+
+
+def llama_python() -> str | None:
+    """A Python that can run `-m llama_cpp.server`: that of GEARBX_LLAMA_SERVER, or this one; None: there is none."""
+    given = os.environ.get("GEARBX_LLAMA_SERVER")
+    if given:
+        return given
+    return sys.executable if importlib.util.find_spec("llama_cpp") else None
+
+
+def llama_server(python: str, file: Path, *flags: object) -> contextlib.AbstractContextManager[str]:
+    """llama-cpp-python's server with a GGUF file, in float32, and with log-probabilities."""
+    port = free_port()
+    command = [python, "-m", "llama_cpp.server", "--model", file, "--host", "127.0.0.1", "--port", port]
+    exact = ["--type_k", 0, "--type_v", 0, "--flash_attn", "false"]
+    return serving([*command, "--n_ctx", 256, "--n_threads", 2, "--logits_all", "true", *exact, *flags], port)

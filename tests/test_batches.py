@@ -1,0 +1,313 @@
+"""Texts that share each pass over the weights: each is the one that it is alone, and each sees its own gears."""
+
+import mlx.core as mx
+import pytest
+from conftest import tiny_model
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from gearbx_mlx import (
+    Gearbox,
+    GearbxError,
+    Kickdown,
+    Observer,
+    Route,
+    Static,
+    TelemetryOnly,
+    batch_generate,
+    batch_generator,
+    load,
+    stream_generate,
+)
+
+PROMPTS = ["Once upon a time", "Tom has 5 apples and buys 7 more. How many does he have?", "The king", "The king"]
+ROOM = [24, 9, 16, 1]
+NEVER, ALWAYS = (60.0,), (-1.0,)
+
+
+@pytest.fixture(scope="module")
+def gearbox():
+    model, _ = load()
+    return Gearbox(model, "4,16")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load()[1]
+
+
+@pytest.fixture
+def written(gearbox, tokenizer):
+    def write(prompts=PROMPTS, **keywords):
+        return batch_generate(gearbox.model, tokenizer, prompts, **({"gearbox": gearbox, "max_tokens": 16} | keywords))
+
+    return write
+
+
+@pytest.fixture
+def alone(gearbox, tokenizer):
+    def write(prompt, max_tokens, **keywords):
+        keywords = {"gearbox": gearbox} | keywords
+        return list(stream_generate(gearbox.model, tokenizer, prompt, max_tokens, **keywords))
+
+    return write
+
+
+def text_of(responses):
+    return "".join(response.text for response in responses)
+
+
+@pytest.mark.parametrize("gear", ["low", "high"])
+def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(written, alone, gear):
+    batch = written(mode=Static(gear), max_tokens=ROOM, return_token_ids=True)
+    for text, trace, tokens, prompt, room in zip(batch.texts, batch.traces, batch.token_ids, PROMPTS, ROOM):
+        single = alone(prompt, room, mode=Static(gear))
+        assert text == text_of(single)
+        assert tokens == [response.token for response in single]
+        for field in ("text", "token", "gear", "entropy", "mean_entropy", "shifted", "finish_reason", "prompt_tokens"):
+            assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
+
+
+def test_a_batch_of_one_shifts_as_a_text_alone(written, alone):
+    mode = Route(thresholds=(1.5,), min_gear_duration=1)
+    (trace,) = written(PROMPTS[:1], mode=mode, max_tokens=40).traces
+    single = alone(PROMPTS[0], 40, mode=mode)
+    assert {response.gear for response in single} == {"low", "high"}
+    for field in ("text", "gear", "passes", "weight_bytes", "shifted"):
+        assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
+    assert [each.wish for each in trace] == [each.gear for each in trace]
+
+
+def test_a_sampled_text_with_a_seed_is_the_one_alone_after_that_seed(written, alone):
+    sampler, seeds = make_sampler(temp=1.0), [1, 2, 3, 3]
+    batch = written(mode=Static("high"), sampler=sampler, seeds=seeds)
+    expected = []
+    for prompt, seed in zip(PROMPTS, seeds):
+        mx.random.seed(seed)
+        expected.append(text_of(alone(prompt, 16, mode=Static("high"), sampler=sampler)))
+    assert batch.texts == expected
+    assert len(set(batch.texts)) == 3  # the same prompt with the same seed
+
+
+def test_texts_with_seeds_leave_the_random_numbers_of_others_alone(written):
+    mx.random.seed(5)
+    expected = mx.random.uniform(shape=(3,)).tolist()
+    mx.random.seed(5)
+    written(mode=Static("low"), sampler=make_sampler(temp=1.0), seeds=[1, 2, 3, 4], max_tokens=4)
+    assert mx.random.uniform(shape=(3,)).tolist() == expected
+
+
+def test_samplers_and_processors_may_be_of_one_text_each(written, alone):
+    penalty = make_logits_processors(repetition_penalty=1.5)
+    worst = lambda logprobs: mx.argmin(logprobs, axis=-1)  # noqa: E731
+    batch = written(mode=Static("low"), samplers=[None, worst, None, None], logits_processors=[None, None, penalty, []])
+    plain = text_of(alone(PROMPTS[2], 16, mode=Static("low")))
+    assert batch.texts[1] == text_of(alone(PROMPTS[1], 16, mode=Static("low"), sampler=worst))
+    assert batch.texts[2] == text_of(alone(PROMPTS[2], 16, mode=Static("low"), logits_processors=penalty)) != plain
+    assert batch.texts[3] == plain
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("highest", {"high"}), ("most", {"low"}), ("quantile:0.6", {"low"}), (min, {"low"})]
+)
+def test_the_gear_of_a_step_is_the_policys(gearbox, tokenizer, policy, expected):
+    """One of three sequences wants the top gear from its third token on."""
+    generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox, batch_policy=policy)
+    modes = [Route(thresholds=each, min_gear_duration=1, initial_gear="low") for each in (NEVER, ALWAYS, NEVER)]
+    uids = generator.insert([tokenizer.encode(prompt) for prompt in PROMPTS[:3]], [8, 8, 8], modes=modes)
+    seen = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            seen[response.uid].append(response)
+    for place, uid in enumerate(uids):
+        wishes = [response.wish for response in seen[uid]]
+        assert wishes == ["low", "low", *(["high"] * 6 if place == 1 else ["low"] * 6)]
+        assert [response.gear for response in seen[uid]][:2] == ["low", "low"]
+        assert {response.gear for response in seen[uid][2:]} == expected
+
+
+def test_the_sequences_of_a_pass_share_its_bytes(written, gearbox):
+    batch = written(mode=Static("low"), max_tokens=ROOM)
+    whole = {rows: gearbox.weight_bytes_per_token(gearbox.ladder.find("low"), rows) for rows in (1, 2, 3, 4)}
+    assert {each.together for trace in batch.traces for each in trace} >= {4, 1}
+    for trace in batch.traces:
+        assert all(
+            each.weight_bytes == whole[each.together] // each.together and each.passes == (1, 0) for each in trace
+        )
+
+
+def test_sequences_join_and_leave_and_others_do_not_notice(gearbox, tokenizer, alone):
+    generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
+    tokens = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    first, leaver = generator.insert(tokens[:2], [24, 24])
+    found = {first: []}
+    for step in range(60):
+        if step == 5:
+            generator.remove([leaver])
+        if step == 8:
+            (late,) = generator.insert([tokens[2]], [12])
+            found[late] = []
+        for response in generator.next()[1]:
+            assert response.uid in found or (response.uid == leaver and step < 5)
+            found.setdefault(response.uid, []).append(response.token)
+    assert found[first] == [each.token for each in alone(PROMPTS[0], 24, mode=Static("high"))]
+    assert found[late] == [each.token for each in alone(PROMPTS[2], 12, mode=Static("high"))]
+    assert generator.sequences == {}
+
+
+def test_a_newcomers_prompt_and_first_token_have_its_own_first_gear(gearbox, tokenizer, alone):
+    """Whatever gear the others are in, so that its KV cache does not depend on its company."""
+    modes = [Route(thresholds=ALWAYS, initial_gear="high"), Route(thresholds=NEVER, initial_gear="low")]
+    generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox)
+    tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+    uids = generator.insert(tokens, [12, 6], modes=modes)
+    seen = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            seen[response.uid].append(response)
+    gears = [[response.gear for response in seen[uid]] for uid in uids]
+    assert gears[1][0] == "low"
+    assert set(gears[0]) | set(gears[1][1:]) == {"high"}
+    (first, *_) = alone(PROMPTS[1], 1, mode=Static("low"))
+    assert seen[uids[1]][0].entropy == first.entropy  # the prompt was not read in the others' gear
+
+
+def test_a_cache_of_the_first_tokens_and_the_cache_at_the_end(written, gearbox, tokenizer):
+    keywords = {"mode": Static("high"), "return_prompt_caches": True, "return_token_ids": True}
+    whole = written(PROMPTS[:1], max_tokens=12, **keywords)
+    begun = written(PROMPTS[:1], max_tokens=6, **keywords)
+    (cache,), (tokens,) = begun.caches, whole.token_ids
+    assert cache[0].offset == len(tokenizer.encode(PROMPTS[0])) + 6
+    assert written([tokens[6:7]], max_tokens=5, prompt_caches=[cache], **keywords).token_ids == [tokens[7:]]
+
+
+def test_log_probabilities_are_those_of_the_tokens(written, alone):
+    batch = written(mode=Static("high"), return_logprobs=True, max_tokens=5)
+    for logprobs, prompt in zip(batch.logprobs, PROMPTS):
+        assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
+
+
+def test_telemetry_only_names_gears_and_changes_nothing(tokenizer):
+    model, _ = load()
+    observer = Observer(model, "4,16")
+    mode = TelemetryOnly(thresholds=ALWAYS, min_gear_duration=1, initial_gear="low")
+    batch = batch_generate(model, tokenizer, PROMPTS, mode=mode, gearbox=observer, max_tokens=6)
+    assert [each.gear for each in batch.traces[0]] == ["low", "low", "high", "high", "high", "high"]
+    assert batch.texts[0] == text_of(stream_generate(model, tokenizer, PROMPTS[0], 6, mode=mode, gearbox=observer))
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_moe", "mamba", "jamba"])
+def test_other_caches_and_layers(architecture, tokenizer):
+    """Windows that slide, experts, states."""
+    model = tiny_model(architecture)
+    gearbox, mode = Gearbox(model, "4,16"), Static("low")
+    prompts = [[1, 5, 9, 2, 7], [3, 4], [8] * 9]
+    batch = batch_generate(model, tokenizer, prompts, mode=mode, gearbox=gearbox, max_tokens=5, return_token_ids=True)
+    for prompt, tokens in zip(prompts, batch.token_ids):
+        single = stream_generate(model, tokenizer, prompt, 5, mode=mode, gearbox=gearbox)
+        assert tokens == [response.token for response in single]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("keywords", "line"),
+        [
+            ({"prompts": []}, "prompts is empty; give one prompt or more"),
+            ({"prompts": ["x", []], "max_tokens": 3}, "prompts[1] is empty; give one token or more"),
+            ({"prompts": ["x", [1] * 9999]}, "prompts[1] has 9999 tokens, and the model's context"),
+            ({"max_tokens": 0}, "max_tokens of prompts[0] is 0; give 1 or more"),
+            ({"max_tokens": [3, 3, -1, 3]}, "max_tokens of prompts[2] is -1; give 1 or more"),
+            ({"max_tokens": [3]}, "max_tokens has 1 entries for 4 prompts; give one for each"),
+            ({"seeds": [1, 2]}, "seeds has 2 entries for 4 prompts"),
+            ({"samplers": [None]}, "samplers has 1 entries for 4 prompts"),
+            ({"prompt_caches": []}, "caches has 0 entries for 4 prompts"),
+            ({"batch_policy": "mean"}, "batch policy 'mean' does not exist"),
+            ({"mode": Kickdown()}, "mode 'kickdown' writes one text at a time"),
+            ({"prompts": "Once"}, "prompts is one text; give a list of texts"),
+            ({"prompts": ["x", [7, 10**6]]}, "prompts[1] has token 1000000, and the model knows 0 to 4095"),
+            ({"prompts": ["x", [-1]]}, "prompts[1] has token -1, and the model knows"),
+            ({"kv_gears": "4,16"}, "kv_gears is for one text at a time; leave it out"),
+            ({"kv_bits": 4}, "kv_bits is for one text at a time; leave it out"),
+            ({"colour": 1}, "a batch has no colour; choose from completion_batch_size, "),
+            ({"prefill_batch_size": 0}, "prefill_batch_size is 0; give 1 or more"),
+            ({"completion_batch_size": 0}, "completion_batch_size is 0; give 1 or more"),
+            ({"prefill_step_size": -2}, "prefill_step_size is -2; give 1 or more"),
+            ({"max_kv_size": 0}, "max_kv_size is 0; give 1 or more"),
+            ({"batch_policy": 3}, "batch policy 3 does not exist"),
+            ({"mode": Route(), "batch_policy": lambda w: 7}, "the batch policy chose gear 7; a policy returns 0 to 1"),
+            ({"max_tokens": None}, "max_tokens of prompts[0] is None; give 1 or more"),
+            ({"max_tokens": 1.5}, "max_tokens of prompts[0] is 1.5; give 1 or more"),
+            ({"seeds": [1, 2, 1.5, None]}, "seeds[2] is 1.5; give a whole number from 0, or None"),
+            ({"logits_processors": [None, 5, None, None]}, "logits_processors[1] is 5; give a list of functions"),
+            ({"prompt_caches": [[KVCache()], *[None] * 3]}, "prompt_caches[0] has 1 layers, and the model 6"),
+            ({"prompt_caches": [[QuantizedKVCache()] * 6, *[None] * 3]}, "prompt_caches[0] has a QuantizedKVCache"),
+        ],
+    )
+    def test_is_one_line_that_names_the_value(self, written, keywords, line):
+        with pytest.raises(GearbxError) as error:
+            written(**keywords)
+        assert str(error.value).startswith(line)
+        assert "\n" not in str(error.value)
+
+    def test_of_a_text_alone_names_the_token_too(self, alone):
+        with pytest.raises(GearbxError, match="prompt has token 1000000, and the model knows 0 to 4095"):
+            alone([1, 10**6], 3, mode=Static("high"))
+
+    def test_leaves_those_that_are_in_the_making_alone(self, gearbox, tokenizer, alone):
+        generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
+        (uid,) = generator.insert([tokenizer.encode(PROMPTS[0])], [6])
+        tokens = []
+        while responses := generator.next_generated():
+            with pytest.raises(GearbxError, match=r"prompts\[1\] is empty"):
+                generator.insert([[1, 2], []])
+            tokens += [response.token for response in responses]
+        assert tokens == [each.token for each in alone(PROMPTS[0], 6, mode=Static("high"))]
+        assert uid not in generator.sequences
+
+    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone):
+        def broken(tokens, logits):
+            return logits * float("nan")
+
+        generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
+        tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+        good, bad = generator.insert(tokens, [6, 6], logits_processors=[None, [broken]])
+        found = {good: [], bad: []}
+        while responses := generator.next_generated():
+            for response in responses:
+                found[response.uid].append(response)
+        assert [response.token for response in found[good]] == [
+            each.token for each in alone(PROMPTS[0], 6, mode=Static("high"))
+        ]
+        assert len(found[bad]) == 1
+        assert "the logits are not finite" in str(found[bad][0].error)
+
+    def test_a_cache_that_texts_cannot_share(self, tiny, tokenizer, monkeypatch):
+        class Alone:
+            pass
+
+        monkeypatch.setattr(type(tiny), "make_cache", lambda self: [Alone()], raising=False)
+        with pytest.raises(GearbxError, match="Alone cannot be shared by several texts; write them one at a time"):
+            batch_generator(tiny, tokenizer, mode=Static("low"))
+
+
+def test_a_text_without_processors_may_stand_beside_one_that_has_one(written):
+    def never(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) == banned, -mx.inf, logits)
+
+    plain = written(mode=Static("high"))
+    banned = plain.traces[0][0].token
+    batch = written(mode=Static("high"), logits_processors=[never, None, None, None])
+    assert banned not in [each.token for each in batch.traces[0]]
+    assert batch.texts[1:] == plain.texts[1:]
+
+
+def test_the_bytes_of_experts_are_those_of_all_rows_of_a_pass(tokenizer):
+    gearbox = Gearbox(tiny_model("mixtral"), "4,8")
+    batch = batch_generate(
+        gearbox.model, tokenizer, [[1, 2, 3, 4]] * 4, mode=Static("high"), gearbox=gearbox, max_tokens=3
+    )
+    top = gearbox.ladder.top
+    whole = gearbox.weight_bytes_per_token(top, 4)
+    assert whole > gearbox.weight_bytes_per_token(top)
+    shares = [[each.weight_bytes for each in trace] for trace in batch.traces]
+    assert [sum(pass_) for pass_ in zip(*shares)] == [whole // 4 * 4] * 3

@@ -1,0 +1,219 @@
+"""Chats as a user has them: before a terminal, with keys."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pseudo_terminal import PseudoTerminal
+
+from gearbx_mlx.cli.line_input import history_file
+from gearbx_mlx.loading import DEMO_MODEL
+
+CHAT = [sys.executable, "-m", "gearbx_mlx.chat", "--gears", "3,16"]
+DONE = r"\d+ read, \d+ written[^\n]*/token\n"
+STOPPED = r"\d+ read, (\d+) written \(stopped\)"
+ENDLESS = "100000"  # tokens
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> Path:
+    """A model whose answers do not end by themselves."""
+    model = tmp_path_factory.mktemp("models") / "endless"
+    shutil.copytree(DEMO_MODEL, model)
+    (model / "generation_config.json").unlink()
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"eos_token_id": 4095, "max_position_embeddings": 10**6}))
+    content = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(content | {"eos_token": "<|never|>"}))
+    return model
+
+
+@pytest.fixture
+def state(tmp_path) -> dict[str, str]:
+    """The environment of a user without a history."""
+    return {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+
+def history(state: dict[str, str]) -> Path:
+    return Path(state["XDG_STATE_HOME"]) / "gearbx-mlx" / "chat_history"
+
+
+def opened(state: dict[str, str], *flags: str) -> PseudoTerminal:
+    terminal = PseudoTerminal([*CHAT, "-m", "8", *flags], state)
+    terminal.expect("Ctrl-D ends the chat\n")
+    terminal.expect(">>")
+    return terminal
+
+
+def test_an_answer_is_tinted_and_its_summary_is_one_dim_line(state):
+    with opened(state, "--gears", "4,16", "--mode", "static", "--gear", "low") as terminal:
+        terminal.type("Tom has 3 apples.\r")
+        line = terminal.expect(DONE)[0]
+        terminal.expect(">>")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+        assert terminal.is_cooked()
+    assert len(line) < 80
+    assert "low 100%" in line
+    assert "\x1b[38;2;90;100;211m" in terminal.shown  # the low gear's colour
+    assert "\x1b[2m" in terminal.shown
+    assert terminal.text.count("/token\n") == 1
+
+
+def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
+    with opened(state) as terminal:
+        terminal.type("\x1b[200~one é漢🙂\ntwo\tthree\x1b[201~\r")
+        terminal.expect(DONE)
+        terminal.expect(">>")
+        terminal.type(f"/save {tmp_path / 'said.jsonl'}\r")
+        terminal.expect("saved in")
+        terminal.expect(">>")
+        terminal.type("/exit\r")
+        assert terminal.ends() == 0
+    asked = json.loads((tmp_path / "said.jsonl").read_text().splitlines()[0])
+    assert asked == {"role": "user", "content": "one é漢🙂\ntwo\tthree"}
+
+
+def test_bytes_that_are_no_text_are_refused_in_a_line_and_remembered_as_question_marks(state):
+    with opened(state) as terminal:
+        terminal.type_bytes(b"Tom \xff\xfe\r")
+        terminal.expect("error: this line is not UTF-8 text [^\n]*\n")
+        terminal.expect(">>")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+    assert "+Tom ??\n" in history(state).read_text()
+
+
+def test_tab_completes_commands_gears_and_modes(state):
+    with opened(state) as terminal:
+        terminal.type("/ge\tlo\t\r")
+        terminal.expect("every token in gear low\n")
+        terminal.expect(">>")
+        terminal.type("/m\tkick\t\r")
+        terminal.expect("mode kickdown\n")
+        terminal.expect(">>")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+
+
+def test_an_empty_line_does_nothing_and_ctrl_c_forgets_what_was_typed(state):
+    with opened(state, "--no-history") as terminal:
+        terminal.type("\r")
+        terminal.expect(">>")
+        terminal.type("   \r")
+        terminal.expect(">>")
+        terminal.type("nobody reads this\x03")
+        terminal.expect("Ctrl-D or /exit ends the chat\n")
+        terminal.expect(">>")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+        assert terminal.is_cooked()
+    assert "read, " not in terminal.text
+    assert not history(state).exists()
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(state, endless):
+    with opened(state, "--model", str(endless), "-m", ENDLESS) as terminal:
+        for _ in range(2):
+            terminal.type("Tom has 3 apples.\r")
+            terminal.expect("\n[^\n]{12}")  # of the answer
+            terminal.interrupt()
+            assert int(terminal.expect(STOPPED)[1]) > 0
+            terminal.expect(">>")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+        assert terminal.is_cooked()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("answering", [False, True], ids=["typing", "answering"])
+def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endless, number, answering):
+    with opened(state, "--model", str(endless), "-m", ENDLESS) as terminal:
+        terminal.type("Tom has 3 apples.")
+        terminal.expect("apples")
+        if answering:
+            terminal.type("\r")
+            terminal.expect("\n[^\n]{12}")
+        terminal.signal(number)
+        assert terminal.ends() == 128 + number
+        assert terminal.is_cooked()
+    assert "Traceback" not in terminal.text
+
+
+def test_a_signal_that_ends_the_clean_up_leaves_the_terminal_as_it_was():
+    script = """
+import tty
+from gearbx_mlx.cli import line_input
+
+class Cut:
+    def prompt(self):
+        tty.setraw(0)
+        raise KeyboardInterrupt
+
+lines = line_input.EditedLines({}, None)
+lines._session = Cut()
+try:
+    lines.read()
+except KeyboardInterrupt:
+    pass
+"""
+    with PseudoTerminal([sys.executable, "-c", script]) as terminal:
+        assert terminal.ends() == 0
+        assert terminal.is_cooked()
+
+
+class TestHistory:
+    def test_lines_come_back_in_the_next_chat_and_nobody_else_reads_them(self, state):
+        with opened(state) as terminal:
+            terminal.type("Tom has 3 apples.\r")
+            terminal.expect(DONE)
+            terminal.expect(">>")
+            terminal.type("\x04")
+            assert terminal.ends() == 0
+        assert "+Tom has 3 apples.\n" in history(state).read_text()
+        assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
+        with opened(state) as terminal:
+            terminal.type("\x1b[A\r")  # the key that goes up
+            terminal.expect("Tom has 3 apples")
+            terminal.expect(DONE)
+            terminal.expect(">>")
+            terminal.type("\x04")
+            assert terminal.ends() == 0
+
+    def test_a_file_that_others_can_read_is_closed_to_them(self, state, monkeypatch):
+        history(state).parent.mkdir(parents=True)
+        history(state).write_text("")
+        history(state).chmod(0o666)
+        monkeypatch.setenv(*next(iter(state.items())))
+        assert history_file() == history(state)
+        assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
+
+    def test_a_place_that_cannot_be_written_is_named_and_nothing_is_remembered(self, state, monkeypatch, capsys):
+        Path(state["XDG_STATE_HOME"]).write_text("a file")
+        monkeypatch.setenv(*next(iter(state.items())))
+        assert history_file() is None
+        shown = capsys.readouterr().err
+        assert shown == f"{history(state)}: cannot be written (Not a directory); lines are not remembered\n"
+
+
+def test_without_prompt_toolkit_lines_are_read_as_they_come(state, endless, tmp_path):
+    (tmp_path / "prompt_toolkit.py").write_text("raise ImportError('not installed')")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with opened({**state, "PYTHONPATH": paths}, "--model", str(endless), "-m", ENDLESS) as terminal:
+        assert "pip install prompt_toolkit" in terminal.text
+        terminal.type("Tom has 3 apples.\n")
+        terminal.expect("\n[^\n]{12}")
+        terminal.interrupt()
+        terminal.expect(STOPPED)
+        terminal.expect(">>")
+        time.sleep(0.1)
+        terminal.interrupt()
+        terminal.expect("Ctrl-D or /exit ends the chat\n")
+        terminal.type("\x04")
+        assert terminal.ends() == 0

@@ -1,0 +1,179 @@
+"""Texts of several ranks: those of one process in every mode, one text whatever a rank computes, and how a run dies."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import save_model, tiny_model
+from ranks import Ranks, run_ranks
+
+GENERATE = ["-m", "gearbx_mlx.generate", "--gears", "4,8,16", "-m", "24"]
+TOKENS = ["--ignore-chat-template", "--prompt", "one two three"]
+
+# Texts of every mode in one run of ranks. On rank 1 something differs: argv[1] says what.
+TEXTS = """
+import hashlib, json, os, sys
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, load, stream_generate
+from gearbx_mlx.ranks.run import begin
+from gearbx_mlx.ranks.place import place_here
+
+differs, path = sys.argv[1], sys.argv[2]
+mx.set_default_device(mx.cpu)
+place = place_here()
+group = None
+if place is not None:
+    begin(place)
+    group = mx.distributed.init()
+on_rank_1 = place is not None and place.rank == 1
+model, tokenizer = load(path, group=group, pipeline="pipeline" in sys.argv)
+gearbox = Gearbox(model, "4,8,16", kernels="mlx")
+
+if differs == "logits" and on_rank_1:  # so its entropies and tokens are others than rank 0's
+    kind = type(model)
+    class Other(kind):
+        def __call__(self, *args, **kwargs):
+            logits = super().__call__(*args, **kwargs)
+            return logits[..., ::-1] * 3
+    model.__class__ = Other
+
+def sampler():
+    sample = make_sampler(0.8)
+    def other(logprobs):
+        return (sample(logprobs) + 7) % logprobs.shape[-1]
+    return other if differs == "token" and on_rank_1 else sample
+
+found = {}
+modes = [Route(), Route(thresholds=(2.0, 4.0), min_gear_duration=1), Kickdown(), Lossless(), Static(gear=4)]
+for place, mode in enumerate(modes):
+    mx.random.seed(5)
+    tokens, gears, hashes = [], [], []
+    for response in stream_generate(model, tokenizer, "one two three", 4, mode=mode, sampler=sampler()):
+        tokens.append(response.token)
+        gears.append(response.gear)
+        hashes.append(hashlib.sha256(memoryview(response.logprobs.astype(mx.float32))).hexdigest())
+    found[f"{place} {mode.name}"] = [tokens, gears, hashes]
+print(json.dumps(found))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def texts(ranks, differs, model, *further):
+    """What each rank made, by rank; ranks 1: one process alone."""
+    command = ["-c", TEXTS, differs, str(model), *further]
+    if ranks == 1:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+        return [json.loads(done.stdout)]
+    ended = run_ranks(ranks, command)
+    assert [each.status for each in ended] == [0] * ranks, ended
+    return [json.loads(each.stdout) for each in ended]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of a class that can be divided in both ways, for up to four ranks."""
+    path = tmp_path_factory.mktemp("ranks") / "model"
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 512}
+    save_model(tiny_model("qwen2", vocab_size=4096, num_hidden_layers=2, max_position_embeddings=32768, **heads), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    return texts(1, "nothing", model)[0]
+
+
+class TestTexts:
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_every_mode_writes_what_one_process_writes_with_equal_bits_on_all_ranks(self, model, alone, ranks):
+        for found in texts(ranks, "nothing", model):
+            assert found == alone
+
+    def test_so_does_a_pipeline(self, model, alone):
+        for found in texts(2, "nothing", model, "pipeline"):
+            assert found == alone
+
+    def test_another_sampled_token_on_a_rank_changes_nothing(self, model, alone):
+        for found in texts(2, "token", model):
+            assert found == alone
+
+    def test_other_logits_on_a_rank_change_neither_tokens_nor_gears(self, model, alone):
+        first, second = texts(2, "logits", model)
+        assert first == alone
+        for mode, (tokens, gears, hashes) in second.items():
+            assert [tokens, gears] == alone[mode][:2], mode
+            assert hashes != alone[mode][2], mode
+
+
+class TestCommand:
+    def test_rank_0_alone_writes_text_trace_and_summary(self, tmp_path):
+        files = "--trace", str(tmp_path / "trace.jsonl"), "--summary", str(tmp_path / "summary.json")
+        alone = subprocess.run([sys.executable, *GENERATE], capture_output=True, text=True)
+        first, second = run_ranks(2, [*GENERATE, *files])
+        assert [first.status, second.status] == [0, 0], (first, second)
+        assert first.stdout == alone.stdout
+        assert (second.stdout, second.stderr) == ("", "")
+        assert len((tmp_path / "trace.jsonl").read_text().splitlines()) == 24
+        assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 24
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "trace.jsonl"]
+
+    def test_models_that_differ_are_refused(self, tmp_path):
+        for seed in (0, 1):
+            save_model(tiny_model("qwen2", seed, vocab_size=4096, num_key_value_heads=2), tmp_path / str(seed))
+        each = {rank: ["--model", str(tmp_path / str(rank))] for rank in (0, 1)}
+        ended = run_ranks(2, [*GENERATE, *TOKENS], each=each)
+        assert [rank.status for rank in ended] == [2, 2]
+        assert ended[0].stderr.count("\n") == 1
+        assert ended[0].stderr.startswith("error: rank 1 differs from rank 0: the model's fingerprint is ")
+        assert (ended[0].stdout, ended[1].stdout, ended[1].stderr) == ("", "", "")
+
+    def test_flags_of_one_process_are_refused(self, tmp_path):
+        ended = run_ranks(2, [*GENERATE, "--target-tps", "5"])
+        assert [rank.status for rank in ended] == [2, 2]
+        assert ended[0].stderr == (
+            "error: --target-tps is for one process, and these are 2 ranks: "
+            "the clock and the state of one machine would choose the gears of all\n"
+        )
+        assert ended[1].stderr == ""
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            (["--pipeline"], "mlx-lm's class 'llama' has no pipeline; leave --pipeline out"),
+            (["--mode", "lossless", "--cost", "time"], "cost 'time' is for one process"),
+        ],
+    )
+    def test_what_the_model_cannot_do_on_ranks_is_one_line(self, flags, said):
+        ended = run_ranks(2, [*GENERATE, *flags])
+        assert [rank.status for rank in ended] == [2, 2]
+        assert ended[0].stderr.count("\n") == 1
+        assert said in ended[0].stderr
+        assert ended[1].stderr == ""
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_a_rank_killed_while_it_computes_ends_the_other_with_a_line(model, tmp_path, when, dies):
+    """Prefill: one token a pass, for thousands of passes. Decode: thousands of tokens."""
+    prompt = "one " * (5000 if when == "prefill" else 1)
+    flags = ["--ignore-chat-template", "--prompt", prompt, "--prefill-step-size", "1", "--model", str(model)]
+    trace = tmp_path / "trace.jsonl"
+    files = ["--trace", str(trace)]
+    command = ["-m", "gearbx_mlx.generate", "--gears", "16", "-m", "9000", *flags, *files, "--describe"]
+    with Ranks(2, command) as ranks:
+        ranks.until(0, "lm_head" if when == "prefill" else "")
+        ranks.processes[dies].send_signal(signal.SIGKILL)
+        killed = ranks.elapsed()
+        ended = ranks.wait()
+    other = ended[1 - dies]
+    assert other.status == 1
+    assert other.seconds - killed < 10
+    line = other.stderr.splitlines()[-1]
+    assert line.startswith(f"error: rank {dies} (127.0.0.1:")
+    assert "Traceback" not in other.stderr
+    if dies == 1:
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,140 @@
+"""The entropy of a whole distribution lies between the bounds that its largest log-probabilities give."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import float64
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.routing.entropy_bounds import EXACT, Rounding, bits, entropy_bounds, rounding_of
+
+ROUNDED = 1e-9  # of sums of float64, here and there
+WEIGHTS = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1e-12, 1.0, 50.0]), min_size=1, max_size=40)
+
+
+@st.composite
+def distributions(draw) -> list[float]:
+    """Probabilities, the largest first: peaked, flat, with zeros."""
+    weights = draw(WEIGHTS)
+    power = draw(st.sampled_from([0.5, 1.0, 3.0]))
+    powered = [weight**power for weight in weights]
+    assume(math.fsum(powered) > 0)
+    return sorted((weight / math.fsum(powered) for weight in powered), reverse=True)
+
+
+def entropy(probabilities) -> float:
+    return math.fsum(map(bits, probabilities))
+
+
+def logs(probabilities) -> list[float]:
+    return [math.log(p) if p > 0 else -math.inf for p in probabilities]
+
+
+@given(distributions(), st.data())
+def test_the_entropy_lies_between_the_bounds(probabilities, data):
+    k = data.draw(st.integers(1, len(probabilities)))
+    low, high = entropy_bounds(logs(probabilities[:k]), len(probabilities))
+    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
+
+
+@given(distributions())
+def test_all_log_probabilities_give_the_entropy_itself(probabilities):
+    assert entropy_bounds(logs(probabilities), len(probabilities)) == pytest.approx((entropy(probabilities),) * 2)
+
+
+@given(distributions(), st.data())
+def test_the_upper_bound_is_attained_by_a_flat_rest(probabilities, data):
+    k = data.draw(st.integers(1, len(probabilities)))
+    flat = probabilities[:k] + [math.fsum(probabilities[k:]) / max(1, len(probabilities) - k)] * (
+        len(probabilities) - k
+    )
+    assert entropy_bounds(logs(flat[:k]), len(flat))[1] == pytest.approx(entropy(flat))
+
+
+@given(distributions(), st.data())
+def test_the_lower_bound_is_attained_by_a_packed_rest(probabilities, data):
+    """As many tokens as the k-th one's probability goes into the rest, and one with what remains."""
+    k = data.draw(st.integers(1, len(probabilities)))
+    rest, each, packed = math.fsum(probabilities[k:]), probabilities[k - 1], probabilities[:k]
+    while len(packed) < len(probabilities):
+        packed.append(min(rest, each))
+        rest = max(0.0, rest - packed[-1])
+    assume(rest < ROUNDED)
+    assert entropy_bounds(logs(packed[:k]), len(packed))[0] == pytest.approx(entropy(packed))
+
+
+@given(distributions(), st.data())
+def test_a_longer_list_never_widens_the_bounds(probabilities, data):
+    k = data.draw(st.integers(1, len(probabilities)))
+    low, high = entropy_bounds(logs(probabilities[:k]), len(probabilities))
+    for more in range(k + 1, len(probabilities) + 1):
+        lower, higher = entropy_bounds(logs(probabilities[:more]), len(probabilities))
+        assert low - ROUNDED <= lower <= higher <= high + ROUNDED
+
+
+@given(distributions(), st.data())
+def test_any_listed_tokens_bracket_the_entropy_where_nothing_is_known_of_the_others(probabilities, data):
+    listed = data.draw(st.sets(st.integers(0, len(probabilities) - 1), min_size=1))
+    low, high = entropy_bounds(logs(probabilities[i] for i in sorted(listed)), len(probabilities), unlisted=0.0)
+    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
+
+
+@given(distributions(), st.data())
+def test_rounded_log_probabilities_bracket_the_entropy(probabilities, data):
+    k = data.draw(st.integers(1, len(probabilities)))
+    rounding = Rounding(data.draw(st.sampled_from([1e-6, 1e-3, 0.06])), data.draw(st.sampled_from([0.0, 2.0**-8])))
+    off = data.draw(st.lists(st.floats(-0.99, 0.99), min_size=k, max_size=k))
+    given = [max(value, -700) for value in logs(probabilities[:k])]
+    given = [value + part * rounding.absolute for value, part in zip(given, off)]
+    low, high = entropy_bounds(given, len(probabilities), rounding)
+    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
+@pytest.mark.parametrize("shift", [0.0, 40.0, -80.0, 400.0])
+@pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
+def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, scale):
+    """mlx-lm subtracts the rounded log(sum(exp)) of logits in the model's type, so that no list adds up to 1."""
+    for seed in range(30):
+        logits = (shift + scale * mx.random.normal((512,), key=mx.random.key(seed))).astype(dtype)
+        exact = float64(logits)
+        probabilities = np.exp(exact - exact.max())
+        probabilities /= probabilities.sum()
+        given = sorted((logits - mx.logsumexp(logits, keepdims=True)).astype(mx.float32).tolist(), reverse=True)[:11]
+        low, high = entropy_bounds(given, 512, rounding_of(given))
+        assert low <= entropy(probabilities) <= high
+
+
+@given(distributions(), st.integers(2, 6))
+def test_decimals_bracket_the_entropy(probabilities, digits):
+    given = [round(max(value, -700), digits) for value in logs(probabilities[:5])]
+    low, high = entropy_bounds(given, len(probabilities), rounding_of(given))
+    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
+
+
+def test_single_precision_costs_next_to_nothing():
+    given = [float(np.float32(math.log(p))) for p in (0.7, 0.2, 0.05)]
+    wide, exact = entropy_bounds(given, 1000, rounding_of(given)), entropy_bounds(given, 1000, EXACT)
+    assert wide == pytest.approx(exact, abs=2e-3)
+    assert exact[1] - exact[0] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "words"),
+    [
+        ([], "no log-probabilities"),
+        ([0.3], "0.3 is no log-probability"),
+        ([math.nan, -1.0], "nan is no log-probability"),
+        ([math.inf], "inf is no log-probability"),
+        ([-0.1, -0.1], "add up to 1.81, more than 1"),
+        ([-3.0, -3.0, -3.0], "leave 0.851 to 5 other tokens, of at most 0.0498 each"),
+        ([-5.0] * 9, "9 log-probabilities for a vocabulary of 8"),
+    ],
+)
+def test_what_no_distribution_has_is_refused(logprobs, words):
+    with pytest.raises(GearbxError, match=words):
+        entropy_bounds(logprobs, 8)

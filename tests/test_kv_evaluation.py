@@ -1,0 +1,101 @@
+"""evaluate --kv-gears: what the gears of the KV cache lose along a text."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import save_model, tiny_model
+from mlx_lm.models.cache import KVCache
+from test_bad_input import assert_refused
+from test_evaluation import HELD_OUT, evaluate
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
+from gearbx_mlx.decoding.kv_gears import cache_in_gears
+from gearbx_mlx.evaluation.policies import Static
+from gearbx_mlx.evaluation.replay import driven
+from gearbx_mlx.formats.kv_planes import group_for, pack, unpack
+
+WINDOWS = [[int(token) for token in np.random.default_rng(4).integers(0, 64, 40)]]
+
+
+class Rounded(KVCache):
+    """mlx-lm's cache, with each vector replaced by what its planes stand for in a gear."""
+
+    bits_read = 4
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        return super().update_and_fetch(*map(self.rounded, (keys, values)))
+
+    def rounded(self, vectors: mx.array) -> mx.array:
+        planes, scales, offsets = pack(vectors, (4, 4), group_for(vectors.shape[-1]))
+        return unpack(planes, scales, offsets, (4, 4), self.bits_read)
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Both ladders of a cache in one report of the demo model."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as out:
+        how = {"out": out, "tokens": 120, "gears": "8,16", "policy": ["static"], "share": "0.5"}
+        run_evaluation(HELD_OUT, kv_gears="4,8,16", **how)
+        first = {row["name"] for row in run_evaluation(HELD_OUT, **how)["policies"]}
+        assert not any(name.startswith("kv") for name in first)
+        yield run_evaluation(HELD_OUT, kv_gears="4,8", **how)
+
+
+def row(report, name: str) -> dict:
+    return next(row for row in report["policies"] if row["name"] == name)
+
+
+def test_each_gear_below_16_has_a_row_and_fewer_bits_lose_more(report):
+    names = [row["name"] for row in report["policies"]]
+    assert names == ["static-8", "static-16", "random-0.5", "kv-4-of-4-8", "kv-8-of-4-8"]
+    four, eight = row(report, "kv-4-of-4-8"), row(report, "kv-8-of-4-8")
+    assert 0 < eight["kl_mean"] < four["kl_mean"] / 20
+    assert eight["top1_agreement"] > 0.97
+
+
+def test_weights_are_those_of_the_top_gear_and_no_static_gear_is_called_better(report):
+    top, four = row(report, "static-16"), row(report, "kv-4-of-4-8")
+    assert four["weight_bytes_per_token"] == top["weight_bytes_per_token"]
+    assert (four["share_top"], four["better_static"]) == (1.0, None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
+
+    def predictions(make_cache) -> np.ndarray:
+        steps = driven(gearbox, WINDOWS, Static(gearbox.ladder.top), make_cache)
+        return np.array([step.logprobs for step in steps])
+
+    def rounded(model) -> list[KVCache]:
+        caches = [Rounded() for _ in model.layers]
+        for cache in caches:
+            cache.bits_read = bits
+        return caches
+
+    in_gear = predictions(lambda model: cache_in_gears(model, gearbox, "4,8", fixed=bits))
+    np.testing.assert_allclose(in_gear, predictions(rounded), atol=1e-5)
+    assert np.abs(in_gear - predictions(lambda model: [KVCache() for _ in model.layers])).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-gears", "8,4"], ["--kv-gears is 8,4", "ascending"]),
+        (["--kv-gears", "2,16"], ["--kv-gears is 2,16"]),
+        (["--kv-gears", "16"], ["--kv-gears is 16", "add a lower gear"]),
+        (["--kv-gears", "4,16", "--task", "gsm8k"], ["--kv-gears", "--task"]),
+        (["--kv-gears", "4,16", "--small-model", "small"], ["--kv-gears", "--small-model"]),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(command, tmp_path, flags, words):
+    assert_refused(evaluate(command, tmp_path / "out", *flags), *words, folder=tmp_path)
+
+
+def test_a_model_whose_cache_has_no_gears_is_refused(command, tmp_path):
+    save_model(tiny_model("mamba"), tmp_path / "model")
+    done = evaluate(command, tmp_path / "out", "--model", tmp_path / "model", "--kv-gears", "4,8", "--context", 16)
+    assert_refused(done, "--kv-gears is 4,8", "has no gears")

@@ -1,0 +1,243 @@
+"""The page at /, in a headless Chromium."""
+
+import json
+import re
+import time
+
+import httpx
+import pytest
+from http_server import chat
+from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
+
+from gearbx_mlx.serving.batched import Batch
+from gearbx_mlx.telemetry.colors import gear_color
+
+pytest_plugins = ["page_fixtures"]
+
+GEARS = ("low", "mid", "high")
+
+
+def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
+    page.send(QUESTION)
+    answer = page.answer()
+    assert len(answer["points"]) == 40
+    assert "".join(span["text"] for span in answer["spans"]) == answer["text"] != ""
+    colors = dict(zip(GEARS, (gear_color(index, 3) for index in range(3))))
+    for span in answer["spans"]:
+        gear, entropy = span["title"].split("; ")[-1].split(", ")
+        assert span["color"] == colors[gear]
+        assert any(f"{point['entropy']:.2f} bits" == entropy for point in answer["points"] if point["gear"] == gear)
+    marks = page.run(
+        "return [...document.querySelectorAll('.point')].map((mark) => [mark.dataset.gear, mark.getAttribute('fill')])"
+    )
+    assert marks == [[point["gear"], colors[point["gear"]]] for point in answer["points"]]
+    assert len(page.run("return [...document.querySelector('#trace .mean').points]")) == 40
+    assert len(page.all("#trace .threshold")) == 2
+    assert page.find("#message").get_attribute("value") == ""
+
+
+def test_the_palette_is_that_of_the_terminal_and_the_pictures(page):
+    for gears in range(1, 8):
+        found = page.run("return Array.from({length: arguments[0]}, (_, i) => gearColor(i, arguments[0]))", gears)
+        assert found == [gear_color(index, gears) for index in range(gears)]
+
+
+def test_the_summary_has_the_servers_figures(page):
+    page.choose("mode", "lossless")
+    page.send(QUESTION)
+    points = page.answer()["points"]
+    low = sum(point["gear"] == "low" for point in points)  # tokens that were drafted and accepted
+    summary = page.text(".summary")
+    assert summary.startswith("longest answer · 40 tokens · ")
+    found = int(re.search(r"low (\d+) %", summary)[1])
+    assert low > 0
+    assert abs(found - low / 0.4) <= 0.5
+    share, drafted = map(int, re.search(r"(\d+) % of (\d+) drafted accepted", summary).groups())
+    assert round(share * drafted / 100) == low
+    assert f"mean entropy {sum(point['entropy'] for point in points) / 40:.2f} bits" in summary
+    assert float(re.search(r"([\d.]+) MB of weights per token", summary)[1]) > 0
+
+
+def test_mode_and_gear_are_those_that_were_chosen(page):
+    modes = page.run("return [...document.querySelectorAll('#mode option')].map((option) => option.value)")
+    assert modes == ["route", "kickdown", "lossless", "static"]
+    page.choose("gear", "mid")
+    assert page.find("#mode").get_attribute("value") == "static"
+    page.send(QUESTION)
+    assert {point["gear"] for point in page.answer()["points"]} == {"mid"}
+    page.choose("mode", "route")
+    assert page.find("#gear").get_attribute("value") == ""
+    page.choose("mode", "static")
+    assert page.find("#gear").get_attribute("value") == "high"
+    page.send(QUESTION)
+    assert {point["gear"] for point in page.answer()["points"]} == {"high"}
+    assert page.all("#trace .threshold") == []
+
+
+@pytest.mark.parametrize("how", ["escape", "button"])
+def test_stop_ends_the_servers_work(page, client, monkeypatch, how):
+    step = Batch.step
+
+    def slowly(batch):
+        time.sleep(0.1)
+        return step(batch)
+
+    monkeypatch.setattr(Batch, "step", slowly)
+    page.send(QUESTION)
+    page.wait(lambda: page.all(".point"))
+    assert client.scheduler.running == 1
+    if how == "escape":
+        page.find("#message").send_keys("\ue00c")
+    else:
+        page.find("#stop").click()
+    page.wait(lambda: client.scheduler.running == 0, 2)
+    assert 0 < len(page.answer()["points"]) < 40
+    assert page.text(".summary").startswith("stopped · ")
+    assert page.text("#problem") == ""
+    assert page.run("return document.activeElement.id") == "message"
+    assert page.find("#send").is_displayed()
+    assert not page.find("#stop").is_displayed()
+
+
+def test_several_turns_are_one_conversation_until_reset(page, scripted):
+    asked = scripted(chunk("Twelve.", ("low", 1.0, 1.0)))
+    page.send("How many?")
+    page.answer()
+    page.send("Are\ue008\ue007\ue000you sure?")  # Shift+Enter, and no Shift any more
+    page.answer()
+    assert [message["content"] for message in asked[1]["messages"]] == ["How many?", "Twelve.", "Are\nyou sure?"]
+    assert [message["role"] for message in asked[1]["messages"]] == ["user", "assistant", "user"]
+    page.find("#reset").click()
+    assert page.all(".turn") == page.all(".point") == []
+    page.send("Again?")
+    page.answer()
+    assert len(asked[2]["messages"]) == 1
+
+
+def test_reset_in_the_middle_of_an_answer_leaves_nothing_of_it(page, client, monkeypatch):
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: time.sleep(0.1) or step(batch))
+    page.send(QUESTION)
+    page.wait(lambda: page.all(".point"))
+    page.find("#reset").click()
+    page.wait(lambda: client.scheduler.running == 0, 2)
+    page.wait(lambda: page.run("return running === null"))
+    assert page.all(".turn") == page.all(".point") == []
+    assert page.text("#problem") == ""
+
+
+def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
+    scripted(chunk("One", ("low", 1.25, 1.0)), chunk(" two", ("mid", 0.5, 1.0), ("high", 3.5, 2.0)))
+    page.send("Count")
+    page.answer()
+    page.find("#message").click()
+    spans = page.all(".token[title]")
+    page.point_at(spans[0])
+    assert page.text("#readout") == "token 1: low, 1.25 bits"
+    assert [len(page.all(f"{kind}.chosen")) for kind in (".token", ".point")] == [1, 1]
+    assert spans[1].get_attribute("title") == "mid, 0.50 bits; high, 3.50 bits"
+    page.find("#trace").send_keys("\ue010")  # End
+    assert page.text("#readout") == "token 3: high, 3.50 bits"
+    page.find("#trace").send_keys("\ue012")  # left
+    assert page.find("#trace").get_attribute("aria-valuetext") == "token 2: mid, 0.50 bits"
+
+
+def test_the_end_of_the_text_stays_in_sight_unless_its_reader_scrolls_up(page, scripted):
+    beyond = "return talk.scrollHeight - talk.scrollTop - talk.clientHeight"
+    scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(2000)))
+    page.send("Hello")
+    page.answer()
+    page.wait(lambda: abs(page.run(beyond)) < 2)
+    page.run("talk.scrollTop = 0")
+    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    page.run("answers[0].take({choices: [{delta: {content: ' more'.repeat(200)}}]}); follow()")
+    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.run("return talk.scrollTop") == 0
+
+
+def test_a_server_without_gears_is_a_plain_chat(page, scripted):
+    asked = scripted({"choices": [{"delta": {"content": "Plain."}}]})
+    page.run("settings = {}; gears = []; fill($('mode'), []); fill($('gear'), []);")
+    page.send("Hello")
+    assert page.answer()["text"] == page.text(".answer") == "Plain."
+    assert "gearbx" not in asked[0]
+
+
+def test_a_proxy_says_which_server_answered(page, scripted):
+    scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"server": "large", "why": "entropy"}})
+    page.send("Hello")
+    page.answer()
+    assert page.text(".summary") == "the large server (entropy)"
+
+
+def test_a_model_without_a_chat_template_answers(page, client, monkeypatch):
+    def text():
+        return chat(client, QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
+
+    templated = text()
+    tokenizer = client.scheduler.provider.served.tokenizer._tokenizer  # to which the wrapper passes on what is set
+    monkeypatch.setattr(tokenizer, "has_chat_template", False)
+    page.send(QUESTION)
+    assert page.answer()["text"] == text() != templated
+    assert page.text("#problem") == ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
+    chromium.show_as(page.driver, 1000, 760, scheme)
+    scripted(*(chunk(gear, (gear, 1.0, 1.0)) for gear in GEARS), {"error": {"message": "no"}})
+    page.send("Hello")
+    page.answer()
+    found = page.run(CONTRASTS)
+    assert len(found) > 15
+    assert {name: contrast for name, contrast in found.items() if contrast < 4.5} == {}
+
+
+def test_nothing_moves_while_an_answer_grows(page, scripted):
+    for width in (1000, 360):
+        chromium.show_as(page.driver, width, 700)
+        page.run("reset()")
+        before = page.run(PLACES)
+        scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(300)), {"error": {"message": "no " * 200}})
+        page.send("Hello " * 40)
+        page.answer()
+        assert page.run(PLACES) == before
+        assert page.run("return document.documentElement.scrollWidth") == width
+        assert page.run("return document.documentElement.scrollHeight") == 700
+
+
+def test_everything_has_a_name_for_those_who_do_not_see_it(page, scripted):
+    scripted(chunk("Yes", ("low", 1.0, 1.0)))
+    page.send("Hello")
+    page.answer()
+    for selector in ("#mode", "#gear", "#message", "#trace", "main", "#panel", "#legend"):
+        assert page.find(selector).accessible_name, selector
+    answer = page.find(".answer")
+    assert (answer.get_attribute("aria-live"), answer.get_attribute("aria-busy")) == ("polite", "false")
+    assert page.find("#problem").aria_role == "alert"
+
+
+def test_the_page_is_one_file_that_no_browser_keeps(client):
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-store"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert set(re.findall(r"https?://[\w./]+", answer.text)) == {"http://www.w3.org/2000/svg"}
+    head = client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(answer.content))
+    assert client.head("/v1/models").status_code == 405
+
+
+def test_thresholds_and_rolling_means_are_the_modes_own(client):
+    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 8}
+    asked = {"mode": "route", "thresholds": [0.5, 2.5]}
+    with httpx.Client(base_url=client.server.where, timeout=60) as http:
+        lines = http.post("/v1/chat/completions", json={**body, "gearbx": asked}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[0]["gearbx"]["thresholds"] == [0.5, 2.5]
+    tokens = [token for one in chunks for token in one["gearbx"]["tokens"]]
+    assert tokens[0]["mean_entropy"] == tokens[0]["entropy"]
+    assert tokens[1]["mean_entropy"] == pytest.approx((tokens[0]["entropy"] + tokens[1]["entropy"]) / 2, abs=1e-4)

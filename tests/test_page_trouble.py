@@ -1,0 +1,129 @@
+"""The page at /, where something is wrong: keys, errors, answers that break off, hostile text."""
+
+import threading
+import time
+from dataclasses import replace
+
+from page_in_browser import QUESTION, Page, chunk
+
+from gearbx_mlx.serving.listening import Server
+from gearbx_mlx.serving.page import Paged
+
+pytest_plugins = ["page_fixtures"]
+
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b&gt;'
+
+
+def test_the_key_is_asked_for_and_kept_for_the_tab(page, client, monkeypatch):
+    handler = client.server.RequestHandlerClass
+    monkeypatch.setattr(handler, "guard", replace(handler.guard, api_key="sesame"))
+    page.driver.refresh()  # the list of models needs it too
+    for key, why in (("wrong", "asks for a key"), ("sesame", "does not take this key")):
+        page.wait(lambda why=why: why in page.text("#ask-why") and page.find("#ask").is_displayed())
+        page.find("#key").send_keys(key + "\ue007")
+    page.wait(lambda: page.all("#legend .token"))
+    page.send(QUESTION)
+    assert len(page.answer()["points"]) == 40
+    kept = page.run("return [sessionStorage.getItem('gearbx-key'), localStorage.length, document.cookie]")
+    assert kept == ["sesame", 0, ""]
+    page.driver.refresh()
+    page.wait(lambda: page.all("#legend .token"))
+    assert not page.find("#ask").is_displayed()
+
+
+def test_without_a_key_the_question_comes_back(page, client, monkeypatch):
+    handler = client.server.RequestHandlerClass
+    monkeypatch.setattr(handler, "guard", replace(handler.guard, api_key="sesame"))
+    page.send(QUESTION)
+    page.wait(lambda: page.find("#ask").is_displayed())
+    page.find("#cancel").click()
+    page.wait(lambda: page.run("return running === null"))
+    assert page.text("#problem") == "The server asks for an API key."
+    assert page.find("#message").get_attribute("value") == QUESTION
+    assert page.all(".turn") == []
+
+
+def test_an_error_of_the_server_is_one_line(page):
+    page.run("document.getElementById('message').value = 'word '.repeat(600)")
+    page.send("")
+    page.wait(lambda: page.text("#problem"))
+    assert "tokens, and the model's context 512" in page.text("#problem")
+    assert page.find("#problem").size["height"] == 24
+    page.run("document.getElementById('message').value = ''")
+    page.send("Hi")
+    assert page.text("#problem") == ""
+    page.answer()
+
+
+def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
+    scripted(chunk("Half", ("low", 1.0, 1.0)), ended=False)
+    page.send("Hello")
+    answer = page.answer()
+    assert (answer["text"], len(answer["points"])) == ("Half", 1)
+    assert page.text("#problem") == "The answer broke off: the server ended the connection."
+    assert page.text(".summary").startswith("broken off · 1 token · ")
+
+
+def test_an_error_in_the_middle_is_shown(page, scripted):
+    scripted(chunk("Half", ("low", 1.0, 1.0)), {"error": {"message": "the server\nfailed"}}, ended=False)
+    page.send("Hello")
+    assert page.answer()["text"] == "Half"
+    assert page.text("#problem") == "the server failed"
+
+
+def test_what_is_no_json_is_one_line(page, scripted):
+    scripted("{no json")
+    page.send("Hello")
+    page.wait(lambda: page.text("#problem"))
+    assert page.text("#problem").startswith("The server sent what this page cannot read")
+
+
+def test_hostile_text_is_text(page, scripted):
+    tokens = (HOSTILE, 1.0, 1.0), ("low", 1.0, 1.0)
+    error = {"error": {"message": HOSTILE}}
+    scripted({"choices": [{"delta": {"reasoning": HOSTILE}}]}, chunk(HOSTILE, *tokens), error)
+    page.send(HOSTILE)
+    assert page.answer()["text"] == HOSTILE
+    assert page.text(".question") == page.text(".thoughts") == page.text("#problem") == HOSTILE
+    assert page.text(".answer") == HOSTILE + HOSTILE
+    assert page.all("img") == []
+    assert page.run("return window.hacked ?? null") is None
+
+
+def test_even_a_script_in_the_page_would_not_run(page):
+    page.run(
+        """const script = document.createElement("script");
+        script.textContent = "window.hacked = 1";
+        document.body.append(script);
+        document.body.insertAdjacentHTML("beforeend", arguments[0]);""",
+        HOSTILE,
+    )
+    time.sleep(0.1)
+    assert page.run("return window.hacked ?? null") is None
+    refused = [entry["message"] for entry in page.driver.get_log("browser")]
+    assert any("Content Security Policy" in message for message in refused)
+
+
+def test_a_server_that_has_gone(driver, client):
+    class Small(Paged):
+        guard = replace(client.server.RequestHandlerClass.guard, patience=0.5)  # with connections made in advance
+
+        def get(self, path):
+            if path == "/":
+                self.send_page()
+            else:  # a server that has no gears
+                self.send_object({"data": [{"id": "other"}]})
+
+    page = Page(driver)
+    with Server(("127.0.0.1", 0), Small) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        page.open(server.where)
+        page.wait(lambda: page.text("#model") == "other")
+        server.shutdown()
+        thread.join()
+        server.finish(10)
+    page.send("Hello")
+    page.wait(lambda: page.text("#problem"))
+    assert page.text("#problem") == "The server does not answer. Is it still running?"
+    assert page.find("#message").get_attribute("value") == "Hello"

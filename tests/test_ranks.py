@@ -1,0 +1,273 @@
+"""Ranks meet, compare and end: hostfiles that lie, ranks that differ, that never come or that die."""
+
+import json
+import signal
+import socket
+import sys
+
+import pytest
+from ranks import Ranks, free_addresses, run_ranks
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.cli.together import LEFT
+from gearbx_mlx.ranks.comparison import difference
+from gearbx_mlx.ranks.place import place_here
+
+GENERATE = ["-m", "gearbx_mlx.generate"]
+SOON = 10.0  # seconds in which a run that cannot go on has to end
+IMPATIENT = {"GEARBX_RANKS_WAIT": "2"}
+
+
+def errors(ended):
+    """The lines on stderr of each rank."""
+    return [rank.stderr.splitlines() for rank in ended]
+
+
+def hostfile(directory, content):
+    file = directory / "hosts.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return {"MLX_RANK": "0", "MLX_HOSTFILE": str(file)}
+
+
+class TestPlace:
+    def test_without_variables_a_process_runs_alone(self):
+        assert place_here({}) is None
+
+    @pytest.mark.parametrize("content", ["", "[]", [["127.0.0.1:5000"]]])
+    def test_one_rank_runs_alone(self, tmp_path, content):
+        assert place_here(hostfile(tmp_path, content)) is None
+
+    def test_a_hostfile_says_where_the_ranks_are(self, tmp_path):
+        place = place_here(hostfile(tmp_path, [["a:1", "a:2"], ["[::1]:3"]]))
+        assert (place.rank, place.size, place.backend) == (0, 2, "ring")
+        assert place.addresses == ((("a", 1), ("a", 2)), (("[::1]", 3),))
+
+    def test_mpi_says_how_many_ranks_there_are(self):
+        place = place_here({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"})
+        assert (place.rank, place.size, place.backend, place.addresses) == (2, 4, "mpi", ())
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("[[", "not JSON"),
+            ('{"hosts": []}', "no list"),
+            ([["a:1"], "b:2"], "null is no address"),
+            ([["a:1"], []], "rank 1 has no address"),
+            ([["a:1"], ["b"]], '"b" is no address'),
+            ([["a:1"], ["b:0"]], '"b:0" is no address'),
+            ([["a:1"], ["b:65536"]], '"b:65536" is no address'),
+            ([["a:1"], ["b:-1"]], '"b:-1" is no address'),
+            ([["a:1"], [7]], "7 is no address"),
+            ([["a:1"], ["a:1"]], "a:1 is there twice"),
+        ],
+    )
+    def test_what_is_no_hostfile_is_refused(self, tmp_path, content, said):
+        with pytest.raises(GearbxError, match=r"hosts\.json") as refused:
+            place_here(hostfile(tmp_path, content))
+        assert said in str(refused.value)
+
+    @pytest.mark.parametrize("rank", ["", "x", "-1", "²"])
+    def test_a_rank_is_a_number(self, tmp_path, rank):
+        with pytest.raises(GearbxError, match="MLX_RANK"):
+            place_here(hostfile(tmp_path, [["a:1"], ["b:2"]]) | {"MLX_RANK": rank})
+
+    def test_a_rank_that_the_hostfile_does_not_have_is_refused(self, tmp_path):
+        with pytest.raises(GearbxError, match="names 2 ranks, and this process is rank 2"):
+            place_here(hostfile(tmp_path, [["a:1"], ["b:2"]]) | {"MLX_RANK": "2"})
+
+    def test_a_hostfile_that_is_not_there_is_refused(self, tmp_path):
+        with pytest.raises(GearbxError, match=r"none.json: cannot be read \(No such file"):
+            place_here({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "none.json")})
+
+
+def test_the_first_difference_names_the_rank_and_both_values():
+    same = {"--seed": "1", "--temp": "0"}
+    assert difference([same, same]) is None
+    found = difference([same, same, same | {"--seed": "2"}])
+    assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
+    assert "more is nothing, and on rank 0 here" in difference([same | {"more": "here"}, same])
+
+
+class TestMeeting:
+    def test_a_rank_that_never_comes(self):
+        (first, second) = run_ranks(2, GENERATE, hosts=free_addresses(3), environment=IMPATIENT)
+        assert [first.status, second.status] == [2, 2]
+        assert max(first.seconds, second.seconds) < SOON
+        assert errors([first, second])[1] == []
+        (line,) = errors([first])[0]
+        assert "rank 2 (127.0.0.1:" in line
+        assert "did not come within 2 seconds" in line
+
+    def test_rank_0_never_comes(self):
+        with Ranks(2, GENERATE, environment=IMPATIENT) as ranks:
+            ranks.processes[0].kill()
+            second = ranks.wait()[1]
+        assert second.status == 2
+        (line,) = errors([second])[0]
+        assert line.startswith("error: rank 1: rank 0 (127.0.0.1:")
+        assert "did not answer" in line
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_port_in_use(self, rank):
+        hosts = free_addresses(2)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", int(hosts[rank][0].rpartition(":")[2])))
+            other.listen()
+            ended = run_ranks(2, GENERATE, hosts=hosts, environment=IMPATIENT)
+        assert [each.status for each in ended] == [2, 2]
+        assert max(each.seconds for each in ended) < SOON
+        (line,) = errors(ended)[0]
+        assert f"{hosts[rank][0]}: cannot be used (Address already in use)" in line
+        assert ("rank 1: " in line) == (rank == 1)
+
+    def test_an_address_of_another_machine(self):
+        hosts = free_addresses(2)
+        hosts[1] = ["192.0.2.1:5000"]  # kept for documentation
+        ended = run_ranks(2, GENERATE, hosts=hosts, environment=IMPATIENT)
+        assert [each.status for each in ended] == [2, 2]
+        assert "rank 1: 192.0.2.1:5000: cannot be used (Cannot assign requested address)" in ended[0].stderr
+
+    def test_an_unknown_host(self):
+        ended = run_ranks(2, GENERATE, hosts=[["nowhere.invalid:5000"], ["127.0.0.1:5001"]], environment=IMPATIENT)
+        assert [each.status for each in ended] == [2, 2]
+        assert all("nowhere.invalid:5000: unknown host" in line for (line,) in errors(ended))
+
+    def test_another_hostfile_on_a_rank(self, tmp_path):
+        hosts = free_addresses(2)
+        other = tmp_path / "other.json"
+        other.write_text(json.dumps([*hosts, ["127.0.0.1:1"]]))
+        code = f"import os, runpy; os.environ['MLX_RANK'] == '1' and os.environ.update(MLX_HOSTFILE={str(other)!r}); "
+        code += "runpy.run_module('gearbx_mlx.generate', run_name='__main__')"
+        ended = run_ranks(2, ["-c", code], hosts=hosts, environment=IMPATIENT)
+        assert [each.status for each in ended] == [2, 2]
+        assert errors(ended) == [["error: rank 1: has another hostfile, of 3 ranks; give all ranks the same one"], []]
+
+    @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])
+    def test_commands_of_one_process_refuse_on_rank_0(self, command):
+        ended = run_ranks(2, ["-m", f"gearbx_mlx.{command}"])
+        assert [each.status for each in ended] == [2, 2]
+        assert errors(ended) == [
+            [f"error: gearbx_mlx.{command} runs as one process, and these are 2 ranks; use gearbx_mlx.generate"],
+            [],
+        ]
+
+    def test_a_batch_is_refused(self):
+        code = "import mlx.core as mx, gearbx_mlx as g; model, tokenizer = g.load(group=mx.distributed.init())\n"
+        code += "try: g.batch_generate(model, tokenizer, ['The king'], mode='lossless', max_tokens=3)\n"
+        code += "except g.GearbxError as error: print(error)"
+        ended = run_ranks(2, ["-c", code])
+        line = "ranks share this model, and they write one text at a time; use stream_generate for each"
+        assert [each.stdout.strip() for each in ended] == [line] * 2
+
+
+class TestDifferences:
+    def test_an_error_of_a_rank_is_shown_once_with_its_number(self):
+        ended = run_ranks(2, GENERATE, each={1: ["--temp", "-1"]})
+        assert [each.status for each in ended] == [2, 2]
+        assert errors(ended) == [["error: rank 1: --temp is -1.0; give 0 to 1000"], []]
+
+    def test_an_error_of_all_ranks_is_shown_once(self):
+        ended = run_ranks(2, [*GENERATE, "--temp", "-1"])
+        assert [each.status for each in ended] == [2, 2]
+        assert errors(ended) == [["error: --temp is -1.0; give 0 to 1000"], []]
+
+    @pytest.mark.parametrize(("flag", "status"), [("--nonsense", 2), ("--help", 1)])
+    def test_a_rank_that_its_flags_end_ends_all(self, flag, status):
+        ended = run_ranks(2, GENERATE, each={1: [flag]})
+        assert [each.status for each in ended] == [status, status]
+        assert max(each.seconds for each in ended) < SOON
+        assert errors(ended) == [[f"error: rank 1: {LEFT}"], []]
+
+    def test_help_on_all_ranks_is_shown_once(self):
+        first, second = run_ranks(2, [*GENERATE, "--help"])
+        assert [first.status, second.status] == [0, 0]
+        assert first.stdout.startswith("usage: ")
+        assert (first.stderr, second.stdout, second.stderr) == ("", "", "")
+
+    def test_another_seed_is_refused_before_anything_is_loaded(self):
+        ended = run_ranks(2, [*GENERATE, "--model", "/nowhere"], each={0: ["--seed", "1"], 1: ["--seed", "2"]})
+        assert [each.status for each in ended] == [2, 2]
+        (line,), silent = errors(ended)
+        assert line.startswith("error: rank 1 differs from rank 0: --seed is 2, and on rank 0 1;")
+        assert silent == []
+
+
+# A command whose ranks wait for each other inside MLX, as in a pass over a model.
+WAITING = """
+import sys
+import mlx.core as mx
+from gearbx_mlx.cli import signals, terminal
+from gearbx_mlx.cli.together import together
+
+def passes():
+    print("begun", file=sys.stderr, flush=True)
+    while True:
+        mx.eval(mx.distributed.all_sum(mx.ones(4)))
+
+sys.argv = ["gearbx_mlx.generate"]
+terminal.run(lambda: together("generate", lambda: signals.run_to_end(passes)))
+"""
+# The same, where rank 1 does something else meanwhile, so that rank 0 waits inside MLX for ever.
+STUCK = WAITING.replace(
+    "    while True", "    while os.environ['MLX_RANK'] == '1': time.sleep(1)\n    while True"
+).replace("import sys", "import os, sys, time")
+# Rank 1 fails where rank 0 has all that it waits for.
+LATE = (
+    WAITING.replace("while True:", "if True:")
+    .replace("import sys", "import os, sys, time")
+    .replace(
+        "ones(4)))", "ones(4)))\n    if os.environ['MLX_RANK'] == '1': raise ValueError('late')\n    print('text')"
+    )
+)
+
+
+class TestEnds:
+    @pytest.mark.parametrize("dies", [0, 2])
+    def test_a_killed_rank_ends_all_with_a_line_each(self, dies):
+        with Ranks(3, ["-c", WAITING]) as ranks:
+            ranks.until(0, "begun")
+            ranks.processes[dies].kill()
+            killed = ranks.elapsed()
+            ended = ranks.wait()
+        others = [each for rank, each in enumerate(ended) if rank != dies]
+        assert [each.status for each in others] == [1, 1]
+        assert max(each.seconds for each in others) - killed < SOON
+        for each in others:
+            line = each.stderr.splitlines()[-1]
+            assert line.startswith(f"error: rank {dies} (127.0.0.1:")
+            assert line.endswith("is gone, which ends the run; start all ranks again")
+            assert each.stderr.count("\n") <= 2  # with "begun"
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize("gets", [[0], [1], [0, 1]])
+    def test_a_signal_to_any_rank_ends_all_without_a_word(self, number, status, gets):
+        with Ranks(2, ["-c", WAITING]) as ranks:
+            ranks.until(0, "begun")
+            for rank in gets:
+                ranks.processes[rank].send_signal(number)
+            ended = ranks.wait()
+        assert [each.status for each in ended] == [status, status]
+        assert "error" not in "".join(each.stderr for each in ended)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize("gets", [0, 1])
+    def test_so_does_one_while_rank_0_waits_for_ever_inside_mlx(self, number, status, gets):
+        with Ranks(2, ["-c", STUCK]) as ranks:
+            ranks.until(0, "begun")
+            ranks.processes[gets].send_signal(number)
+            sent = ranks.elapsed()
+            ended = ranks.wait(sent + 3 * SOON)
+        assert [each.status for each in ended] == [status, status]
+        assert "error" not in "".join(each.stderr for each in ended)
+
+    def test_an_error_of_another_rank_after_rank_0_is_done_is_shown(self):
+        first, second = run_ranks(2, ["-c", LATE])
+        assert [first.status, second.status] == [1, 1]
+        assert first.stdout == "text\n"
+        assert [line for line in first.stderr.splitlines() if line != "begun"] == [
+            "error: rank 1: ValueError: late (GEARBX_TRACEBACK=1 shows where)"
+        ]
+
+
+if sys.platform == "darwin":
+    pytestmark = pytest.mark.skip("loopback addresses and words of errors are those of Linux")

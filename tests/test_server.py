@@ -1,0 +1,229 @@
+"""The server over HTTP: what it answers, in every mode, and what requests may choose."""
+
+import contextlib
+import math
+import threading
+import time
+
+import httpx
+import pytest
+from http_server import WORD_PROBLEM, chat, complete, events, served, text_of
+
+from gearbx_mlx import GearbxError, Static, generate, load
+
+PROMPTS = ("Once upon a time", WORD_PROBLEM, "A baker makes 36 rolls in the morning.", "Why does a train", "One, two,")
+MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,8,16", log_level="ERROR") as client:
+        yield client
+
+
+def test_an_answer_is_openais_object_with_usage_and_gearbx(client):
+    answer = complete(client, max_tokens=10)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "demo"
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 10
+    assert answer["usage"]["total_tokens"] == 10 + answer["usage"]["prompt_tokens"]
+    seen = answer["gearbx"]
+    assert seen["mode"] == "route"
+    assert sum(seen["gear_tokens"].values()) == 10
+    assert 0 < seen["mean_entropy_bits"] <= math.log2(4096)
+    assert seen["weight_bytes_per_token"] > 1e6
+
+
+def test_a_chat_has_a_message_of_the_assistant(client):
+    answer = chat(client)
+    message = answer["choices"][0]["message"]
+    assert answer["object"] == "chat.completion"
+    assert message["role"] == "assistant"
+    assert len(message["content"]) > 20
+
+
+def test_the_text_is_that_of_generate(client):
+    model, tokenizer = load()
+    expected = generate(model, tokenizer, WORD_PROBLEM, max_tokens=24, mode=Static("high"), gearbox=None)
+    assert text_of(client, gearbx={"gear": "high"}) == expected
+
+
+@pytest.mark.parametrize("gearbx", MODES, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_the_whole_answer_in_pieces_with_gear_and_entropy_of_each_token(client, path, gearbx):
+    if path == "/v1/completions":
+        body, whole = {"prompt": WORD_PROBLEM}, text_of(client, gearbx=gearbx)
+    else:
+        body = {"messages": [{"role": "user", "content": WORD_PROBLEM}]}
+        whole = chat(client, gearbx=gearbx)["choices"][0]["message"]["content"]
+    chunks = events(client, path, **body, gearbx=gearbx)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    texts = [choice.get("text", choice.get("delta", {}).get("content") or "") for choice in choices]
+    assert "".join(texts) == whole
+    tokens = [token for chunk in chunks for token in chunk["gearbx"]["tokens"]]
+    assert len(tokens) == 24
+    assert all(token["gear"] in ("low", "mid", "high") and token["entropy"] >= 0 for token in tokens)
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    counted = chunks[-1]["gearbx"]["gear_tokens"]
+    assert {gear: sum(token["gear"] == gear for token in tokens) for gear in counted} == counted
+
+
+def test_usage_comes_last_in_a_stream_where_it_is_asked_for(client):
+    chunks = events(client, "/v1/completions", prompt="Once", stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 24
+
+
+def test_mode_lossless_writes_the_top_gears_text_and_counts_its_drafts(client):
+    top = text_of(client, gearbx={"gear": "high"})
+    answer = complete(client, gearbx={"mode": "lossless"})
+    assert answer["choices"][0]["text"] == top
+    assert answer["gearbx"]["drafted"] >= answer["gearbx"]["accepted"] > 0
+
+
+def test_the_gear_that_drafts_may_be_chosen(client):
+    seen = complete(client, gearbx={"mode": "lossless", "draft": 8})["gearbx"]
+    assert seen["passes"]["low"] == 0
+    assert seen["passes"]["mid"] == seen["drafted"] > 0
+
+
+def test_thresholds_may_be_chosen(client):
+    always, never = [0.0, 0.001], [60.0, 61.0]
+    seen = [complete(client, gearbx={"mode": "kickdown", "thresholds": each})["gearbx"] for each in (always, never)]
+    assert [report["gear_tokens"]["low"] for report in seen] == [0, 24]
+
+
+@pytest.mark.parametrize("gearbx", MODES, ids=str)
+def test_answers_in_company_are_those_given_alone(client, gearbx):
+    seed = 3 if gearbx == {"mode": "route"} else None  # without one the gear of a step is that of all who share it
+    alone = [text_of(client, prompt, gearbx=gearbx, seed=seed) for prompt in PROMPTS]
+    answers = all_at_once(client, gearbx=gearbx, seed=seed)
+    assert [answer["choices"][0]["text"] for answer in answers] == alone
+
+
+def all_at_once(client, **body):
+    """The answers to all prompts, asked for at the same time."""
+    together = [{}] * len(PROMPTS)
+
+    def ask(place):
+        together[place] = complete(client, PROMPTS[place], **body)
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return together
+
+
+@pytest.mark.parametrize("policy", ["highest", "quantile:0"])
+def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
+    """One of two wants the top gear as soon as its gate may shift, the other one never does."""
+    wishes = [[0.0, 0.001], [60.0, 61.0]]
+    with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, initial_gear="low") as client:
+        found = [None, None]
+
+        def ask(place):
+            options = {"mode": "route", "thresholds": wishes[place]}
+            found[place] = complete(client, max_tokens=400, gearbx=options)["gearbx"]
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if policy == "highest":
+            assert found[1]["gear_tokens"]["high"] > 0  # the second one goes along
+            assert found[0]["gear_tokens"]["low"] == 5  # before a gate may shift
+        else:
+            assert found[1]["gear_tokens"]["high"] == 0
+            assert found[0]["gear_tokens"]["low"] > 5  # the first one goes along
+
+
+def test_a_policy_that_does_not_exist_is_refused_before_the_server_starts():
+    with pytest.raises(GearbxError, match="batch policy 'mean' does not exist"), served(batch_policy="mean"):
+        pass
+
+
+@pytest.mark.parametrize("gearbx", [{"mode": "route"}, {"mode": "lossless"}, {"gear": "high"}], ids=str)
+def test_a_seed_makes_an_answer_again_whatever_others_draw_meanwhile(client, gearbx):
+    body = {"temperature": 1.0, "seed": 7, "gearbx": gearbx}
+    first = text_of(client, **body)
+    others = threading.Thread(target=text_of, args=(client, "Once"), kwargs={"temperature": 1.0, "max_tokens": 60})
+    others.start()
+    assert text_of(client, **body) == first
+    others.join()
+    assert text_of(client, **{**body, "seed": 8}) != first
+
+
+@pytest.mark.parametrize("gearbx", MODES, ids=str)
+def test_a_stop_word_ends_the_answer_before_it(client, gearbx):
+    whole = text_of(client, gearbx=gearbx, max_tokens=40)
+    word = whole[10:14]
+    answer = complete(client, gearbx=gearbx, stop=["never there", word], max_tokens=40)
+    assert answer["choices"][0]["text"] == whole[: whole.index(word)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_logprobs_of_a_chat_are_openais(client):
+    answer = chat(client, logprobs=True, top_logprobs=3, max_tokens=5, gearbx={"gear": "high"})
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5
+    for token in content:
+        likeliest = token["top_logprobs"]
+        assert len(likeliest) == 3
+        assert token["logprob"] == likeliest[0]["logprob"] >= likeliest[1]["logprob"] >= likeliest[2]["logprob"]
+        assert bytes(token["bytes"]).decode() == token["token"]
+
+
+def test_logprobs_of_a_text_are_openais_and_streams_have_them_too(client):
+    found = complete(client, logprobs=2, max_tokens=5, gearbx={"gear": "high"})["choices"][0]["logprobs"]
+    assert [len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [5] * 4
+    chunks = events(client, "/v1/completions", prompt=WORD_PROBLEM, logprobs=2, max_tokens=5, gearbx={"gear": "high"})
+    streamed = [value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
+    assert streamed == pytest.approx(found["token_logprobs"], abs=1e-6)
+
+
+@pytest.mark.parametrize("gearbx", MODES, ids=str)
+def test_a_second_turn_reads_only_what_is_new_and_writes_the_same(client, gearbx):
+    prompt = f"{WORD_PROBLEM} He sells 2 of them to each of {MODES.index(gearbx) + 3} girls."
+    first = text_of(client, prompt, gearbx=gearbx)
+    again = complete(client, f"{prompt}{first} Then", gearbx=gearbx)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+    if gearbx.get("mode") in (None, "lossless"):  # in one gear the entries are the same, whoever wrote them
+        with served(gears="4,8,16", log_level="ERROR") as fresh:
+            assert text_of(fresh, f"{prompt}{first} Then", gearbx=gearbx) == again["choices"][0]["text"]
+
+
+def test_the_same_prompt_twice_is_the_same_answer(client):
+    answers = [complete(client, "The king had a daughter", gearbx={"gear": "mid"}) for _ in range(2)]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_models_and_health(client):
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["demo"]
+    modes = ["route", "kickdown", "lossless", "static"]
+    about = listed[0]["gearbx"]
+    assert (about["modes"], about["gears"], about["mode"]) == (modes, ["low", "mid", "high"], "route")
+    assert client.get("/v1/models/demo").json()["id"] == "demo"
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("gearbx", MODES, ids=str)
+def test_work_stops_when_the_client_goes_away(client, gearbx, stream):
+    body = {"prompt": WORD_PROBLEM, "max_tokens": 400, "gearbx": gearbx, "stream": stream}
+    body["logit_bias"] = {str(token): -100 for token in (0, 1, 2)}  # so that the text does not end by itself
+    patience = 60 if stream else 0.5
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        client.stream("POST", "/v1/completions", json=body, timeout=patience) as answer,
+    ):
+        next(answer.iter_lines())
+    deadline = time.monotonic() + 2
+    while client.scheduler.running and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert client.scheduler.running == 0

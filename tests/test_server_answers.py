@@ -1,0 +1,165 @@
+"""What stands in the server's answers: log-probabilities, calls of tools, models by their names."""
+
+import contextlib
+import json
+import logging
+import math
+
+import openai
+import pytest
+from conftest import save_model, tiny_model
+from http_server import chat, complete, error_of, events, served
+from scripted_model import save_scripted
+from test_server_clients import MESSAGES, TEMPLATE, TOOL
+
+from gearbx_mlx.serving.answers import Shape
+from gearbx_mlx.serving.requests import ChatRequest, parse
+from gearbx_mlx.serving.tokens import Alternative, Emitted
+from gearbx_mlx.serving.tools import Calls
+
+IMPOSSIBLE = Alternative(2, "b", -math.inf)
+LIKELY = Alternative(1, "a", -0.5)
+YES_OR_NO = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+
+
+def emitted(own):
+    return Emitted(own.text, None, None, own, (LIKELY, IMPOSSIBLE))
+
+
+def test_an_impossible_token_is_no_alternative_and_minus_9999_itself():
+    chat = Shape(True, "m", "f").logprobs([emitted(IMPOSSIBLE)])["content"][0]
+    assert (chat["logprob"], [one["token"] for one in chat["top_logprobs"]]) == (-9999.0, ["a"])
+    text = Shape(False, "m", "f").logprobs([emitted(IMPOSSIBLE), emitted(LIKELY)])
+    assert text["token_logprobs"] == [-9999.0, -0.5]
+    assert text["top_logprobs"] == [{"a": -0.5}] * 2
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="16", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives_under_a_schema_are_json(client, stream):
+    body = {"prompt": "Late?", "max_tokens": 8, "logprobs": 5, "response_format": YES_OR_NO, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    texts = (
+        [answer.text] if not stream else [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
+    )
+    best = [best for text in texts for best in strict(text)["choices"][0]["logprobs"]["top_logprobs"]]
+    assert 0 < min(map(len, best)) < 5
+
+
+def asked(**further):
+    return {"messages": MESSAGES, "tools": [TOOL], "temperature": 0, "max_tokens": 20, **further}
+
+
+def in_parts(client, **further):
+    """Text, calls and the end of a stream."""
+    choices = [chunk["choices"][0] for chunk in events(client, "/v1/chat/completions", **asked(**further))]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    return "".join(choice["delta"].get("content", "") for choice in choices), calls, choices[-1]["finish_reason"]
+
+
+NO_CALLS = (
+    "[1]",
+    '"add"',
+    '{"name": 5, "arguments": {}}',
+    '{"name": "add", "arguments": [1]}',
+    '{"name": \x1b[31m"add',
+    '{"name": "ad',
+)
+
+
+@contextlib.contextmanager
+def writing(path, text):
+    """A client of a model that writes a text where calls stand."""
+    save_scripted(path / "model", ["<tool_call>", text, "</tool_call>"], TEMPLATE)
+    with served(model=str(path / "model"), gears="16", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
+def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
+    with writing(tmp_path, text) as client:
+        choice = chat(client, **asked())["choices"][0]
+        assert choice["message"]["content"] == text
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+        assert in_parts(client) == (text, [], "stop")
+        cut = chat(client, **asked(max_tokens=2))["choices"][0]
+        assert (cut["message"]["content"], cut["finish_reason"]) == (text, "length")
+        tools = [{"name": "add", "input_schema": {}}]
+        message = client.post("/v1/messages", json=asked(tools=tools)).json()
+        assert message["content"] == [{"type": "text", "text": text}]
+        assert message["stop_reason"] == "end_turn"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}', ', "arguments": "{}"'])
+def test_a_call_may_have_no_arguments(tmp_path, arguments):
+    with writing(tmp_path, f'{{"name": "add"{arguments}}}') as client:
+        choice = chat(client, **asked())["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
+
+
+def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text():
+    one, none = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": math.nan}}
+    calls = Calls(lambda text, tools: json.loads(text), None, numbered=True)
+    first, second = calls.read(json.dumps([one, one | {"id": "call_2"}]))
+    assert (first["index"], second["index"], second["id"]) == (0, 1, "call_2")
+    assert calls.read(json.dumps([one, none])) == []
+    assert calls.read(json.dumps(one))[0]["index"] == 2
+
+
+def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
+    call = '{"name": "add", "arguments": {}}'
+    with writing(tmp_path, call) as client:
+        choice = chat(client, **asked(tool_choice="none"))["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (call, "stop")
+        assert in_parts(client, tool_choice="none") == (call, [], "stop")
+        none = {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "none"}}
+        message = client.post("/v1/messages", json=asked(**none)).json()
+        assert (message["content"][0]["text"], message["stop_reason"]) == (call, "end_turn")
+        text = complete(client, "Answer:", temperature=0)["choices"][0]
+        assert (text["text"], text["finish_reason"]) == (call, "stop")
+        for choice in ("any", {"type": "function"}, {"type": "function", "function": {"name": ""}}, 5):
+            answer = client.post("/v1/chat/completions", json=asked(tool_choice=choice))
+            assert "tool_choice" in error_of(answer)
+
+
+def test_tools_are_shown_unless_none_may_be_called():
+    shown = {
+        choice: parse(ChatRequest, asked(tool_choice=choice)).shown_tools for choice in ("none", "auto", "required")
+    }
+    assert shown == {"none": None, "auto": [TOOL], "required": [TOOL]}
+    named = {"type": "function", "function": {"name": "add"}}
+    assert parse(ChatRequest, asked(tool_choice=named)).shown_tools == [TOOL]
+    assert parse(ChatRequest, asked(tools=[])).shown_tools is None
+
+
+@pytest.mark.parametrize("name", ["owner/name", None])
+def test_a_model_is_found_by_the_name_that_is_listed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    save_model(tiny_model(vocab_size=4096), tmp_path / "owner" / "name")
+    with served(model=name or str(tmp_path / "owner" / "name"), gears="16", log_level="ERROR") as client:
+        ours = openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+        listed = ours.models.list().data[0]
+        assert "/" in listed.id
+        assert ours.models.retrieve(listed.id) == listed
+        assert client.get(f"/v1/models/{listed.id}").json()["id"] == listed.id
+        error_of(client.get("/v1/models/owner%2Fother"), 404)
+        error_of(client.post("/v1/models/owner%2Fname", json={}), 405)
+        counts = client.get("/metrics").text
+    assert 'gearbx_requests_total{route="/v1/models",status="200"} 3.0' in counts
+    assert 'gearbx_requests_total{route="/v1/models",status="404"} 1.0' in counts

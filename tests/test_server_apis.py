@@ -1,0 +1,249 @@
+"""What the server answers to clients of OpenAI's, Anthropic's and Prometheus's making."""
+
+import json
+import threading
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from http_server import WORD_PROBLEM, complete, error_of, served
+from prometheus_client.parser import text_string_to_metric_families
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "apples": {"type": "integer", "minimum": 0, "maximum": 100},
+        "likes": {"enum": ["tea", "milk"]},
+    },
+    "required": ["name", "apples", "likes"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, and no more
+MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
+MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
+ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,16", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ours(client):
+    return openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def theirs(client):
+    return anthropic.Anthropic(base_url=client.server.where, api_key="none", max_retries=0)
+
+
+class TestSchemas:
+    @pytest.mark.parametrize("gearbx", MODES, ids=str)
+    def test_an_answer_fits_its_schema_in_every_mode(self, ours, gearbx):
+        asked = ASKED | {"max_tokens": 80, "response_format": FORMAT, "extra_body": {"gearbx": gearbx}}
+        whole = ours.chat.completions.create(**asked).choices[0]
+        assert whole.finish_reason == "stop"
+        jsonschema.validate(json.loads(whole.message.content), SCHEMA)
+        chunks = ours.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+
+    def test_with_two_models(self):
+        with served(model=str(DEMO_MODEL), small_model=str(DEMO_MODEL), mode="pair", log_level="ERROR") as client:
+            answer = complete(client, response_format=FORMAT, max_tokens=80)
+        jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
+
+    def test_with_telemetry_only(self):
+        with served(mode="telemetry-only", log_level="ERROR") as client:
+            answer = complete(client, response_format=FORMAT, max_tokens=80)
+        jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
+
+    def test_answers_at_once_have_schemas_of_their_own(self, client):
+        schemas = [SCHEMA, {"enum": ["yes", "no"]}, {"type": "integer", "minimum": 0, "maximum": 9}, None] * 2
+        formats = [s and {"type": "json_schema", "json_schema": {"schema": s}} for s in schemas]
+        gears = [{"gear": "high"}] * 4 + [{"mode": "lossless"}] * 4
+
+        def ask(place):
+            body = {"max_tokens": 80, "response_format": formats[place], "gearbx": gears[place]}
+            return complete(client, **body)["choices"][0]["text"]
+
+        alone = [ask(place) for place in range(8)]
+        together = [""] * 8
+        threads = [threading.Thread(target=lambda p=p: together.__setitem__(p, ask(p))) for p in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert together == alone
+        for text, schema in zip(together, schemas):
+            if schema is not None:
+                jsonschema.validate(json.loads(text), schema)
+
+    def test_prompts_that_are_cached(self, client):
+        """The constraint sees the rest of the prompt alone, or all of it."""
+        body = {"max_tokens": 80, "response_format": FORMAT, "gearbx": {"mode": "lossless"}}
+        first, again = (complete(client, "Jane has 7 apples and eats one.", **body) for _ in range(2))
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert first["choices"] == again["choices"]
+
+    @pytest.mark.parametrize(
+        "response_format",
+        [
+            {"type": "yaml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}},
+            {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://localhost/x"}}},
+            {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}},
+        ],
+        ids=lambda value: str(value)[:60],
+    )
+    def test_a_schema_that_cannot_be_kept_is_refused(self, client, response_format):
+        body = {"prompt": "Once", "response_format": response_format}
+        assert "response_format" in error_of(client.post("/v1/completions", json=body))
+
+    @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
+    def test_an_answer_that_cannot_be_finished_is_an_error_and_others_go_on(self, client, gearbx):
+        response_format = {"type": "json_schema", "json_schema": {"schema": TOO_MUCH}}
+        failed = {"prompt": WORD_PROBLEM, "gearbx": gearbx, "response_format": response_format}
+        alone = complete(client, gearbx=gearbx, max_tokens=40)["choices"]
+        others = []
+        thread = threading.Thread(
+            target=lambda: others.append(complete(client, gearbx=gearbx, max_tokens=40)["choices"])
+        )
+        thread.start()
+        assert "cannot be finished" in error_of(client.post("/v1/completions", json=failed))
+        with client.stream("POST", "/v1/completions", json=failed | {"stream": True}) as answer:
+            data = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        assert "cannot be finished" in data[-1]["error"]["message"]
+        thread.join()
+        assert others == [alone]
+
+
+class TestMessages:
+    def test_a_message_is_the_chat_completion(self, ours, theirs):
+        expected = ours.chat.completions.create(**ASKED)
+        message = theirs.messages.create(**ASKED)
+        assert message.content[0].text == expected.choices[0].message.content
+        assert message.stop_reason == "max_tokens"
+        assert message.usage.output_tokens == 16
+        prompt = message.usage.input_tokens + message.usage.cache_read_input_tokens
+        assert prompt == expected.usage.prompt_tokens
+        assert sum(message.gearbx["gear_tokens"].values()) == 16
+
+    @pytest.mark.parametrize("gearbx", MODES, ids=str)
+    def test_a_stream_is_the_message(self, theirs, gearbx):
+        asked = ASKED | {"extra_body": {"gearbx": gearbx}}
+        whole = theirs.messages.create(**asked)
+        seen = []
+        with theirs.messages.stream(**asked) as stream:
+            for event in stream:
+                if event.type == "message_start":
+                    counts = event.message.usage
+                if event.type == "content_block_delta":
+                    seen += event.gearbx["tokens"]
+            message = stream.get_final_message()
+        assert message.content[0].text == whole.content[0].text
+        assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 16)
+        prompt = counts.input_tokens + counts.cache_read_input_tokens
+        assert prompt == theirs.messages.count_tokens(model="default_model", messages=MESSAGES).input_tokens
+        assert (counts.output_tokens, message.usage.input_tokens) == (0, counts.input_tokens)
+        assert seen
+        assert all(token["gear"] in ("low", "high") and token["entropy"] >= 0 for token in seen)
+
+    def test_a_stop_sequence_is_named(self, theirs):
+        whole = theirs.messages.create(**ASKED).content[0].text
+        word = whole.split()[3]
+        message = theirs.messages.create(**ASKED, stop_sequences=["never", word])
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", word)
+        assert message.content[0].text == whole[: whole.index(word)]
+        with theirs.messages.stream(**ASKED, stop_sequences=[word]) as stream:
+            assert stream.get_final_message().stop_sequence == word
+
+    def test_a_schema_and_a_conversation(self, theirs):
+        messages = [*MESSAGES, {"role": "assistant", "content": "12"}, {"role": "user", "content": "Sure?"}]
+        output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        asked = ASKED | {"max_tokens": 80, "messages": messages, "output_config": output}
+        further = {"top_k": 5, "temperature": 0.2}  # which the client has no arguments for
+        message = theirs.messages.create(**asked, system="Be brief.", extra_body=further)
+        assert message.stop_reason == "end_turn"
+        jsonschema.validate(json.loads(message.content[0].text), SCHEMA)
+
+    def test_tokens_are_counted(self, theirs):
+        counted = theirs.messages.count_tokens(model="default_model", messages=MESSAGES)
+        usage = theirs.messages.create(**ASKED).usage
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+    def test_errors_are_anthropics(self, theirs):
+        with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0"):
+            theirs.messages.create(**ASKED | {"max_tokens": 0})
+        with pytest.raises(anthropic.NotFoundError, match="not served here") as error:
+            theirs.messages.create(**ASKED | {"model": "claude"})
+        assert error.value.body["error"]["type"] == "not_found_error"
+        output = {"format": {"type": "json_schema", "schema": TOO_MUCH}}
+        with (
+            pytest.raises(anthropic.APIStatusError, match="cannot be finished"),
+            theirs.messages.stream(**ASKED, output_config=output) as stream,
+        ):
+            stream.until_done()
+
+    def test_the_key_may_come_as_anthropics_clients_send_it(self):
+        with served(gears="4,16", log_level="ERROR", api_key="right") as client:
+            keys = {key: anthropic.Anthropic(base_url=client.server.where, api_key=key) for key in ("right", "wrong")}
+            assert keys["right"].messages.create(**ASKED).usage.output_tokens == 16
+            with pytest.raises(anthropic.AuthenticationError):
+                keys["wrong"].messages.create(**ASKED)
+
+
+def counted(client):
+    """Every sample of /metrics by its name and the values of its labels."""
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(answer.text)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+class TestMetrics:
+    def test_what_was_served_is_counted(self):
+        with served(gears="4,16", log_level="ERROR") as client:
+            reports = [complete(client, max_tokens=20, gearbx=gearbx)["gearbx"] for gearbx in MODES]
+            client.post("/v1/completions", json={"prompt": "Once", "max_tokens": -1})
+            client.post("/secret-of-a-client", json={})
+            found = counted(client)
+        by_gear = {gear: sum(report["gear_tokens"][gear] for report in reports) for gear in ("low", "high")}
+        for gear, tokens in by_gear.items():
+            assert found["gearbx_generated_tokens_total", gear] == tokens
+            assert found["gearbx_gear_share", gear] == tokens / 100
+        assert found["gearbx_drafted_tokens_total", "draft"] == sum(report.get("drafted", 0) for report in reports)
+        assert found["gearbx_accepted_tokens_total", "draft"] == sum(report.get("accepted", 0) for report in reports)
+        read = sum(report["weight_bytes_per_token"] * 20 for report in reports)
+        assert found["gearbx_weight_bytes_read_total",] == pytest.approx(read)
+        assert found["gearbx_requests_total", "/v1/completions", "200"] == 5
+        assert found["gearbx_requests_total", "/v1/completions", "400"] == 1
+        assert found["gearbx_requests_total", "other", "404"] == 1
+        assert not any("secret" in part for key in found for part in key)
+        assert found["gearbx_time_to_first_token_seconds_count",] == 5
+        assert found["gearbx_time_per_token_seconds_count",] == 95
+        assert found["gearbx_requests_running",] == found["gearbx_requests_waiting",] == 0
+        assert found["gearbx_peak_memory_bytes",] >= found["gearbx_memory_bytes",] > 1e6
+
+    def test_prompts_that_were_cached_are_counted(self):
+        with served(gears="4,16", log_level="ERROR") as client:
+            usage = [complete(client, gearbx={"gear": "high"})["usage"] for _ in range(2)]
+            found = counted(client)
+        cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usage]
+        assert cached[0] == 0 < cached[1]
+        assert found["gearbx_prompt_cached_tokens_total",] == cached[1]
+        assert found["gearbx_prompt_tokens_total",] == 2 * usage[0]["prompt_tokens"] - cached[1]
+        assert found["gearbx_prompt_cache_hits_total",] == 1
+
+    def test_the_key_is_asked_for(self):
+        with served(gears="4,16", log_level="ERROR", api_key="right") as client:
+            assert client.get("/metrics").status_code == 401
+            assert client.get("/metrics", headers={"Authorization": "Bearer right"}).status_code == 200

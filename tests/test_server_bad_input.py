@@ -1,0 +1,237 @@
+"""What the server answers to what is wrong: an error object, and it goes on."""
+
+import logging
+import socket
+import struct
+import sys
+import time
+
+import pytest
+from http_server import complete, error_of, served
+
+from gearbx_mlx.serving.guarded import Guard, Guarded
+from gearbx_mlx.serving.log_lines import Escaping
+
+BOTH = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,16", log_level="INFO", max_body_bytes=100_000, request_timeout=1.0) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def still_serving(client):
+    yield
+    assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+BODIES = {
+    "max_tokens": (-1, 0, 1.5, "ten", 2**40),
+    "temperature": (-0.1, "hot", 1e9),
+    "top_p": (1.5, -1),
+    "top_k": (-3, 2.5),
+    "min_p": (2,),
+    "logit_bias": ({"king": 1}, {"1": "x"}, [1], {"-1": 3}),
+    "seed": ("x", 1.5, 2**70),
+    "stop": ([""], 5, ["a"] * 65),
+    "n": (2, 0),
+    "stream": ("yes", 1),
+    "model": (5, "gpt-4", "/etc/passwd", "../../secret", ""[:0] + "x" * 5000),
+    "adapters": ("another/adapter",),
+    "gearbx": (
+        5,
+        {"mode": "fast"},
+        {"mode": "pair"},
+        {"gear": "turbo"},
+        {"gear": 5},
+        {"thresholds": [1.0, 2.0]},
+        {"thresholds": [-1.0]},
+        {"thresholds": ["x"]},
+        {"draft": 4},
+        {"mode": "lossless", "draft": 16},
+        {"mode": "lossless", "gear": 4},
+        {"wheels": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in BODIES for value in BODIES[field]])
+def test_a_field_that_is_wrong_is_named(client, path, field, value):
+    body = {"prompt": "Once", "messages": [{"role": "user", "content": "Once"}], field: value}
+    answer = client.post(path, json=body)
+    message = error_of(answer, 404 if field in ("model", "adapters") and value not in (5, "x" * 5000) else 400)
+    assert field.removesuffix("s") in message or "gear" in message or "mode" in message
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000]
+)
+def test_a_body_that_is_no_json_object_is_refused(client, body):
+    assert "JSON" in error_of(client.post("/v1/completions", content=body))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
+def test_numbers_that_are_not_finite_are_refused(client, number):
+    body = '{"prompt": "Once", "temperature": ' + number + "}"
+    error_of(client.post("/v1/completions", content=body))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hello",
+        [5],
+        [{"content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost:1/x.png"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+    ],
+    ids=str,
+)
+def test_messages_that_are_none_are_refused(client, messages):
+    error_of(client.post("/v1/chat/completions", json={"messages": messages}))
+
+
+@pytest.mark.parametrize("prompt", [5, None, [], [[1, 2]], ["a", "b"], [1, "a"], [-1], {}])
+def test_prompts_that_are_none_are_refused(client, prompt):
+    error_of(client.post("/v1/completions", json={"prompt": prompt}))
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(client):
+    assert "4096" in error_of(client.post("/v1/completions", json={"prompt": [5, 100_000]}))
+    assert "4096" in error_of(client.post("/v1/completions", json={"prompt": "x", "logit_bias": {"100000": 1}}))
+
+
+def test_a_prompt_beyond_the_context_is_refused(client):
+    answer = client.post("/v1/completions", json={"prompt": "king " * 600})
+    assert "the model's context 512" in error_of(answer)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_body_that_is_too_large_is_not_read(client):
+    error_of(client.post("/v1/completions", json={"prompt": "x" * 200_000}), 413)
+
+
+def test_what_is_not_there_is_404(client):
+    error_of(client.get("/v1/nothing"), 404)
+    error_of(client.post("/v1/nothing", json={}), 404)
+    error_of(client.get("/v1/models/other"), 404)
+
+
+def test_an_error_of_a_stream_comes_before_it_as_an_error(client):
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": True, "gearbx": {"gear": 5}})
+    error_of(answer)
+
+
+def raw(client, *parts, pause=0.0):
+    """What the server answers to these bytes."""
+    with socket.create_connection(client.server.server_address, timeout=10) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause)
+        found = b""
+        while more := connection.recv(65536):
+            found += more
+        return found
+
+
+def test_a_client_that_sends_slowly_is_let_go(client):
+    drops = [b"POST /v1/completions HTTP/1.1\r\n", *[b"x" for _ in range(3)]]
+    start = time.monotonic()
+    raw(client, *drops, pause=0.2)
+    assert time.monotonic() - start < 3
+    slow_body = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"
+    assert b" 408 " in raw(client, slow_body)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", b"411"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1e3\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"DELETE /v1/models HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_proper_request_gets_an_error(client, request_, status):
+    answer = raw(client, request_)
+    assert answer.split()[1] == status
+    assert b'"error"' in answer
+
+
+def test_the_log_has_no_text_of_clients_unescaped(client, caplog):
+    caplog.set_level(logging.DEBUG)
+    raw(client, b"GET /\x1b[31mred\x07 HTTP/1.1\r\nX: \x1b]0;title\x07\r\n\r\n")
+    client.post("/v1/completions", content=b'{"prompt": "\x1b[31m", "gearbx": {"mode": "\\u001b[31m"}}')
+    client.post("/v1/completions", json={"prompt": "x", "model": "\x1b[31mevil\nline"})
+    assert caplog.records
+    for record in caplog.records:
+        if record.name.startswith("gearbx"):
+            assert record.getMessage().isprintable()
+
+
+def test_every_record_is_escaped_with_its_traceback():
+    bad = "\x1b[31mred\n2026-01-01 ERROR forged"
+    try:
+        raise ValueError(bad)
+    except ValueError:
+        record = logging.LogRecord("other", logging.ERROR, "", 1, "said: %s", (bad,), sys.exc_info(), sinfo=bad)
+    first, *others = Escaping().format(record).split("\n")
+    assert all(line.isprintable() for line in (first, *others))
+    assert first.endswith(r"ERROR said: \x1b[31mred\n2026-01-01 ERROR forged")
+    assert "  Traceback (most recent call last):" in others
+    assert all(line.startswith("  ") for line in others)
+
+
+@pytest.mark.parametrize("key", ["sch\u00fcssel", "voil\u00e0", "\u00c5ngstr\u00f6m\u00c5", "\u93587"])
+def test_a_key_may_have_any_letters(key):
+    with served(gears="16", api_key=key, log_level="ERROR") as client:
+        sent = key.encode()
+        for headers in ({"Authorization": b"Bearer " + sent}, {"x-api-key": sent}):
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        for wrong in (sent[:-1], sent + b"\xa0", key.encode("latin-1", "replace")):
+            assert client.get("/v1/models", headers={"x-api-key": wrong}).status_code == 401
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.25, 30.0])
+def test_a_client_that_takes_nothing_is_waited_for_as_long_as_one_that_sends_nothing(seconds):
+    ours, theirs = socket.socketpair()
+    seen = []
+
+    class Handler(Guarded):
+        guard = Guard(patience=seconds)
+        disable_nagle_algorithm = False  # which these sockets do not have
+
+        def handle(self):
+            seen.append(self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))
+
+    with ours, theirs:
+        Handler(ours, ("", 0), None)
+    whole, micro = struct.unpack("ll", seen[0])
+    assert whole + micro / 1e6 == pytest.approx(seconds, abs=0.01)  # the kernel counts in ticks
+
+
+def test_the_key_is_asked_for():
+    with served(gears="16", api_key="sesame", log_level="ERROR") as client:
+        body = {"prompt": "x", "max_tokens": 1}
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "sesame"},
+            {"x-api-key": "sesam"},
+        ):
+            assert client.post("/v1/completions", json=body, headers=headers).status_code == 401
+            assert client.get("/v1/models", headers=headers).status_code == 401
+        for headers in ({"Authorization": "Bearer sesame"}, {"x-api-key": "sesame"}):
+            assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        assert client.get("/health").status_code == 200

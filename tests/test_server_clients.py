@@ -1,0 +1,267 @@
+"""The server and the clients that people use: the openai package, and httpx."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from http_server import WORD_PROBLEM, chat, served, text_of
+from scripted_model import save_scripted
+
+MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
+GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
+LONG = GREEDY | {"max_tokens": 400, "logit_bias": {"0": -100}}  # which does not end by itself
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
+TEMPLATE = (
+    "{% if tools %}Tools: {{ tools }}\n<tool_call>{{ '{tool_call.name}' }}</tool_call>\n{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}Answer:"
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(gears="4,8,16", log_level="ERROR", request_timeout=2.0) as client:
+        yield client
+
+
+def client_of(server, **keywords):
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60, **keywords)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+def is_idle(server, seconds=2.0):
+    """Whether nothing is computed or waits within some seconds."""
+    deadline = time.monotonic() + seconds
+    while server.scheduler.running + server.scheduler.queued and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return server.scheduler.running + server.scheduler.queued == 0
+
+
+class TestOpenAI:
+    def test_a_chat(self, server, client):
+        answer = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        expected = chat(server, temperature=0)["choices"][0]["message"]["content"]
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 24
+        assert answer.model_extra["gearbx"]["mode"] == "route"
+
+    def test_a_completion_in_a_gear_of_its_own(self, server, client):
+        gear = {"gearbx": {"gear": "low"}}
+        answer = client.completions.create(prompt=WORD_PROBLEM, extra_body=gear, **GREEDY)
+        assert answer.choices[0].text == text_of(server, **gear)
+        assert answer.model_extra["gearbx"]["gear_tokens"]["low"] == 24
+
+    def test_the_stream_of_a_chat(self, client):
+        whole = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = client.chat.completions.create(messages=MESSAGES, **GREEDY, **options)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert (last.choices, last.usage.completion_tokens) == ([], 24)
+
+    def test_the_stream_of_a_completion(self, client):
+        whole = client.completions.create(prompt=WORD_PROBLEM, **GREEDY)
+        chunks = list(client.completions.create(prompt=WORD_PROBLEM, stream=True, **GREEDY))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        tokens = [token for chunk in chunks for token in chunk.model_extra["gearbx"]["tokens"]]
+        assert len(tokens) == 24
+        assert {token["gear"] for token in tokens} <= {"low", "mid", "high"}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs_of_a_chat(self, client, stream):
+        wanted = {"logprobs": True, "top_logprobs": 3, "stream": stream}
+        answer = client.chat.completions.create(messages=MESSAGES, **GREEDY, **wanted)
+        parts = list(answer) if stream else [answer]
+        tokens = [token for part in parts for token in part.choices[0].logprobs.content]
+        assert len(tokens) == 24
+        for token in tokens:
+            assert [one.logprob for one in token.top_logprobs] == sorted(
+                (one.logprob for one in token.top_logprobs), reverse=True
+            )
+            assert token.top_logprobs[0].token == token.token  # greedy
+            assert token.logprob == token.top_logprobs[0].logprob <= 0
+            assert bytes(token.bytes).decode(errors="replace") == token.token
+
+    def test_logprobs_of_a_completion(self, client):
+        seen = client.completions.create(prompt=WORD_PROBLEM, logprobs=2, **GREEDY).choices[0].logprobs
+        assert len(seen.tokens) == len(seen.token_logprobs) == len(seen.top_logprobs) == len(seen.text_offset) == 24
+        assert all(max(best.values()) == own for best, own in zip(seen.top_logprobs, seen.token_logprobs))
+
+    def test_a_stop_word_ends_the_answer_before_it(self, client):
+        whole = client.completions.create(prompt=WORD_PROBLEM, **GREEDY).choices[0].text
+        word = whole[len(whole) // 2 :][:4]
+        answer = client.completions.create(prompt=WORD_PROBLEM, stop=[word, "never said"], **GREEDY)
+        assert answer.choices[0].text == whole[: whole.index(word)]
+        assert answer.choices[0].finish_reason == "stop"
+
+    def test_a_seed_makes_an_answer_again(self, client):
+        def ask(seed):
+            warm = GREEDY | {"temperature": 1.0}
+            return client.chat.completions.create(messages=MESSAGES, seed=seed, **warm).choices[0].message.content
+
+        assert ask(1) == ask(1) != ask(2)
+
+    def test_many_at_once_get_what_they_get_alone(self, server):
+        async def ask_all():
+            async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+                waiting = [client.completions.create(prompt=prompt, **apart) for prompt in prompts]
+                return [answer.choices[0].text for answer in await asyncio.gather(*waiting)]
+
+        prompts = [f"{WORD_PROBLEM} {'He has 3 dogs. ' * number}How many" for number in range(8)]
+        apart = GREEDY | {"seed": 1}  # without one, answers of mode route share their gears
+        assert asyncio.run(ask_all()) == [text_of(server, prompt) for prompt in prompts]
+
+    def test_models(self, client):
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").owned_by == "gearbx-mlx"
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "kind", "word"),
+        [
+            ({"model": "another"}, openai.NotFoundError, "not served here"),
+            ({"temperature": -1}, openai.BadRequestError, "temperature"),
+            ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+            ({"messages": [{"role": "user", "content": "word " * 600}]}, openai.BadRequestError, "context"),
+            ({"extra_body": {"gearbx": {"mode": "sixth"}}}, openai.BadRequestError, "sixth"),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_mistake_is_openais_exception(self, client, change, kind, word, stream):
+        with pytest.raises(kind, match=word):
+            client.chat.completions.create(**({"messages": MESSAGES, "stream": stream} | GREEDY | change))
+
+    def test_a_wrong_key_is_an_authentication_error(self):
+        with served(gears="16", api_key="secret", log_level="ERROR") as server, client_of(server) as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                client.completions.create(prompt="A", **GREEDY)
+            assert client.with_options(api_key="secret").completions.create(prompt="A", **GREEDY).choices[0].text
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A client of a model that calls a tool."""
+    path = tmp_path_factory.mktemp("scripted") / "model"
+    save_scripted(path, CALL, TEMPLATE)
+    with served(model=str(path), gears="16", log_level="ERROR") as server, client_of(server) as client:
+        yield client
+
+
+class TestTools:
+    def test_a_call(self, caller):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choice = caller.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 5, "b": 7}
+
+    def test_a_streamed_call(self, caller):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choices = [chunk.choices[0] for chunk in caller.chat.completions.create(stream=True, **asked)]
+        assert choices[-1].finish_reason == "tool_calls"
+        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+        assert "".join(call.function.name or "" for call in calls) == "add"
+        assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"a": 5, "b": 7}
+        assert not "".join(choice.delta.content or "" for choice in choices)
+
+
+class TestCancelling:
+    def test_a_stream_that_is_closed(self, server, client):
+        stream = client.chat.completions.create(messages=MESSAGES, stream=True, **LONG)
+        next(iter(stream))
+        stream.close()
+        assert is_idle(server)
+
+    def test_an_answer_that_is_not_waited_for(self, server, client):
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).completions.create(prompt=WORD_PROBLEM, **LONG)
+        assert is_idle(server)
+
+    def test_cancelled_tasks(self, server):
+        async def ask_and_cancel():
+            async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+                tasks = [asyncio.create_task(client.completions.create(prompt=f"{n}.", **LONG)) for n in range(6)]
+                await asyncio.sleep(0.5)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(ask_and_cancel())
+        assert is_idle(server)
+
+    @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
+    def test_at_a_random_moment_among_others_that_stay(self, server, gearbx):
+        """Those that stay get the text that they get alone, and nothing is left of those that went."""
+        drawn = random.Random(0)
+        body = {"temperature": 0, "max_tokens": 40, "gearbx": gearbx}
+
+        def leave(number):
+            asked = body | {"prompt": f"{number}. {WORD_PROBLEM}", "stream": number % 2 == 0}
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{server.base_url}/v1/completions", json=asked, timeout=drawn.uniform(0.001, 0.3))
+
+        def stay(number):
+            return text_of(server, f"Number {number}: {WORD_PROBLEM}", **body)
+
+        with ThreadPoolExecutor(12) as pool:
+            leaving = [pool.submit(leave, number) for number in range(16)]
+            together = list(pool.map(stay, range(4)))
+            for one in leaving:
+                one.result()
+        assert is_idle(server)
+        assert together == [stay(number) for number in range(4)]
+
+
+class TestRudeClients:
+    def test_slow_ones_are_let_go_and_keep_nobody_waiting(self, server, client):
+        """A byte now and then: the others are answered meanwhile, and the slow ones when the server's patience ends."""
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n"
+        with contextlib.ExitStack() as stack:
+            place = (server.base_url.host, server.base_url.port)
+            slow = [stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(20)]
+            for connection in slow:
+                connection.sendall(head)
+            assert len(client.completions.create(prompt=WORD_PROBLEM, **GREEDY).choices[0].text) > 10
+            for connection in slow:
+                connection.sendall(b"X: y\r\n")
+            for connection in slow:
+                assert b" 408 " in connection.makefile("rb").readline()
+
+    def test_random_bytes_are_refused_and_the_server_goes_on(self, server):
+        drawn = random.Random(1)
+        place = (server.base_url.host, server.base_url.port)
+        for number in range(40):
+            junk = drawn.randbytes(drawn.randint(1, 300))
+            head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(junk)}\r\n\r\n".encode()
+            with socket.create_connection(place, timeout=10) as connection:
+                connection.sendall(junk + b"\r\n\r\n" if number % 2 else head + junk)
+                connection.shutdown(socket.SHUT_WR)
+                reply = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert b" 400 " in reply.split(b"\r\n")[0] or reply.startswith(b"{"), reply  # HTTP/0.9 has no status line
+        assert is_idle(server)
+        assert text_of(server)

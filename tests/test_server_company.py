@@ -1,0 +1,140 @@
+"""What one request does to the others: nothing."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+from conftest import save_model, tiny_model
+from http_server import WORD_PROBLEM, complete, error_of, served, text_of
+
+from gearbx_mlx.serving import job
+
+QUIET = {"log_level": "ERROR"}
+MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"})
+LONG = "Tom has 5 apples and buys 7 more. " * 30
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,16", prefill_step_size=16, **QUIET) as client:
+        yield client
+
+
+def beside(client, others, **body):
+    """The text of an answer, while other requests are made by a function."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(text_of(client, max_tokens=120, **body)))
+    thread.start()
+    while not client.scheduler.running and thread.is_alive():
+        pass
+    others()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("top_k", [4095, 4096, 10**6])
+def test_as_many_likeliest_tokens_as_there_are_is_no_choice(client, top_k):
+    answer = complete(client, temperature=1.0, top_k=top_k, gearbx={"gear": "high"})
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
+    def broken(tokenizer, **settings):
+        def sample(logprobs):
+            raise ZeroDivisionError("a bug")
+
+        return sample if settings["temp"] == 0.5 else real(tokenizer, **settings)
+
+    real = job.sampler_for
+    alone = text_of(client, max_tokens=120, gearbx={"gear": "high"})
+    monkeypatch.setattr(job, "sampler_for", broken)
+
+    def others():
+        for _ in range(3):
+            error_of(
+                client.post("/v1/completions", json={"prompt": "x", "temperature": 0.5, "gearbx": {"gear": "high"}}),
+                500,
+            )
+
+    assert beside(client, others, gearbx={"gear": "high"}) == alone
+    assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
+
+
+@pytest.mark.parametrize(
+    "gearbx", [{"gear": "high"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"}], ids=str
+)
+@pytest.mark.parametrize(
+    "reader", [{"mode": "route"}, {"mode": "lossless"}, {"mode": "static", "gear": "low"}], ids=str
+)
+def test_others_go_on_while_a_long_prompt_is_read(client, gearbx, reader):
+    """The prompt has a dozen parts; between them others get a token each, in their own gears."""
+    alone = text_of(client, max_tokens=120, gearbx=gearbx)
+    prompt = f"{gearbx}{reader}{LONG}"
+    expected = text_of(client, prompt, gearbx=reader, seed=1)
+    with served(gears="4,16", prefill_step_size=16, **QUIET) as fresh:
+        read = []
+        together = beside(fresh, lambda: read.append(text_of(fresh, prompt, gearbx=reader, seed=1)), gearbx=gearbx)
+    assert together == alone
+    assert read == [expected]
+
+
+def test_tokens_come_while_a_long_prompt_is_read(client):
+    times = {"first": [], "second": []}
+
+    def listen(name, mark, **body):
+        body |= {"stream": True, "gearbx": {"mode": "route"}, "seed": 1}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith(mark):
+                    times[name].append(time.monotonic())
+
+    thread = threading.Thread(target=listen, args=("first", "data"), kwargs={"prompt": "Once", "max_tokens": 400})
+    thread.start()
+    while not times["first"]:
+        time.sleep(0.001)
+    listen("second", ": keepalive", prompt=LONG, max_tokens=1)
+    thread.join()
+    begun, ended = times["second"][0], times["second"][-1]
+    assert sum(begun < moment < ended for moment in times["first"]) > 3
+
+
+RESERVED = (
+    {"chat_template": "x"},
+    {"tokenize": False},
+    {"return_tensors": "np"},
+    {"truncation": True, "max_length": 3},
+)
+
+
+@pytest.mark.parametrize("arguments", RESERVED, ids=str)
+def test_a_client_cannot_bring_its_own_template(client, arguments):
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": arguments}
+    assert "chat_template_kwargs" in error_of(client.post("/v1/chat/completions", json=body))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_far_beyond_the_context_is_refused_before_it_becomes_tokens(client, path, monkeypatch):
+    text = "king " * 1_000_000
+    monkeypatch.setattr(client.scheduler, "_tokenize", None)
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    assert "characters" in error_of(client.post(path, json=body))
+
+
+def test_a_model_that_was_replaced_is_given_up(tmp_path):
+    save_model(tiny_model(vocab_size=4096), tmp_path / "other")
+    with served(gears="4,16", allow_models=True, **QUIET) as client:
+        complete(client, max_tokens=2)
+        first = weakref.ref(client.scheduler.provider.served.gearbox)
+        complete(client, max_tokens=2, model=str(tmp_path / "other"))
+        complete(client, WORD_PROBLEM, max_tokens=2)
+        gc.collect()
+        assert first() is None
+
+
+def test_a_model_that_does_not_exist_leaves_the_served_one_in_place():
+    with served(gears="4,16", allow_models=True, **QUIET) as client:
+        before = client.scheduler.provider.served
+        error_of(client.post("/v1/completions", json={"prompt": "x", "model": "/nowhere/at/all"}))
+        assert client.scheduler.provider.served is before

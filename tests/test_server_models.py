@@ -1,0 +1,147 @@
+"""What the server serves: pairs, quantized and geared checkpoints, draft models, controllers, other models."""
+
+import json
+
+import mlx_lm
+import pytest
+from conftest import save_model, tiny_model
+from http_server import WORD_PROBLEM, chat, complete, error_of, events, served, text_of
+from mlx_lm.utils import quantize_model
+
+from gearbx_mlx import Lossless, convert, generate, load
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.loading import DEMO_MODEL
+
+QUIET = {"log_level": "ERROR"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The directory of a small model with the demo model's tokenizer."""
+    path = tmp_path_factory.mktemp("small") / "model"
+    save_model(tiny_model(vocab_size=4096), path)
+    return str(path)
+
+
+def test_a_pair_takes_turns(small):
+    with served(small_model=small, thresholds="4", **QUIET) as client:
+        seen = complete(client)["gearbx"]
+        assert seen["mode"] == "pair"
+        assert sum(seen["gear_tokens"].values()) == 24
+        large = text_of(client, gearbx={"thresholds": [0.0]})
+        assert complete(client, gearbx={"thresholds": [0.0]})["gearbx"]["gear_tokens"] == {"small": 0, "large": 24}
+        assert large != text_of(client, gearbx={"thresholds": [60.0]})
+        assert "take turns" in error_of(
+            client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "route"}})
+        )
+        chunks = events(client, "/v1/completions", prompt="Once")
+        assert chunks[0]["gearbx"]["thresholds"] == [4.0]
+        assert {token["gear"] for chunk in chunks for token in chunk["gearbx"]["tokens"]} <= {"small", "large"}
+
+
+def test_an_infinite_threshold_is_no_line_in_a_trace(small):
+    with served(small_model=small, thresholds="inf", **QUIET) as client:
+        assert events(client, "/v1/completions", prompt="Once")[0]["gearbx"]["thresholds"] == []
+
+
+def test_a_quantized_checkpoint_is_watched_and_nothing_shifts(tmp_path):
+    model, config = quantize_model(tiny_model(vocab_size=4096), {}, 64, 4)
+    save_model(model, tmp_path / "quantized")
+    path = tmp_path / "quantized" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with served(model=str(tmp_path / "quantized"), **QUIET) as client:
+        about = client.get("/v1/models").json()["data"][0]["gearbx"]
+        assert about["modes"] == ["telemetry-only"]
+        assert about["bits"] == {"low": 4, "mid": 8, "high": 16}
+        seen = complete(client)["gearbx"]
+        assert seen["mode"] == "telemetry-only"
+        assert sum(seen["gear_tokens"].values()) == 24
+        assert complete(client, seed=1)["gearbx"]["gear_tokens"] == seen["gear_tokens"]
+        error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "lossless"}}))
+
+
+def test_a_geared_checkpoint_of_format_exact_is_lossless_from_the_start(tmp_path):
+    convert(model=None, gears="4,16", format="exact", mlx_path=tmp_path / "exact")
+    model, tokenizer = load(tmp_path / "exact")
+    expected = generate(model, tokenizer, WORD_PROBLEM, max_tokens=24, mode=Lossless())
+    with served(model=str(tmp_path / "exact"), **QUIET) as client:
+        answer = complete(client)
+        assert answer["gearbx"]["mode"] == "lossless"
+        assert answer["gearbx"]["accepted"] > 0
+        assert answer["choices"][0]["text"] == expected
+
+
+def test_a_chat_template_of_the_flags_is_used(small):
+    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    messages = [{"role": "user", "content": WORD_PROBLEM}]
+    with served(gears="16", chat_template=template, **QUIET) as client:
+        text = chat(client, messages=messages)["choices"][0]["message"]["content"]
+        tokenizer = client.scheduler.provider.tokenizer
+        assert text == text_of(client, tokenizer.encode(f"<{WORD_PROBLEM}>", add_special_tokens=False))
+
+
+def test_a_draft_model_drafts(small):
+    with served(draft_model=str(DEMO_MODEL), gears="16", **QUIET) as client:
+        expected = text_of(client, gearbx={"gear": "high"})
+        answer = complete(client)
+        assert answer["choices"][0]["text"] == expected
+        assert answer["gearbx"]["drafted"] > 0
+        assert client.get("/v1/models").json()["data"][0]["gearbx"]["modes"] == ["route", "static"]
+
+
+def test_a_controller_caps_the_gears():
+    with served(gears="4,8,16", target_tps=1.0, **QUIET) as client:
+        answer = complete(client, max_tokens=64)
+        assert answer["gearbx"]["mode"] == "route"
+        assert answer["gearbx"]["weight_bytes_per_token"] > 0
+        error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "static"}}))
+
+
+def test_other_models_are_loaded_only_where_that_is_allowed(small):
+    body = {"prompt": "Once", "max_tokens": 8, "model": small}
+    with served(gears="4,16", **QUIET) as client:
+        assert error_of(client.post("/v1/completions", json=body), 404).endswith("demo is")
+    with served(gears="4,16", allow_models=True, **QUIET) as client:
+        own = text_of(client, "Once", max_tokens=8)
+        other = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert other != own
+        assert text_of(client, "Once", max_tokens=8) == own
+        error_of(client.post("/v1/completions", json={**body, "model": "/nowhere/at/all"}))
+        assert text_of(client, "Once", max_tokens=8) == own
+
+
+def test_quantized_caches_and_rotating_ones_are_served():
+    for flags in ({"kv_bits": 8, "quantized_kv_start": 4}, {"max_kv_size": 16}):
+        with served(gears="4,16", **flags, **QUIET) as client:
+            for gearbx in ({"mode": "route"}, {"gear": "high"}):
+                assert complete(client, gearbx=gearbx)["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"host": "no.such.host.invalid"},
+        {"model": "/nowhere/at/all"},
+        {"mode": "pair"},
+        {"api_key": " "},
+        {"chat_template_args": "[]"},
+    ],
+    ids=str,
+)
+def test_what_no_server_can_be_started_with_is_refused(flags):
+    with pytest.raises(GearbxError), served(**flags):
+        pass
+
+
+def test_a_port_that_is_taken_is_named():
+    with served(gears="16", **QUIET) as client:
+        port = client.server.server_address[1]
+        with pytest.raises(GearbxError, match=f"port {port}"), served(port=port):
+            pass
+
+
+def test_the_model_is_that_of_mlx_lm(demo):
+    prompt = demo.tokenizer.encode(WORD_PROBLEM)
+    expected = mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=24)
+    with served(gears="16", kernels="mlx", **QUIET) as client:
+        assert text_of(client, gearbx={"gear": "high"}) == expected

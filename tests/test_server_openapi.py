@@ -1,0 +1,54 @@
+"""What the server says that it serves, and whether it does (schemathesis)."""
+
+import jsonschema
+import pytest
+import schemathesis
+from http_server import complete, served
+from hypothesis import HealthCheck, settings
+from schemathesis import checks
+
+from gearbx_mlx.serving.handler import ROUTES
+from gearbx_mlx.serving.openapi import ONE_MODEL, description
+
+OPENAPI = description()
+
+CHECKED = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,16", log_level="CRITICAL", max_tokens=2) as client:
+        yield client
+
+
+def shorten(body):
+    """Bodies that ask for long answers ask for short ones: the shape of an answer does not depend on its length."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        if isinstance(body, dict) and isinstance(body.get(name), int) and 2 < body[name] <= 2**31:
+            body[name] = 2
+
+
+@schemathesis.openapi.from_dict(OPENAPI).exclude(path="/chat/completions").parametrize()
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_as_described(client, case):
+    shorten(case.body)
+    case.call_and_validate(base_url=client.server.where, checks=CHECKED, timeout=20)
+
+
+def test_the_server_goes_on(client):
+    assert complete(client, "Once", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_the_description_is_served(client):
+    assert client.get("/openapi.json").json() == OPENAPI
+    assert OPENAPI["openapi"] == "3.1.0"
+    jsonschema.Draft202012Validator.check_schema({"$defs": OPENAPI["components"]["schemas"]})
+
+
+def test_every_route_is_described():
+    assert set(OPENAPI["paths"]) == ROUTES | {ONE_MODEL}

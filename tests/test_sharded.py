@@ -1,0 +1,95 @@
+"""Models that ranks have divided: real processes on loopback write the texts of one process, in every mode and gear."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from architectures import CONFIGS
+from conftest import save_model, tiny_model
+from ranks import run_ranks
+
+from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
+
+PROMPT = "Tom has 3 apples"
+MODES = {
+    "static": lambda: Static(),
+    "low": lambda: Static(gear="low"),
+    "route": lambda: Route(),
+    "kickdown": lambda: "kickdown",
+    "lossless": lambda: Lossless(draft_length=3),
+}
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import chosen_device
+import mlx.core as mx
+from test_sharded import facts
+print(json.dumps(facts({model!r}, mx.distributed.init(backend="ring", strict=True), {sums!r}, {keywords!r})))
+"""
+
+
+def facts(model, group=None, sums="gather", keywords=None):
+    """What a process finds out about a model, or a rank about its part."""
+    found, tokenizer = load(model, group=group, shard_sums=sums)
+    gearbox = Gearbox(found, **(keywords or {}))
+    texts = {
+        name: [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
+        for name, mode in MODES.items()
+    }
+    bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
+    shared = {gear.name: gearbox.undivided_bytes_per_token(gear) for gear in gearbox.ladder}
+    said = gearbox.describe().splitlines()
+    return {"texts": texts, "fingerprint": gearbox.fingerprint, "read": bytes_read, "shared": shared, "said": said}
+
+
+def on_ranks(count, tmp_path, model, sums="gather", keywords=None):
+    """The facts of every rank."""
+    script = tmp_path / "script.py"
+    tests = __file__.rpartition("/")[0]
+    script.write_text(SCRIPT.format(tests=tests, model=str(model), sums=sums, keywords=keywords))
+    ended = run_ranks(count, [str(script)])
+    assert [rank.status for rank in ended] == [0] * count, ended[0].stderr
+    return [json.loads(rank.stdout.splitlines()[-1]) for rank in ended]
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A model that four ranks can divide."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096}
+    path = tmp_path / "wide"
+    save_model(tiny_model("llama", **(CONFIGS["llama"] | heads), dtype=mx.bfloat16), path)
+    return path
+
+
+def test_two_ranks_write_the_texts_of_one_process_and_read_half(tmp_path):
+    from gearbx_mlx.loading import DEMO_MODEL
+
+    one, two = facts(DEMO_MODEL), on_ranks(2, tmp_path, DEMO_MODEL)
+    assert [rank["texts"] for rank in two] == [one["texts"]] * 2
+    assert [rank["fingerprint"] for rank in two] == [one["fingerprint"]] * 2
+    for rank in two:
+        for gear, read in rank["read"].items():
+            shared = rank["shared"][gear]
+            assert (read - shared) / (one["read"][gear] - shared) == pytest.approx(0.5, rel=0.03)
+        what = "every rank reads the others, norms and a tied head whole"
+        assert rank["said"][-1] == f"{what}: {shared} of {read} bytes a token"
+    assert "this rank has rows 128-255 of 256" in "".join(two[1]["said"])
+
+
+@pytest.mark.parametrize("keywords", [{"kernels": "native"}, {"format": "exact", "ladder": "4,16"}])
+def test_four_ranks_write_the_texts_of_one_process(wide, tmp_path, keywords):
+    one, four = facts(wide, keywords=keywords), on_ranks(4, tmp_path, wide, keywords=keywords)
+    assert [rank["texts"] for rank in four] == [one["texts"]] * 4
+
+
+def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp_path):
+    geared = tmp_path / "geared"
+    convert(wide, geared, gears="4,8,16", format="exact")
+    one, two = facts(geared), on_ranks(2, tmp_path, geared)
+    assert [rank["texts"] for rank in two] == [one["texts"]] * 2
+
+
+def test_sums_over_ranks_agree_on_all_ranks(wide, tmp_path):
+    two = on_ranks(2, tmp_path, wide, "sum", {"group_size": 32})
+    assert two[0]["texts"] == two[1]["texts"]
+    assert any("this rank has columns 0-63 of 128" in line for line in two[0]["said"])
