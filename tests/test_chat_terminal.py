@@ -30,7 +30,9 @@ def endless(tmp_path_factory) -> Path:
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(content | {"eos_token_id": 4095, "max_position_embeddings": 10**6}))
     content = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(content | {"eos_token": "<|never|>"}))
+    words = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    never = next(word for word, token in words.items() if token == 4095)
+    (model / "tokenizer_config.json").write_text(json.dumps(content | {"eos_token": never}))
     return model
 
 
