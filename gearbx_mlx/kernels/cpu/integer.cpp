@@ -36,9 +36,34 @@ struct Job {
   bool row_by_row;
 };
 
+// The codes of the next LANES rows, as much of them as a panel has. Memory is asked for them, in one stream of a plane,
+// while the panel is multiplied: to write a panel takes too little time to wait for the next one.
+class Ahead {
+ public:
+  Ahead() = default;
+
+  Ahead(const gearbx_stack& m, int64_t row, int64_t column) : planes_(m.planes) {
+    for (int p = 0; p < planes_; p++) {
+      const int64_t bytes = bytes_of_row(m, p);
+      size_[p] = RUN * LANES / 2 * m.widths[p];
+      next_[p] = static_cast<const char*>(m.weights[p]) + row * bytes + LANES * (bytes + column / 8 * m.widths[p]);
+    }
+  }
+
+  // The share of a run.
+  GEARBX_INLINE void fetch() {
+    for (int p = 0; p < planes_; p++, next_[p - 1] += size_[p - 1])
+      for (int at = 0; at < size_[p]; at += 64) __builtin_prefetch(next_[p] + at, 0, 2);
+  }
+
+ private:
+  int planes_ = 0, size_[GEARBX_MAX_PLANES];
+  const char* next_[GEARBX_MAX_PLANES];
+};
+
 // Adds the products of N vectors and `groups` groups to the totals. Activations have X bytes.
 template <int N, int X, bool NARROW>
-void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x, float* totals) {
+void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x, Ahead ahead, float* totals) {
   const uint8_t* codes = panel.codes;
   Floats total[N];
   for (int v = 0; v < N; v++) total[v] = load_floats(totals + v * LANES);
@@ -49,6 +74,7 @@ void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x,
       sums[v][X - 1] = all_ints(x.starts[v]);
     }
     for (int run = 0; run < group; run += 4 * RUN) {
+      ahead.fetch();
       Sums<NARROW> some[N * X];
       for (int v = 0; v < N; v++)
         for (int b = 0; b < X; b++) some[v * X + b].begin(sums[v][b]);
@@ -70,7 +96,7 @@ void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x,
   for (int v = 0; v < N; v++) store_floats(totals + v * LANES, total[v]);
 }
 
-typedef void (*Multiply)(const Panel&, int groups, int group, bool affine, Rounded, float* totals);
+typedef void (*Multiply)(const Panel&, int groups, int group, bool affine, Rounded, Ahead, float* totals);
 
 template <int X, bool NARROW, size_t... N>
 Multiply find_multiply(int vectors, std::index_sequence<N...>) {
@@ -101,7 +127,8 @@ void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height
       const int64_t at = v * groups + first * n;  // of the tile's first vector and group
       const Rounded x = {job.x.x + at * m.group * bytes, job.x.starts + at, job.x.steps + at, job.x.sums + at};
       const Multiply multiply = find_multiply(n, bytes, matrix.how.bits <= 4);
-      multiply(panel, count, m.group, m.kind == GEARBX_AFFINE, x, totals + v * LANES);
+      const Ahead ahead = v ? Ahead() : Ahead(m, row, first * m.group);
+      multiply(panel, count, m.group, m.kind == GEARBX_AFFINE, x, ahead, totals + v * LANES);
     }
   }
   for (int64_t v = 0; v < job.vectors; v++)

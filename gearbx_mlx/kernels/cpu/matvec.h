@@ -60,6 +60,11 @@ namespace gearbx {
 inline int64_t inputs_of(const gearbx_stack& m) { return m.kind == GEARBX_AFFINE ? m.columns : m.inputs; }
 inline int64_t inputs_of(const gearbx_dense& m) { return m.columns; }
 
+// The bytes from row to row of a plane.
+inline int64_t bytes_of_row(const gearbx_stack& m, int plane) {
+  return m.kind == GEARBX_AFFINE ? m.columns / 8 * m.widths[plane] : m.row_bytes;
+}
+
 inline int64_t row_bytes(const gearbx_stack& m) {
   int bits = 0;
   for (int p = 0; p < m.planes; p++) bits += m.widths[p];

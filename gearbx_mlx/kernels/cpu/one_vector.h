@@ -194,7 +194,7 @@ class OneVector {
     int whole = blocks;
     for (int p = 0; p < m_.planes; p++) {
       const int width = m_.widths[p];
-      const int64_t bytes = bytes_of(p), at = first * m_.group / 8 * width;
+      const int64_t bytes = bytes_of_row(m_, p), at = first * m_.group / 8 * width;
       planes[p] = static_cast<const uint8_t*>(m_.weights[p]) + row * bytes + at;
       const int64_t left = (m_.rows - row) * bytes - at, block = LANES * m_.group / 8 * width;
       if (!how_.in_place)
@@ -222,10 +222,8 @@ class OneVector {
     }
   }
 
-  int64_t bytes_of(int p) const { return m_.kind == GEARBX_AFFINE ? m_.columns / 8 * m_.widths[p] : m_.row_bytes; }
-
   const uint8_t* planes_end(int p) const {
-    return static_cast<const uint8_t*>(m_.weights[p]) + m_.rows * bytes_of(p);
+    return static_cast<const uint8_t*>(m_.weights[p]) + m_.rows * bytes_of_row(m_, p);
   }
 
   const gearbx_stack& m_;

@@ -42,14 +42,10 @@ __attribute__((noinline)) inline void copy_ends(const Rows& rows, int64_t at, ui
     std::memcpy(copy + 16 * r, rows.first + r * rows.stride + at, static_cast<size_t>(size));
 }
 
-// Dwords 0 to D - 1 of each row, from byte `at`. Meanwhile memory is read as many rows further on, in one stream.
+// Dwords 0 to D - 1 of each row, from byte `at`.
 template <int D>
 GEARBX_INLINE void read_dwords(const Rows& rows, int64_t at, Ints* out) {
-  if (D > 4 || (rows.count == LANES && at + 16 <= rows.bytes)) {
-    const uint8_t* ahead = rows.first + LANES * (rows.stride + at);
-    for (int i = 0; i < 4 * D * LANES; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-    return transpose<D>(rows.first + at, rows.stride, out);
-  }
+  if (D > 4 || (rows.count == LANES && at + 16 <= rows.bytes)) return transpose<D>(rows.first + at, rows.stride, out);
   alignas(64) uint8_t copy[16 * LANES];
   copy_ends(rows, at, copy);
   transpose<4>(copy, 16, out);
@@ -207,7 +203,7 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
                         uint8_t* out) {
   Rows rows[GEARBX_MAX_PLANES];
   for (int p = 0; p < m.planes; p++) {
-    const int64_t bytes = m.kind == GEARBX_AFFINE ? m.columns / 8 * m.widths[p] : m.row_bytes;
+    const int64_t bytes = bytes_of_row(m, p);
     rows[p] = {static_cast<const uint8_t*>(m.weights[p]) + row * bytes, bytes, bytes, count};
   }
   const auto write = how.flip ? write_codes<true> : write_codes<false>;
@@ -222,8 +218,6 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     for (int r = 0; r < LANES; r++) {
       const int64_t at = first / 8 * m.widths[p];
       const uint8_t* from = rows[p].first + (r < count ? r : 0) * rows[p].stride + at;
-      const uint8_t* ahead = from + LANES * rows[p].stride;
-      for (int i = 0; i < blocks * 4 * m.widths[p]; i += 64) __builtin_prefetch(ahead + i, 0, 2);
       unpack_blocks(m.widths[p], from, rows[p].bytes - at, blocks, p > 0, bytes + r * STRIDE);
     }
   const Rows unpacked = {bytes, STRIDE, STRIDE, LANES};
@@ -241,7 +235,10 @@ void write_values(const Rows& rows, int64_t first, int count, float factor, bool
   constexpr int AT_ONCE = 16 / sizeof(T);
   for (int g = 0; g < count; g += AT_ONCE) {
     Ints dwords[4];
-    read_dwords<4>(rows, (first + g) * static_cast<int64_t>(sizeof(T)), dwords);
+    const int64_t at = (first + g) * static_cast<int64_t>(sizeof(T));
+    const uint8_t* ahead = rows.first + LANES * (rows.stride + at);
+    for (int i = 0; i < 16 * LANES; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+    read_dwords<4>(rows, at, dwords);
     for (int j = 0; j < 4; j++)
       if constexpr (sizeof(T) == 4) {
         write(as_floats(dwords[j]));
