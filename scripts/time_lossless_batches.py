@@ -4,7 +4,9 @@
 
 The demo model is widened as in time_lossless.py. For every size of a batch, both ways write the same prompts in turn;
 a batch of one is also compared with stream_generate. The time of prompts does not count. On a machine that others use
-too, `cpu` (the processor's time) strays less than the clock.
+too, `cpu` (the processor's time) strays less than the clock. What a round can save follows from its passes, which are
+timed by themselves: a step of the draft, and verifications of two and three rows of each text, as shares of a step of
+the top gear.
 """
 
 import argparse
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import mlx.core as mx
 from measure_lossless import encode
+from mlx_lm.models import llama
+from mlx_lm.models.cache import BatchKVCache
 from pages import fill, table
 from time_lossless import widened
 
@@ -22,19 +26,39 @@ from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.decoding.batches.generate import batch_generator
+from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
+from gearbx_mlx.kernels.names import ACTIVATIONS
 
-HEAD = ["texts", "time", "spread", "processor time", "spread", "drafted", "same texts"]
+HEAD = [
+    "weights",
+    "texts",
+    "time",
+    "spread",
+    "processor time",
+    "spread",
+    "drafted",
+    "same texts",
+    "draft",
+    "2 rows",
+    "3 rows",
+]
+CONTEXT, PASSES = 64, 9
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=4, help="Copies of every unit: a power of two. Default: 4")
+    parser.add_argument("--times", type=int, default=8, help="Copies of every unit: a power of two. Default: 8")
     parser.add_argument("--prompts", required=True, help="One per line, or JSON Lines such as GSM8K's.")
     parser.add_argument("--sizes", default="1,2,4,8,16", help="Of batches. Default: 1,2,4,8,16")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--gears", default="3,16")
-    parser.add_argument("--format", default="exact", help="Default: exact, which the mode has by default")
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["exact 3,16", "planes 4,16"],
+        help="Formats and their gears. Default: 'exact 3,16', which the mode has by default, and 'planes 4,16'",
+    )
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=DEFAULT_ACTIVATIONS)
     parser.add_argument("--draft-length", type=int, help="Default: as the costs in time say")
     parser.add_argument("--json", help="File to write.")
     parser.add_argument("--page", type=Path, help="Write the table into this page, after <!-- lossless -->.")
@@ -69,6 +93,23 @@ def ratios(before, after, unit):
     return {"ratio": statistics.median(values), "spread": [min(values), max(values)]}
 
 
+def pass_seconds(gearbox, size):
+    """Seconds of a step of the draft, and of top steps with one to three rows of each text: medians, taken in turn."""
+    cache = [BatchKVCache([0] * size) for _ in gearbox.model.layers]
+    mx.eval(gearbox.model(mx.full((size, CONTEXT), 5), cache=cache))
+    kinds = {"draft": ("low", 1), "top": ("high", 1), "2 rows": ("high", 2), "3 rows": ("high", 3)}
+    times = {kind: [] for kind in kinds}
+    for _ in range(PASSES):
+        for kind, (gear, rows) in kinds.items():
+            gearbox.shift(gear)
+            begun = time.perf_counter()
+            mx.eval(gearbox.model(mx.full((size, rows), 7), cache=cache))
+            times[kind].append(time.perf_counter() - begun)
+            for each in cache:
+                each.trim(rows)
+    return {kind: statistics.median(values) for kind, values in times.items()}
+
+
 def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
     """The row of one size."""
     top, lossless, single = [], [], []
@@ -83,6 +124,8 @@ def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
     same = sum(a == b for a, b in zip(top[-1]["texts"].values(), lossless[-1]["texts"].values()))
     row = {"size": len(prompts), "identical": same, "drafted": lossless[-1]["drafted"]}
     row |= {unit: ratios(top, lossless, unit) for unit in ("clock", "cpu")}
+    seconds = pass_seconds(gearbox, len(prompts))
+    row["passes"] = {kind: value / seconds["top"] for kind, value in seconds.items() if kind != "top"}
     return row | ({"to_single_" + unit: ratios(single, lossless, unit) for unit in ("clock", "cpu")} if single else {})
 
 
@@ -94,6 +137,7 @@ def page_table(rows, place):
     """How many times as fast as the top gear alone, and where and when that was measured."""
     lines = [
         [
+            row["weights"],
             row["size"],
             f"{row['clock']['ratio']:.2f}",
             spread(row["clock"]["spread"]),
@@ -101,6 +145,7 @@ def page_table(rows, place):
             spread(row["cpu"]["spread"]),
             row["drafted"],
             f"{row['identical']} of {row['size']}",
+            *(f"{share:.2f}" for share in row["passes"].values()),
         ]
         for row in rows
     ]
@@ -111,14 +156,20 @@ def main():
     args = parse_arguments()
     model, tokenizer = load()
     model.set_dtype(mx.bfloat16)  # which format exact stores
-    gearbox = Gearbox(widened(model, args.times), args.gears, format=args.format, kernels="native")
+    wide = widened(model, args.times)
     mode = Lossless(draft_length=args.draft_length) if args.draft_length else Lossless(cost="time")
     prompts = [encode(tokenizer, prompt) for prompt in read_prompts(Path(args.prompts))]
     rows = []
-    for size in map(int, args.sizes.split(",")):
-        given = [prompts[place % len(prompts)] for place in range(size)]
-        rows.append(compare(gearbox, tokenizer, given, mode, args.max_tokens, args.trials))
-        print(json.dumps(rows[-1]), flush=True)
+    for weights in args.weights:
+        form, gears = weights.split()
+        copy = llama.Model(wide.args)  # whose layers the gearbox replaces
+        copy.update(wide.parameters())
+        gearbox = Gearbox(copy, gears, format=form, kernels="native", activations=args.activations)
+        for size in map(int, args.sizes.split(",")):
+            given = [prompts[place % len(prompts)] for place in range(size)]
+            row = compare(gearbox, tokenizer, given, mode, args.max_tokens, args.trials)
+            rows.append({"weights": weights, **row})
+            print(json.dumps(rows[-1]), flush=True)
     result = {name: value for name, value in vars(args).items() if name not in ("json", "prompts", "page")}
     result |= {"rows": rows, "date": time.strftime("%Y-%m-%d")}
     result["machine"] = machine_name()
