@@ -194,11 +194,22 @@ def arrays_of(gearbox: Gearbox, names: set[str]) -> list[mx.array]:
     return list(found.values())
 
 
+def quantized(**sizes: int) -> nn.Module:
+    """A model whose groups are 64 columns wide."""
+    model = divisible(**sizes)
+    nn.quantize(model)
+    return model
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
         (lambda: divide(divisible(num_key_value_heads=1), Ranks(rank(0))), "self_attn.n_kv_heads is 1"),
         (lambda: divide(tiny_model("gemma3_text"), Ranks(rank(0))), "class 'gemma3_text' cannot be sharded"),
+        (
+            lambda: divide(quantized(intermediate_size=192), Ranks(rank(0), gather=False)),
+            "columns end at 96 of 192, inside",
+        ),
         (lambda: load(group=rank(0, 4)), "cannot be divided among 4 ranks"),
         (lambda: load(group=rank(0), shard_sums="max"), "shard_sums 'max' does not exist; choose from gather, sum"),
         (lambda: load(group=rank(0), adapter_path="here"), "ranks cannot share a model with an adapter"),

@@ -9,6 +9,8 @@ from conftest import save_model, tiny_model
 from ranks import run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
+from gearbx_mlx.cli.sharded import flag_facts, model_facts
+from gearbx_mlx.ranks.comparison import difference
 
 PROMPT = "Tom has 3 apples"
 MODES = {
@@ -93,3 +95,28 @@ def test_sums_over_ranks_agree_on_all_ranks(wide, tmp_path):
     two = on_ranks(2, tmp_path, wide, "sum", {"group_size": 32})
     assert two[0]["texts"] == two[1]["texts"]
     assert any("this rank has columns 0-63 of 128" in line for line in two[0]["said"])
+
+
+def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
+    names = [tmp_path / name for name in ("one.json", "two.json", "other.json")]
+    for name, content in zip(names, ("{}", "{}", "[]")):
+        name.write_text(content)
+    one, two, other = [flag_facts({"manifest": str(name), "model": str(name), "prompt": "x" * 5000}) for name in names]
+    assert difference([one, two]) is None
+    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: --manifest is a file with the digest ")
+    assert difference([one, flag_facts({"manifest": "none.json", "prompt": "x" * 5000})]) is not None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"ladder": "4,16"}, "the ladder"),
+        ({"group_size": 32}, "the group size"),
+        ({"format": "affine"}, "the format"),
+        ({"tables": {"low": {"model.layers.0.mlp.down_proj": 8}}}, "the bits of the layers"),
+    ],
+)
+def test_gears_that_are_not_the_same_are_named(wide, keywords, named):
+    first, other = (model_facts(Gearbox(load(str(wide))[0], **given)) for given in ({}, keywords))
+    assert difference([first, first]) is None
+    assert difference([first, other]).startswith(f"rank 1 differs from rank 0: {named} is ")

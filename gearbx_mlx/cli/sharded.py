@@ -2,11 +2,14 @@
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from ..decoding.mode import Mode
 from ..errors import GearbxError
 from ..gears.attachment import model_fingerprint
 from ..gears.gearbox import Gearbox
@@ -17,7 +20,7 @@ from .output import OutputSettings
 from .parsers.generate import GenerateSettings
 from .settings import flag_of
 
-OWN = ("model", "trace", "summary", "verbose")  # flags that may differ: paths, and what rank 0 alone writes
+OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
 ALONE = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
     "draft_model": "mlx-lm's draft models run in one process; use --mode lossless",
@@ -36,13 +39,14 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     """The settings of this rank; unchanged where one process runs alone. On other ranks than 0 nothing is written.
 
     Raises:
-        GearbxError: flags or versions that differ between ranks, or flags that ranks cannot have.
+        GearbxError: flags, files that they name, or versions that differ between ranks, or flags that ranks cannot
+            have.
     """
     run = current()
     if run is None:
         return settings
     given = values(settings)
-    check_equal(run.group, versions() | {flag_of(name): str(given[name]) for name in given if name not in OWN})
+    check_equal(run.group, versions() | flag_facts(given))
     for name, why in ALONE.items():
         if given.get(name):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
@@ -51,17 +55,50 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=False))
 
 
-def check_together(gearbox: Gearbox | Observer, tokens: Sequence[int]) -> None:
-    """Raises GearbxError for a model, gears or a prompt that are not the same on all ranks."""
+def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
+    """What each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
+    return {flag_of(name): fact(given[name]) for name in given if name not in OWN}
+
+
+def fact(value: Any) -> str:
+    if not isinstance(value, str) or not os.path.isfile(
+        value
+    ):  # a long prompt is no path, which Path would not forgive
+        return str(value)
+    try:
+        return f"a file with the digest {digest(Path(value).read_bytes())}"
+    except OSError:
+        return value  # who needs the file says why it cannot be read
+
+
+def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int]) -> None:
+    """Compare what decides the order and the size of what ranks tell each other.
+
+    Raises:
+        GearbxError: a model, bits of its layers, a mode or a prompt that are not the same on all ranks.
+    """
     run = current()
     if run is None:
         return
+    text = {"the mode": repr(mode), "the prompt": digest(repr(list(tokens)).encode())}
+    check_equal(run.group, model_facts(gearbox) | text)
+
+
+def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
+    """The model, and what every gear makes of its layers."""
     facts = {
         "the model's fingerprint": model_fingerprint(gearbox.model),
         "the ladder": str(gearbox.ladder),
-        "the prompt": hashlib.sha256(repr(list(tokens)).encode()).hexdigest()[:32],
+        "the bits of the layers": digest(repr([(each.path, each.bits) for each in gearbox.layer_paths()]).encode()),
     }
-    check_equal(run.group, facts)
+    if isinstance(gearbox, Gearbox):
+        facts |= {"the format": gearbox.format.name, "the group size": str(gearbox.group_size)}
+        facts["the type of the activations"] = str(gearbox.compute_dtype)
+    return facts
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def values(settings: Any) -> Mapping[str, Any]:

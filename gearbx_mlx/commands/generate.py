@@ -45,7 +45,7 @@ def run(settings: GenerateSettings) -> int:
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, geared.mode(prompt)
-    check_together(gearbox, tokens)
+    check_together(gearbox, mode, tokens)
     if settings.output.describe:
         describe(gearbox, mode)
     further = geared.gears.governor_keywords()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..errors import GearbxError
 from ..formats.base import Format
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
@@ -38,7 +39,7 @@ class Part:
             name: of the parameter; a `bias` is (..., O), and a library belongs to a matrix.
 
         Raises:
-            ValueError: the columns end between two numbers of the array.
+            GearbxError: the columns end inside of what one number of the array stands for.
         """
         lead = len(self.whole) - 2
         found = [(0, self.matrices)] if lead else []
@@ -51,7 +52,10 @@ class Part:
     def _scaled(self, column: int, shape: tuple[int, ...]) -> int:
         place, rest = divmod(column * shape[-1], self.whole[-1])
         if rest:
-            raise ValueError(f"column {column} of {self.whole[-1]} is inside of a number")
+            raise GearbxError(
+                f"a rank's columns end at {column} of {self.whole[-1]}, inside of a group or a word of a quantized "
+                "weight; load with shard_sums 'gather', or start another number of ranks"
+            )
         return place
 
     def of(self, array: mx.array, name: str = "weight") -> mx.array:
