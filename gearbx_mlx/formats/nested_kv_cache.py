@@ -207,8 +207,12 @@ class NestedKVCache(KVCache):
 
     def trim(self, n: int) -> int:
         trimmed = super().trim(n)
-        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
+        self.drop_later_planes()
         return trimmed
+
+    def drop_later_planes(self) -> None:
+        """Once the cache is shorter: positions behind its end are not packed; others stay so."""
+        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
 
     @property
     def state(self) -> Any:
