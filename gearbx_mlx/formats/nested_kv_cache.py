@@ -164,6 +164,11 @@ class NestedKVCache(KVCache):
         return self.beside if self.keys is not None else self.offset
 
     @property
+    def has_entries(self) -> bool:
+        """Whether a pass appends to the entries, whatever it reads."""
+        return self.keys is not None and (self.gears.exact or self.gears.in_prompt)
+
+    @property
     def reads_entries(self) -> bool:
         """Whether a pass reads the entries, in the gear that is engaged, and leaves them entries."""
         reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == EXACT)
