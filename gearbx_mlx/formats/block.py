@@ -18,7 +18,7 @@ from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 from ..kernels.candidates import NATIVE
 from ..kernels.dispatch import block_kernels
 from ..kernels.operations import WHOLE_BLOCKS
-from .block_caches import entries, has_room, planes_before, planes_of, set_entries, takes_cache, takes_in_place
+from .block_caches import entries, has_room, planes_of, read_before, set_entries, takes_cache, takes_in_place
 from .fused import (
     ORIGIN,
     NativeGeGLU,
@@ -147,12 +147,12 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
         return None
     seen = None if causal else mask
     if takes_in_place(cache) and x.shape[1] <= FEW and has_room(cache, x):
-        before, padding, planes = entries(cache), left_padding(cache), planes_before(cache)
-        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding, *planes)
+        before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
+        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding, *planes_of(nested))
         if y is not None:
             set_entries(cache, before + x.shape[1])
         if y is not None and type(cache) is NestedKVCache:
-            cache.count(cache.read(x.shape[1]))
+            cache.count(nested, x.shape[1])
         return given(layer, y)
     return in_halves(layer, program, kernels, x, causal, seen, cache)
 

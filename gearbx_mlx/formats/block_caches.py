@@ -21,9 +21,9 @@ def takes_in_place(cache: Any) -> bool:
     return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.has_entries)
 
 
-def planes_before(cache: Any) -> tuple[Any, ...]:
-    """What a native block reads in place of entries that a cache has already; nothing where it reads these."""
-    return planes_of(cache.read(0)) if type(cache) is NestedKVCache else ()
+def read_before(cache: Any) -> Nested | None:
+    """What a pass reads of tokens that are in a cache already; None: the entries as they are."""
+    return cache.read(0) if type(cache) is NestedKVCache else None
 
 
 def planes_of(nested: Nested | None) -> tuple[Any, ...]:

@@ -200,12 +200,12 @@ class NestedKVCache(KVCache):
                 return None
         return self._nested(min(self.gears.engaged() // WIDTH, len(self.gears.widths)))
 
-    def count(self, read: Nested | None) -> None:
-        """Note on the meter what a pass reads; nothing of a prompt."""
+    def count(self, read: Nested | None, new: int = 0) -> None:
+        """Note on the meter what a pass reads, and so many entries that came since; nothing of a prompt."""
         if self.gears.in_prompt:
             return
         if read is not None:
-            count = read.nbytes()
+            count = read.nbytes() + new * sum(map(position_bytes, read.entries))
         else:
             count = self.offset * (position_bytes(self.keys) + position_bytes(self.values))
         self.gears.meter.add(self.gears.engaged(), count)
@@ -269,8 +269,8 @@ class NestedKVCache(KVCache):
 
     def _nested(self, planes: int) -> Nested:
         keys, values = ([*arrays[:planes], *arrays[-2:]] for arrays in self.planes)
-        entries = none_of(keys), none_of(values)
-        return Nested(entries if self.keys is None else super().keys_and_values(), (keys, values), self.packed)
+        entries = (none_of(keys), none_of(values)) if self.keys is None else super().keys_and_values()
+        return Nested(entries, (keys, values), self.packed)
 
 
 class NoFile:
