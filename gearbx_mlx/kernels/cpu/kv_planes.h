@@ -47,16 +47,17 @@ GEARBX_INLINE Floats chosen(Floats numbers, Ints words) {  // reads the lowest f
 }
 #endif
 
+// Unpacks groups one after the other, of positions that follow each other, into numbers that do so too.
 template <bool REFINED>
-void unpack_vector(const gearbx_kv_planes& from, int64_t position, int64_t width, float* to) {
-  const int64_t words = width / CODES, groups = width / from.group;
-  const uint32_t *coarse = from.coarse + position * words, *fine = REFINED ? from.fine + position * words : nullptr;
-  const float *scales = from.scales + position * groups, *offsets = from.offsets + position * groups;
+void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, float* to) {
+  const int64_t size = from.group, before = first * size / CODES;
+  const uint32_t *coarse = from.coarse + before, *fine = REFINED ? from.fine + before : nullptr;
+  const float *scales = from.scales + first, *offsets = from.offsets + first;
   for (int64_t g = 0; g < groups; g++) {
     const Steps steps(scales[g], offsets[g], REFINED);
     const Floats step = all(steps.step), least = all(steps.least);
-    int64_t i = g * from.group;
-    const int64_t end = i + from.group;
+    int64_t i = g * size;
+    const int64_t end = i + size;
 #ifdef GEARBX_AVX512
     if constexpr (!REFINED) {
       const Floats numbers = numbers_of(step, least);
@@ -76,13 +77,18 @@ void unpack_vector(const gearbx_kv_planes& from, int64_t position, int64_t width
   }
 }
 
+inline void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, float* to) {
+  from.fine ? unpack_groups<true>(from, first, groups, to) : unpack_groups<false>(from, first, groups, to);
+}
+
 // Unpacks `count` vectors of `width` numbers, of a key head's positions from `first` on, into rows of `wide` numbers
 // with zeros at their ends. head: of batch and key head, counted through.
 inline void unpack_vectors(const gearbx_kv_planes& from, int64_t head, int64_t first, int64_t count, int64_t width,
                            int64_t wide, float* to) {
+  const int64_t groups = width / from.group, begin = (head * from.capacity + first) * groups;
+  if (width == wide) return unpack_groups(from, begin, count * groups, to);
   for (int64_t i = 0; i < count; i++, to += wide) {
-    const int64_t position = head * from.capacity + first + i;
-    from.fine ? unpack_vector<true>(from, position, width, to) : unpack_vector<false>(from, position, width, to);
+    unpack_groups(from, begin + i * groups, groups, to);
     std::fill_n(to + width, wide - width, 0.0f);
   }
 }
