@@ -5,8 +5,9 @@
 
 `quality` reads a text as `gearbx_mlx evaluate --kv-gears` does, by the demo model and others, in windows of each
 context that a model was made for. `cost` counts the bytes of keys and values that a decode step reads, and times its
-attention and all of it: on the demo model widened as in time_lossless.py, over random keys and values. In each trial
-every gear takes its turn, and a ratio is that of two times within one trial.
+attention and all of it, its own key and value appended: on the demo model widened as in time_lossless.py, over random
+keys and values. A step is timed with planes beside entries (4,8,16) and with planes alone (4,8). In each trial every
+gear takes its turn, and a ratio is that of two processor times within one trial.
 """
 
 import argparse
@@ -103,16 +104,19 @@ def cost(trials: int) -> str:
     gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")
     gearbox.shift(gearbox.ladder.find(WEIGHTS))
     rows = [row for context in track(LONG, "contexts") for row in of_gears(gearbox, context, trials)]
-    head = ["context", "gear", "MB a step", "of 16", "of 16, bfloat16", "attention", "of 16", "step", "of 16"]
-    return table(head, rows)
+    times = [cell for name in ("attention", "step", "step, 4,8") for cell in (name, "of 16")]
+    return table(["context", "gear", "MB a step", "of 16", "of 16, bfloat16", *times], rows)
 
 
 def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
     """The rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
     engaged = [16]
-    cache = filled(gearbox.model, context, KVGears(BITS, lambda: engaged[0]), gearbox.compute_dtype)
+    cache, alone = (
+        filled(gearbox.model, context, KVGears(ladder, lambda: engaged[0], native=True), gearbox.compute_dtype)
+        for ladder in (BITS, BITS[:2])
+    )
 
-    def step() -> None:
+    def step(cache: list[NestedKVCache] = cache) -> None:
         mx.eval(gearbox.model(mx.array([[1]]), cache=cache))
         for layer in cache:
             layer.trim(1)
@@ -124,7 +128,9 @@ def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
     for trial in range(-1, trials):  # the first packs what is not packed yet
         for bits in BITS:
             engaged[0] = bits
-            for name, timed in (("attention", attention), ("step", step)):
+            for name, timed in (("attention", attention), ("step", step), ("alone", lambda: step(alone))):
+                if name == "alone" and bits not in BITS[:2]:
+                    continue
                 taken = clocked(timed)
                 if trial >= 0:
                     seconds.setdefault((name, bits), []).append(taken)
@@ -139,6 +145,7 @@ def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
             f"{read[bits] / read[16]:.3f}",
             f"{in_half[bits] / in_half[16]:.3f}",
             *(cell for name in ("attention", "step") for cell in times_of(seconds[name, bits], seconds[name, 16])),
+            *(times_of(seconds["alone", bits], seconds["step", 16]) if ("alone", bits) in seconds else ("", "")),
         ]
         for bits in BITS
     ]
@@ -175,9 +182,9 @@ def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
 
 
 def clocked(timed: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()  # of all threads: others may use the machine
     timed()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def times_of(seconds: list[float], of_16: list[float]) -> list[str]:

@@ -8,6 +8,7 @@ from conftest import normal
 from mlx_lm.models.cache import BatchKVCache, KVCache, save_prompt_cache
 
 from gearbx_mlx.decoding.kv_gears import plain_cache
+from gearbx_mlx.decoding.snapshots import Snapshot
 from gearbx_mlx.formats.kv_planes import pack, unpack
 from gearbx_mlx.formats.nested_kv_cache import TOGETHER, KVGears, NestedKVCache
 
@@ -87,6 +88,25 @@ def test_positions_that_are_trimmed_and_written_again_read_as_if_written_once(la
     cache.trim(5)
     for at in range(70, 140):
         cache.update_and_fetch(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+    for got, expected in zip(cache.read(1).unpacked(), straight.read(1).unpacked()):
+        assert mx.array_equal(got, expected)
+
+
+def test_draft_that_is_undone_leaves_the_planes_of_what_was_before_it():
+    cache, straight = cache_of((4, 16), 4), cache_of((4, 16), 4)
+    keys, values = filled(straight, 140)
+    cache.gears.begin_prompt()
+    cache.update_and_fetch(*(a[:, :, :100] for a in (keys, values)))
+    cache.gears.end_prompt()
+    before = Snapshot(cache=[cache])
+    cache.update_and_fetch(*(-2 * a[:, :, 100:130] for a in (keys, values)))
+    cache.update_and_fetch(*(-2 * a[:, :, 130:131] for a in (keys, values)))
+    assert cache.packed == 2 * TOGETHER
+    second = before.second()[0]
+    before.restore()
+    assert cache.offset == second.offset == 100
+    assert cache.packed == second.packed == TOGETHER
+    cache.update_and_fetch(*(a[:, :, 100:] for a in (keys, values)))
     for got, expected in zip(cache.read(1).unpacked(), straight.read(1).unpacked()):
         assert mx.array_equal(got, expected)
 

@@ -1,11 +1,18 @@
 """Our kernels for a KV cache in planes: packing, and attention over planes."""
 
+import contextlib
+
 import mlx.core as mx
 import pytest
 from conftest import normal
+from mlx_lm.models.cache import make_prompt_cache
 from test_kv_cache import cache_of
 
+from gearbx_mlx import Gearbox
+from gearbx_mlx.decoding.kv_gears import put_in_gears
+from gearbx_mlx.formats import block
 from gearbx_mlx.formats.kv_planes import pack, unpack
+from gearbx_mlx.formats.nested_kv_cache import KVGears
 from gearbx_mlx.kernels import dispatch
 
 
@@ -63,3 +70,23 @@ def test_query_has_the_same_bits_in_any_company(compiled):
     assert mx.array_equal(together[:, :, 15:], attend(x[:, :, 15:], None))
     seen = mx.arange(528) <= 515
     assert mx.array_equal(together[:, :, 3:4], attend(x[:, :, 3:4], seen[None]))
+
+
+@pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8, 16), 8), ((4, 8), 4)])
+def test_block_over_planes_is_one_operation_or_many_with_the_same_bits(demo, compiled, ladder, bits):
+    gearbox = Gearbox(demo.model, "4,16", kernels="native")
+
+    def logits(how) -> list[mx.array]:
+        gears, cache = KVGears(ladder, lambda: bits, native=True), make_prompt_cache(gearbox.model)
+        put_in_gears(cache, gears)
+        gears.begin_prompt()
+        gearbox.model(mx.arange(1, 151)[None], cache=cache)
+        gears.end_prompt()
+        with how():
+            return [
+                gearbox.model(mx.arange(first, first + count)[None], cache=cache)
+                for first, count in ((3, 1), (7, 5), (2, 1), (60, 16), (9, 16), (4, 1))
+            ] + [mx.array(list(gears.meter.take()[0].values()))]
+
+    whole, single = logits(contextlib.nullcontext), logits(block.single_operations)
+    assert all(mx.array_equal(a, b) for a, b in zip(whole, single, strict=True))

@@ -19,7 +19,7 @@ from ..formats.nested_kv_cache import NestedKVCache
 from .caches import Cache, parts
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
-ENTRIES = ("keys", "values", "planes", "gears")  # and planes, with the ladder that they have
+ENTRIES = ("keys", "values", "planes", "beside", "gears")  # and planes, how many there are, and their ladder
 
 
 def kept(value: Any) -> Any:
@@ -54,6 +54,8 @@ class PartState:
     def restore(self) -> None:
         """Put the part back."""
         vars(self.part).update(self.attributes if self.is_numbers else kept(self.attributes))
+        if self.kind is NestedKVCache:
+            self.part.drop_later_planes()
 
     def second(self) -> Any:
         """Another cache in this state."""
@@ -61,6 +63,8 @@ class PartState:
         if self.kind in APPENDING:
             vars(made).update((name, kept(getattr(self.part, name))) for name in ENTRIES if hasattr(self.part, name))
         vars(made).update(kept(self.attributes))
+        if self.kind is NestedKVCache:
+            made.drop_later_planes()
         return made
 
 

@@ -18,7 +18,7 @@ from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 from ..kernels.candidates import NATIVE
 from ..kernels.dispatch import block_kernels
 from ..kernels.operations import WHOLE_BLOCKS
-from .block_caches import entries, has_room, reads_entries, set_entries, takes_cache
+from .block_caches import entries, has_room, planes_of, read_before, set_entries, takes_cache, takes_in_place
 from .fused import (
     ORIGIN,
     NativeGeGLU,
@@ -146,13 +146,13 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if program is None:
         return None
     seen = None if causal else mask
-    if reads_entries(cache) and x.shape[1] <= FEW and has_room(cache, x):
-        before, padding = entries(cache), left_padding(cache)
-        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding)
+    if takes_in_place(cache) and x.shape[1] <= FEW and has_room(cache, x):
+        before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
+        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding, *planes_of(nested))
         if y is not None:
             set_entries(cache, before + x.shape[1])
         if y is not None and type(cache) is NestedKVCache:
-            cache.count(None)
+            cache.count(nested, x.shape[1])
         return given(layer, y)
     return in_halves(layer, program, kernels, x, causal, seen, cache)
 
@@ -169,8 +169,9 @@ def in_halves(
     shared = layer.self_attn.n_kv_heads
     keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
     if type(cache) is NestedKVCache and (nested := cache.update(keys, values)) is not None:
-        planes = *nested.planes, nested.packed, nested.group_size
-        return kernels.run_block_rest(program, kept, x, heads, *nested.entries, causal, mask, padding, *planes)
+        return kernels.run_block_rest(
+            program, kept, x, heads, *nested.entries, causal, mask, padding, *planes_of(nested)
+        )
     if type(cache) is NestedKVCache:
         keys, values = cache.keys_and_values()
     elif cache is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
-from .nested_kv_cache import NestedKVCache
+from .nested_kv_cache import Nested, NestedKVCache
 
 
 def takes_cache(cache: Any) -> bool:
@@ -16,9 +16,19 @@ def takes_cache(cache: Any) -> bool:
     return known and (cache.keys is None or cache.keys.dtype == mx.float32)
 
 
-def reads_entries(cache: Any) -> bool:
-    """Whether a pass over a few tokens reads the entries of a cache as they are, in arrays that grow at times."""
-    return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.reads_entries)
+def takes_in_place(cache: Any) -> bool:
+    """Whether a pass over a few tokens appends to the entries of a cache, in arrays that grow at times."""
+    return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.has_entries)
+
+
+def read_before(cache: Any) -> Nested | None:
+    """What a pass reads of tokens that are in a cache already; None: the entries as they are."""
+    return cache.read(0) if type(cache) is NestedKVCache else None
+
+
+def planes_of(nested: Nested | None) -> tuple[Any, ...]:
+    """Planes as the last arguments of a native block: of keys, of values, positions in them, the size of groups."""
+    return () if nested is None else (*nested.planes, nested.packed, nested.group_size)
 
 
 def has_room(cache: Any, x: mx.array) -> bool:

@@ -164,6 +164,11 @@ class NestedKVCache(KVCache):
         return self.beside if self.keys is not None else self.offset
 
     @property
+    def has_entries(self) -> bool:
+        """Whether a pass appends to the entries, whatever it reads."""
+        return self.keys is not None and (self.gears.exact or self.gears.in_prompt)
+
+    @property
     def reads_entries(self) -> bool:
         """Whether a pass reads the entries, in the gear that is engaged, and leaves them entries."""
         reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == EXACT)
@@ -195,20 +200,24 @@ class NestedKVCache(KVCache):
                 return None
         return self._nested(min(self.gears.engaged() // WIDTH, len(self.gears.widths)))
 
-    def count(self, read: Nested | None) -> None:
-        """Note on the meter what a pass reads; nothing of a prompt."""
+    def count(self, read: Nested | None, new: int = 0) -> None:
+        """Note on the meter what a pass reads, and so many entries that came since; nothing of a prompt."""
         if self.gears.in_prompt:
             return
         if read is not None:
-            count = read.nbytes()
+            count = read.nbytes() + new * sum(map(position_bytes, read.entries))
         else:
             count = self.offset * (position_bytes(self.keys) + position_bytes(self.values))
         self.gears.meter.add(self.gears.engaged(), count)
 
     def trim(self, n: int) -> int:
         trimmed = super().trim(n)
-        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
+        self.drop_later_planes()
         return trimmed
+
+    def drop_later_planes(self) -> None:
+        """Once the cache is shorter: positions behind its end are not packed; others stay so."""
+        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
 
     @property
     def state(self) -> Any:
@@ -260,8 +269,8 @@ class NestedKVCache(KVCache):
 
     def _nested(self, planes: int) -> Nested:
         keys, values = ([*arrays[:planes], *arrays[-2:]] for arrays in self.planes)
-        entries = none_of(keys), none_of(values)
-        return Nested(entries if self.keys is None else super().keys_and_values(), (keys, values), self.packed)
+        entries = (none_of(keys), none_of(values)) if self.keys is None else super().keys_and_values()
+        return Nested(entries, (keys, values), self.packed)
 
 
 class NoFile:

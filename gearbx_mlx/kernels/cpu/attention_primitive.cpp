@@ -1,8 +1,9 @@
 // Attention as an operation of MLX's graph.
 
 #include "attention_inputs.h"
-#include "kv_planes.h"
+#include "kv_pack.h"
 #include "kv_planes_inputs.h"
+#include "pool.h"
 
 namespace gearbx {
 namespace {
@@ -86,6 +87,22 @@ mx::array nested_attention(const mx::array& queries, const mx::array& keys, cons
   return attend(std::move(inputs), planes, seen, scale, causal, mask, std::nullopt, s);
 }
 
+constexpr int64_t VECTORS = 256;  // of a piece of work that threads share
+
+void pack_all(const KVRows& rows, const PackedKV& to) {
+  const struct Job {
+    const KVRows& rows;
+    const PackedKV& to;
+    int64_t pieces;
+  } job = {rows, to, std::min<int64_t>((rows.count + VECTORS - 1) / VECTORS, 1 << 15)};
+  const auto work = [](const void* context, int piece) {
+    const Job& j = *static_cast<const Job*>(context);
+    const int64_t count = j.rows.count;
+    pack_vectors(j.rows, piece * count / j.pieces, (piece + 1) * count / j.pieces, j.to);
+  };
+  share_out(static_cast<int>(job.pieces), work, &job);
+}
+
 // Inputs: vectors. Outputs: one plane or two, scales, offsets.
 class PackKV : public Operation {
  public:
@@ -94,15 +111,18 @@ class PackKV : public Operation {
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const size_t planes = outputs.size() - 2;
     for (size_t i = 1; i < outputs.size(); i++) outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
-    const int64_t width = inputs[0].shape(3), count = static_cast<int64_t>(inputs[0].size()) / width;
-    enqueue<uint32_t>(inputs, outputs[0],
-                      [=, group = group_, rows = Rows(inputs[0]),
-                       fine = planes > 1 ? outputs[1].data<uint32_t>() : nullptr,
-                       scales = outputs[planes].data<float>(),
-                       offsets = outputs[planes + 1].data<float>()](uint32_t* coarse) {
-                        std::vector<float> copy;
-                        pack_vectors(rows.read(copy), count, width, group, coarse, fine, scales, offsets);
-                      });
+    const mx::array& x = inputs[0];
+    KVRows rows = {nullptr, {}, x.shape(1), x.shape(2), 0, x.shape(3), group_};
+    rows.count = static_cast<int64_t>(x.size()) / rows.width;
+    const Vectors vectors(x, rows.strides);
+    const PackedKV to = {nullptr, planes > 1 ? outputs[1].data<uint32_t>() : nullptr, outputs[planes].data<float>(),
+                         outputs[planes + 1].data<float>()};
+    enqueue<uint32_t>(inputs, outputs[0], [=](uint32_t* coarse) {
+      std::vector<float> copy;
+      KVRows from = rows;
+      from.first = vectors.read(copy);
+      pack_all(from, {coarse, to.fine, to.scales, to.offsets});
+    });
   }
 
   const char* name() const override { return "GearbxPackKV"; }

@@ -53,21 +53,24 @@ class BlockOperation : public Operation {
   bool causal_;
 };
 
-// A whole block. Inputs: x, keys, values (of the KV cache, with room), and what hides keys. Outputs: y, and the keys
-// and values with those of x.
+// A whole block. Inputs: x, keys, values (of the KV cache, with room), the arrays of nested keys and values if there are
+// some, and what hides keys. Outputs: y, and the keys and values with those of x.
 class WholeBlock : public BlockOperation {
  public:
-  using BlockOperation::BlockOperation;
+  WholeBlock(mx::Stream s, std::shared_ptr<const BlockProgram> program, Kept kept, int64_t offset, bool causal,
+             KVPlanesForm planes)
+      : BlockOperation(s, std::move(program), std::move(kept), offset, causal), planes_(planes) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const Positions at = positions(inputs[0], padding_of(inputs, 3));
+    const Positions at = positions(inputs[0], padding_of(inputs, 3 + planes_.arrays()));
     const int64_t room = inputs[1].shape(2), width = block().width, shared = block().key_heads * room * width;
     gearbx_attention form = attention_form(block(), at, at.offset + at.length, causal_);
     for (auto* strides : {form.key_strides, form.value_strides}) strides[0] = shared, strides[1] = room * width;
     form.key_strides[2] = form.value_strides[2] = form.query_strides[2] = width;
     form.query_strides[1] = at.length * width;
     form.query_strides[0] = block().heads * at.length * width;
-    take_hidden(inputs, 3, form);
+    planes_.take(inputs, 3, form);
+    take_hidden(inputs, 3 + planes_.arrays(), form);
     let_go(inputs, outputs);
     const Entries keys(inputs[1], outputs[1], stream()), values(inputs[2], outputs[2], stream());
     start(inputs, outputs[0], [=, &b = block()](const float* x, float* y) {
@@ -115,6 +118,8 @@ class WholeBlock : public BlockOperation {
     size_t count = 0;
     float* to;
   };
+
+  KVPlanesForm planes_;
 };
 
 // The first half. Inputs: x, and the padding if there is some. Output: queries, keys and values (batch,
@@ -185,7 +190,9 @@ mx::Shape scores_of(const Block& block, const mx::array& x, int64_t keys) {
 // y, after writing the keys and values of x into the arrays of the cache. None if memory was given up.
 std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::array& x, mx::array& keys,
                                    mx::array& values, int64_t offset, bool causal,
-                                   const std::optional<mx::array>& mask, const std::optional<mx::array>& padding) {
+                                   const std::optional<mx::array>& mask, const std::optional<mx::array>& padding,
+                                   const Arrays& key_planes, const Arrays& value_planes, int64_t packed,
+                                   int64_t group) {
   const auto s = mx::default_stream(mx::Device::cpu);
   const Program& program = from_capsule<Program>(BLOCK, block_program);
   auto kept = program->keep();
@@ -194,9 +201,13 @@ std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::a
   check_vectors(block, x);
   check_entries(block, x, keys, values);
   require(offset >= 0 && offset + x.shape(1) <= keys.shape(2), "the cache has no room for x");
+  require(!padding || !packed, "keys and values of a padded batch are in no planes");
+  require(packed <= offset && packed % 16 == 0, "a multiple of 16 positions before x must be packed");
   std::vector<mx::array> inputs = {x, keys, values};
+  KVPlanesForm planes;
+  if (packed) planes = add_kv_planes(key_planes, value_planes, packed, group, keys.shape(), block.width, inputs, s);
   add_hidden(mask, padding, scores_of(block, x, offset + x.shape(1)), inputs, s);
-  auto operation = std::make_shared<WholeBlock>(s, program, std::move(*kept), offset, causal);
+  auto operation = std::make_shared<WholeBlock>(s, program, std::move(*kept), offset, causal, planes);
   auto made = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()},
                                      {mx::float32, mx::float32, mx::float32}, operation, inputs);
   keys.overwrite_descriptor(made[1]);
@@ -247,7 +258,8 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
 void bind_blocks(nb::module_& m) {
   bind_block_parts(m);
   m.def("run_block", &run_whole, "block"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
-        "mask"_a = nb::none(), "padding"_a = nb::none());
+        "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
+        "packed"_a = 0, "group"_a = 0);
   m.def("run_block_heads", &run_heads, "block"_a, "x"_a, "offset"_a, "padding"_a = nb::none());
   m.def("run_block_rest", &run_rest, "block"_a, "kept"_a, "x"_a, "heads"_a, "keys"_a, "values"_a, "causal"_a,
         "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),

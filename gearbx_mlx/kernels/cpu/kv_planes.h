@@ -3,8 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <utility>
 
 #include "attention.h"
 #include "lanes.h"
@@ -13,8 +11,8 @@ namespace gearbx {
 
 constexpr int64_t CODES = 8;  // of 4 bits in a word
 
-// LANES codes from number i on, which is a multiple of LANES.
-GEARBX_INLINE Ints codes_at(const uint32_t* words, int64_t i) {
+// LANES codes from number i on, which is a multiple of LANES, in the lowest bits; above them are further codes.
+GEARBX_INLINE Ints words_at(const uint32_t* words, int64_t i) {
   Ints shifts;
   for (int lane = 0; lane < LANES; lane++) shifts[lane] = static_cast<uint32_t>(lane % CODES * 4);
 #ifdef GEARBX_AVX512
@@ -24,8 +22,9 @@ GEARBX_INLINE Ints codes_at(const uint32_t* words, int64_t i) {
 #else
   const Ints spread = Ints{} + (words[i / CODES] >> i % CODES * 4);  // eight lanes begin a word, four begin half of one
 #endif
-  return (spread >> shifts) & (Ints{} + 15);
+  return spread >> shifts;
 }
+GEARBX_INLINE Ints codes_at(const uint32_t* words, int64_t i) { return words_at(words, i) & (Ints{} + 15); }
 
 // Small whole numbers as floats: behind 2^23 the lowest bits of a float count ones.
 GEARBX_INLINE Floats whole(Ints codes) { return as_floats(codes | (Ints{} + 0x4b000000u)) - all(8388608.0f); }
@@ -37,16 +36,34 @@ struct Steps {
       : step(refined ? scale * 0.0625f : scale), least(refined ? offset - scale * 0.46875f : offset) {}
 };
 
+// The numbers of all sixteen codes of a coarse plane, by which one instruction turns codes into numbers.
+#ifdef GEARBX_AVX512
+GEARBX_INLINE Floats numbers_of(Floats step, Floats least) {
+  const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return multiply_add(step, _mm512_cvtepi32_ps(codes), least);
+}
+GEARBX_INLINE Floats chosen(Floats numbers, Ints words) {  // reads the lowest four bits of each word alone
+  return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words), numbers);
+}
+#endif
+
+// Unpacks groups one after the other, of positions that follow each other, into numbers that do so too.
 template <bool REFINED>
-void unpack_vector(const gearbx_kv_planes& from, int64_t position, int64_t width, float* to) {
-  const int64_t words = width / CODES, groups = width / from.group;
-  const uint32_t *coarse = from.coarse + position * words, *fine = REFINED ? from.fine + position * words : nullptr;
-  const float *scales = from.scales + position * groups, *offsets = from.offsets + position * groups;
+void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, float* to) {
+  const int64_t size = from.group, before = first * size / CODES;
+  const uint32_t *coarse = from.coarse + before, *fine = REFINED ? from.fine + before : nullptr;
+  const float *scales = from.scales + first, *offsets = from.offsets + first;
   for (int64_t g = 0; g < groups; g++) {
     const Steps steps(scales[g], offsets[g], REFINED);
     const Floats step = all(steps.step), least = all(steps.least);
-    int64_t i = g * from.group;
-    const int64_t end = i + from.group;
+    int64_t i = g * size;
+    const int64_t end = i + size;
+#ifdef GEARBX_AVX512
+    if constexpr (!REFINED) {
+      const Floats numbers = numbers_of(step, least);
+      for (; i + LANES <= end; i += LANES) store(to + i, chosen(numbers, words_at(coarse, i)));
+    }
+#endif
     for (; i + LANES <= end; i += LANES) {
       Ints codes = codes_at(coarse, i);
       if constexpr (REFINED) codes = codes << 4 | codes_at(fine, i);
@@ -60,51 +77,19 @@ void unpack_vector(const gearbx_kv_planes& from, int64_t position, int64_t width
   }
 }
 
+inline void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, float* to) {
+  from.fine ? unpack_groups<true>(from, first, groups, to) : unpack_groups<false>(from, first, groups, to);
+}
+
 // Unpacks `count` vectors of `width` numbers, of a key head's positions from `first` on, into rows of `wide` numbers
 // with zeros at their ends. head: of batch and key head, counted through.
 inline void unpack_vectors(const gearbx_kv_planes& from, int64_t head, int64_t first, int64_t count, int64_t width,
                            int64_t wide, float* to) {
+  const int64_t groups = width / from.group, begin = (head * from.capacity + first) * groups;
+  if (width == wide) return unpack_groups(from, begin, count * groups, to);
   for (int64_t i = 0; i < count; i++, to += wide) {
-    const int64_t position = head * from.capacity + first + i;
-    from.fine ? unpack_vector<true>(from, position, width, to) : unpack_vector<false>(from, position, width, to);
+    unpack_groups(from, begin + i * groups, groups, to);
     std::fill_n(to + width, wide - width, 0.0f);
-  }
-}
-
-// NaN if x is.
-inline float larger_or_nan(float x, float least) { return x < least ? least : x; }
-
-// The least and the greatest of some numbers; NaN both if one of them is.
-inline std::pair<float, float> range_of(const float* x, int64_t count) {
-  float low = x[0], high = x[0], nan = 0.0f;
-  for (int64_t i = 0; i < count; i++) {
-    low = std::min(low, x[i]);
-    high = std::max(high, x[i]);
-    if (std::isnan(x[i])) nan = x[i];
-  }
-  return {low + nan, high + nan};
-}
-
-// Packs `count` vectors of `width` numbers one after the other, with the arithmetic of formats/kv_planes.py. `fine` is
-// NULL where there is one plane.
-inline void pack_vectors(const float* from, int64_t count, int64_t width, int64_t group, uint32_t* coarse,
-                         uint32_t* fine, float* scales, float* offsets) {
-  const float most = fine ? 255.0f : 15.0f, refined = fine ? 16.0f : 1.0f;
-  std::fill_n(coarse, count * width / CODES, 0u);
-  if (fine) std::fill_n(fine, count * width / CODES, 0u);
-  for (int64_t g = 0; g < count * width / group; g++) {
-    const float* x = from + g * group;
-    const auto [low, high] = range_of(x, group);
-    scales[g] = larger_or_nan((high - low) / most * refined, 0x1p-100f);
-    offsets[g] = low + scales[g] * (1.0f / refined) * (refined - 1.0f) / 2.0f;
-    const Steps steps(scales[g], offsets[g], fine != nullptr);
-    for (int64_t i = 0; i < group; i++) {
-      const float place = std::nearbyintf((x[i] - steps.least) / steps.step), inside = place > 0.0f ? place : 0.0f;
-      const auto code = static_cast<uint32_t>(std::min(inside, most));  // 0 for NaN
-      const int64_t at = g * group + i, word = at / CODES, shift = at % CODES * 4;
-      coarse[word] |= (fine ? code >> 4 : code) << shift;
-      if (fine) fine[word] |= (code & 15) << shift;
-    }
   }
 }
 
