@@ -44,7 +44,7 @@ class VerifiedToken(SeenPass):
         together: sequences that shared the pass.
     """
 
-    def __init__(self, step: Step, entropy: mx.array, near_tie: mx.array, together: int):
+    def __init__(self, step: Step, entropy: np.ndarray, near_tie: bool, together: int):
         super().__init__(step, entropy)
         self.near_tie, self._together = near_tie, together
 
@@ -208,7 +208,7 @@ class LosslessTokens(GearedTokens):
         proposed = [Draft(token, self.plans.draft, drafts.sources[row]) for token in drafts.tokens[row][:usable]]
         for place, (token, draft) in enumerate(zip(accepted.tokens, [*proposed, None])):
             known = replace(step, draft=draft).with_token(token)
-            entropy, near_tie = accepted.entropies[place : place + 1], accepted.near_ties[place]
+            entropy, near_tie = accepted.entropies[place : place + 1], bool(accepted.near_ties[place])
             text.rows.append(SeenRow(VerifiedToken(known, entropy, near_tie, len(self)), 0, text.wish))
             step = Step(self.top, (), (0,) * len(self.gearbox.ladder))
 

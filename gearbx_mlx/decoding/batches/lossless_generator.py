@@ -52,5 +52,5 @@ class LosslessGenerator(BatchGenerator):
         self, token: GenerationBatch.Response, each: Text, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
         response, verified = super()._response(token, each, seen, reading), seen.seen
-        near_tie = isinstance(verified, VerifiedToken) and bool(verified.near_tie)
+        near_tie = isinstance(verified, VerifiedToken) and verified.near_tie
         return replace(response, from_draft=response.source == DRAFT, near_tie=near_tie)

@@ -19,7 +19,7 @@ from ..step import Step
 class SeenPass:
     """One pass over B rows. step: how it came about; entropies: (B,), bits."""
 
-    def __init__(self, step: Step, entropies: mx.array):
+    def __init__(self, step: Step, entropies: mx.array | np.ndarray):
         self.step, self._entropies = step, entropies
 
     @cached_property

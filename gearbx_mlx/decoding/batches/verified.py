@@ -21,8 +21,8 @@ class Accepted:
 
     tokens: list[int]
     logprobs: mx.array
-    entropies: mx.array
-    near_ties: mx.array
+    entropies: np.ndarray
+    near_ties: np.ndarray
 
 
 def accept(logits: mx.array, beginnings: Sequence[Beginning], drafts: Drafts, entropy: Entropy) -> list[Accepted]:
@@ -40,11 +40,12 @@ def accept(logits: mx.array, beginnings: Sequence[Beginning], drafts: Drafts, en
     near = near_ties(logprobs, noise)
     entropies = entropy(logprobs.reshape(-1, logprobs.shape[-1])).reshape(logprobs.shape[:-1])
     mx.eval([one.tokens for one in chosen], near, entropies)
+    bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
     done = []
     for row, (one, chooser) in enumerate(zip(chosen, choosers)):
         tokens = np.array(one.tokens).tolist()
         unlike = (i for i, (token, drafted) in enumerate(zip(tokens, usable[row])) if token != drafted)
         count = 1 + next(unlike, len(usable[row]))
         chooser.rewind(one.random[count - 1])
-        done.append(Accepted(tokens[:count], logprobs[row, :count], entropies[row, :count], near[row, :count]))
+        done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count]))
     return done
