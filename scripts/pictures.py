@@ -109,6 +109,11 @@ def batch_speed(results: Path) -> None:
     run("scripts/write_batch_figures.py", rows, "--page", "docs/batches.md")
 
 
+def ranks(results: Path) -> None:
+    """the table of docs/distributed.md: what agreeing costs"""
+    run("scripts/time_ranks.py", "--page", "docs/distributed.md")
+
+
 def models(results: Path) -> None:
     """the table of docs/models.md"""
     run("scripts/describe_models.py")
@@ -147,6 +152,7 @@ TASKS = {
         Task(kv_groups, 1, needs_results=True),
         Task(batches, 3),
         Task(batch_speed, 20),
+        Task(ranks, 3),
         Task(evidence, 1, needs_results=True),
     )
 }

@@ -1,15 +1,24 @@
-"""What agreeing costs: `mlx.launch -n 2 --backend ring --python PYTHON scripts/time_ranks.py`.
+"""What agreeing costs ranks on this machine, for docs/distributed.md.
 
-All ranks sample as rank 0 does (gearbx_mlx/ranks/agreement.py).
-Texts with and without the agreement alternate in one process; rank 0 prints medians and quartiles of their tokens.
+    python scripts/time_ranks.py [--sizes 2,4] [--page docs/distributed.md]
+
+All ranks sample as rank 0 does (gearbx_mlx/ranks/agreement.py). For each number of ranks, mlx.launch starts this script
+on all of them. Texts with and without the agreement alternate there, and rank 0 says what their tokens took.
 """
 
+import argparse
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from pages import fill, table
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
+from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.decoding import entropy_sampler
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.meeting import meet
@@ -17,32 +26,30 @@ from gearbx_mlx.ranks.place import place_here
 from gearbx_mlx.ranks.run import begin, current
 
 TEXTS = 8  # of each kind
-TOKENS = 24
-SUMS = 200
+TOKENS = 16
+SUMS = 400
+HEAD = ["ranks", "a token, agreed", "not agreed", "of that", "the shared numbers alone"]
+PERCENTILES = 25, 50, 75
 
 
-def main() -> None:
-    place = place_here()
-    assert place is not None, "start it with mlx.launch"
-    channels = meet(place)
+def timed_here(place):
+    """Milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
+    channels = meet(place)  # open until the end: nobody is to leave before
     begin(place)
-    run = current()
-    model, tokenizer = load(group=run.group)
-    gearbox = Gearbox(model, "4,16")
-    agreement = Agreement(run.group)
+    group = current().group
+    model, tokenizer = load(group=group)
+    gearbox, agreement = Gearbox(model, "4,16"), Agreement(group)
     kinds = {"agreed": agreement, "not agreed": ALONE}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for place_of_text in range(2 * TEXTS + 2):
-        name = list(kinds)[place_of_text % 2]
+    seconds = {name: [] for name in kinds}
+    for number in range(2 * TEXTS + 2):
+        name = list(kinds)[number % 2]
         entropy_sampler.agreement_of = lambda _, chosen=kinds[name]: chosen
         found = token_seconds(model, tokenizer, gearbox)
-        seconds[name] += found if place_of_text > 1 else []
-    seconds["eight bytes"] = sum_seconds(agreement)
-    if place.rank == 0:
-        for name, found in seconds.items():
-            low, middle, high = np.percentile(np.array(found) * 1e3, (25, 50, 75))
-            print(f"{name}: {middle:.2f} ms ({low:.2f} to {high:.2f}), {place.size} ranks, {len(found)} times")
+        seconds[name] += found if number > 1 else []  # the first of each kind warms up
+    seconds["shared"] = sum_seconds(agreement)
+    mx.eval(mx.distributed.all_sum(mx.ones(1), group=group))
     del channels
+    return {name: np.percentile(np.array(found) * 1e3, PERCENTILES).tolist() for name, found in seconds.items()}
 
 
 def token_seconds(model, tokenizer, gearbox) -> list[float]:
@@ -61,6 +68,44 @@ def sum_seconds(agreement: Agreement) -> list[float]:
         mx.eval(agreement.arrays(token, entropy))
         times.append(time.perf_counter() - begun)
     return times
+
+
+def on_ranks(count: int) -> dict:
+    """What rank 0 of so many says."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    command = [launcher, "-n", str(count), "--backend", "ring", "--python", sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1, (done.returncode, done.stdout, done.stderr)
+    return json.loads(lines[0])
+
+
+def row(count: int, found: dict) -> list:
+    agreed, alone, shared = (found[name] for name in ("agreed", "not agreed", "shared"))
+    return [count, written(agreed), written(alone), f"{agreed[1] / alone[1]:.2f}", written(shared)]
+
+
+def written(percentiles: list[float]) -> str:
+    low, middle, high = percentiles
+    return f"{middle:.2f} ms ({low:.2f}-{high:.2f})"
+
+
+def main() -> None:
+    place = place_here()
+    if place is not None:
+        found = timed_here(place)
+        if place.rank == 0:
+            print(json.dumps(found), flush=True)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="2,4", help="Numbers of ranks. Default: 2,4")
+    parser.add_argument("--page", type=Path, help="Write the table into this page, after <!-- ranks -->.")
+    args = parser.parse_args()
+    rows = [row(count, on_ranks(count)) for count in map(int, args.sizes.split(","))]
+    text = table(HEAD, rows) + f"\n{machine_name()}, {time.strftime('%Y-%m-%d')}\n"
+    print(text)
+    if args.page:
+        fill(args.page, {"ranks": lambda: text})
 
 
 if __name__ == "__main__":
