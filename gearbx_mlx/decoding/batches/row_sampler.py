@@ -39,10 +39,12 @@ class RowSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.entropy(logprobs)
-        mx.async_eval(entropies)
         seen = SeenPass(self.step(len(logprobs)), entropies)
         for row, each in enumerate(self._sequences):
             each.rows.append(SeenRow(seen, row, each.wish))
+        return mx.depends([self._sampled(logprobs)], [entropies])[0]  # one evaluation makes tokens and entropies
+
+    def _sampled(self, logprobs: mx.array) -> mx.array:
         if all(each.sampler is None and each.random is None for each in self._sequences):
             return self.sampler(logprobs)
         return mx.concatenate(
