@@ -9,7 +9,7 @@ from conftest import save_model, tiny_model
 from ranks import run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
-from gearbx_mlx.cli.sharded import flag_facts, model_facts
+from gearbx_mlx.cli.sharded import flag_facts, mode_facts, model_facts
 from gearbx_mlx.ranks.comparison import difference
 
 PROMPT = "Tom has 3 apples"
@@ -105,6 +105,16 @@ def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
     assert difference([one, two]) is None
     assert difference([one, two, other]).startswith("rank 2 differs from rank 0: --manifest is a file with the digest ")
     assert difference([one, flag_facts({"manifest": "none.json", "prompt": "x" * 5000})]) is not None
+    one, two, other = [mode_facts(Lossless(curve=str(name))) for name in names]
+    assert difference([one, two]) is None
+    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: curve of mode lossless is a file with")
+    assert difference([one, mode_facts(Static())]).startswith("rank 1 differs from rank 0: the mode is static, and")
+
+
+def test_a_prompt_is_text_where_a_file_has_its_name_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hello").write_text("a file")
+    assert flag_facts({"prompt": "hello"}) == {"--prompt": "hello"}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from .parsers.generate import GenerateSettings
 from .settings import flag_of
 
 OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
+TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
+PIECE = 1 << 20  # bytes
 ALONE = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
     "draft_model": "mlx-lm's draft models run in one process; use --mode lossless",
@@ -57,18 +59,25 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
     """What each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
-    return {flag_of(name): fact(given[name]) for name in given if name not in OWN}
+    return {flag_of(name): str(given[name]) if name in TEXT else fact(given[name]) for name in given if name not in OWN}
 
 
 def fact(value: Any) -> str:
-    if not isinstance(value, str) or not os.path.isfile(
-        value
-    ):  # a long prompt is no path, which Path would not forgive
+    if not isinstance(value, str | Path) or not os.path.isfile(value):
         return str(value)
     try:
-        return f"a file with the digest {digest(Path(value).read_bytes())}"
+        return f"a file with the digest {file_digest(value)}"
     except OSError:
-        return value  # who needs the file says why it cannot be read
+        return str(value)  # who needs the file says why it cannot be read
+
+
+def file_digest(path: str | Path) -> str:
+    """As `digest`, of a file that may be larger than the memory."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return found.hexdigest()[:32]
 
 
 def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int]) -> None:
@@ -80,8 +89,14 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
     run = current()
     if run is None:
         return
-    text = {"the mode": repr(mode), "the prompt": digest(repr(list(tokens)).encode())}
+    text = mode_facts(mode) | {"the prompt": digest(repr(list(tokens)).encode())}
     check_equal(run.group, model_facts(gearbox) | text)
+
+
+def mode_facts(mode: Mode) -> dict[str, str]:
+    """The mode and its settings, of which a file counts by its content."""
+    settings = {f"{item.name} of mode {mode.name}": fact(getattr(mode, item.name)) for item in fields(mode)}
+    return {"the mode": mode.name} | settings
 
 
 def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
