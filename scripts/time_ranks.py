@@ -3,11 +3,13 @@
     python scripts/time_ranks.py [--sizes 2,4] [--page docs/distributed.md]
 
 All ranks sample as rank 0 does (gearbx_mlx/ranks/agreement.py). For each number of ranks, mlx.launch starts this script
-on all of them. Texts with and without the agreement alternate there, and rank 0 says what their tokens took.
+on all of them, each with its share of the cores. Texts with and without the agreement alternate there; rank 0 says
+what their tokens took.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -74,7 +76,9 @@ def on_ranks(count: int) -> dict:
     """What rank 0 of so many says."""
     launcher = Path(sys.executable).with_name("mlx.launch")
     command = [launcher, "-n", str(count), "--backend", "ring", "--python", sys.executable, __file__]
-    done = subprocess.run(command, capture_output=True, text=True)
+    threads = max(1, (os.cpu_count() or 1) // count)  # of each rank: they share the cores
+    environment = os.environ | {"GEARBX_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1, (done.returncode, done.stdout, done.stderr)
     return json.loads(lines[0])

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv_pack.h"
+#include "matvec.h"
 
 using namespace gearbx;
 typedef std::vector<float> Numbers;
@@ -112,6 +113,6 @@ int main() {
         packed.check_numbers(false);
         if (refined) packed.check_numbers(true);
       }
-  std::printf("%d results, %d wrong\n", results, failures);
+  std::printf("%d results, %d wrong, %d threads\n", results, failures, gearbx_threads());
   return failures != 0;
 }
