@@ -1,6 +1,6 @@
 """What agreeing costs ranks on this machine, for docs/distributed.md.
 
-    python scripts/time_ranks.py [--sizes 2,4] [--page docs/distributed.md]
+    python scripts/time_ranks.py [--sizes 2] [--page docs/distributed.md]
 
 All ranks sample as rank 0 does (gearbx_mlx/ranks/agreement.py). For each number of ranks, mlx.launch starts this script
 on all of them, each with its share of the cores. Texts with and without the agreement alternate there; rank 0 says
@@ -102,7 +102,7 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="2,4", help="Numbers of ranks. Default: 2,4")
+    parser.add_argument("--sizes", default="2", help="Numbers of ranks. Default: 2, as many as key-value heads")
     parser.add_argument("--page", type=Path, help="Write the table into this page, after <!-- ranks -->.")
     args = parser.parse_args()
     rows = [row(count, on_ranks(count)) for count in map(int, args.sizes.split(","))]
