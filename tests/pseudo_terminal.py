@@ -16,6 +16,13 @@ PATIENCE = 120  # seconds: a loaded machine starts MLX slowly
 ESCAPES = re.compile(r"\x1b\[[0-9;?>]*[A-Za-z]|\x1b[=>()][0-9A-B]?")
 
 
+def _as_in_a_shell() -> None:
+    """Let the new process own its terminal, and hear signals that those who run the tests may ignore (as nohup does)."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class PseudoTerminal:
     """Runs a command in a new session on a terminal of 100 columns. `shown` is all that it wrote, escapes included."""
 
@@ -30,7 +37,7 @@ class PseudoTerminal:
             stderr=slave,
             env=os.environ | settings | dict(environment or {}),
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_in_a_shell,
         )
         self.slave = slave
         self.shown = ""
