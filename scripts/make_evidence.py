@@ -1,4 +1,4 @@
-"""Measure docs/evidence.md, docs/pair.md and docs/exact.md anew, and write their tables: one command, and hours.
+"""Measure docs/evidence.md, docs/pair.md and a part of docs/exact.md anew, by one command that takes hours.
 
     python scripts/make_evidence.py RESULTS --models DIR --data DIR
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,7 +29,7 @@ from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.files.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/pair.md", "docs/evidence.md", "docs/exact.md")  # the small model is trained on the first
+PAGES = ("docs/pair.md", "docs/evidence.md")  # the small model is trained on the first
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 OUTPUTS = ("--out", "--json")
 FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
@@ -57,7 +58,7 @@ def page_commands(page: str) -> Iterator[str]:
 
 def output_of(words: Sequence[str]) -> str | None:
     """The file or directory that a command writes."""
-    return next((after for word, after in zip(words, words[1:]) if word in OUTPUTS), None)
+    return next((after for word, after in pairwise(words) if word in OUTPUTS), None)
 
 
 def runnable(command: str, data: Path) -> list[str]:
@@ -145,7 +146,9 @@ def main() -> None:
         sys.exit(f"error: {shlex.join(error.cmd)} failed; {results / 'log.txt'} says why")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on")
-    subprocess.run([sys.executable, "scripts/pictures.py", "evidence", "exact", "--results", results], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "scripts/pictures.py", "evidence", "exact", "--results", results], cwd=ROOT, check=True
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ are always measured. RESULTS is the directory in which the commands on the page 
 """
 
 import argparse
+import errno
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -130,13 +131,15 @@ def memory_table(args: argparse.Namespace) -> str:
     return table(head, [[f"{count} B", *(f"{count * each / 8:.1f} GB" for each in bits)] for count in BILLIONS])
 
 
-def lossless_table(args: argparse.Namespace) -> str:
+def lossless_table(results: Path) -> str:
+    """What lossless mode reads, from the reports of measure_lossless.py. Raises FileNotFoundError if there are none."""
     rows = []
-    for file in sorted(args.results.glob("exact_lossless_*.json")):
+    for file in sorted(results.glob("exact_lossless_*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
         run = found["curve"]
         rows.append(
             [
+                Path(found["model"]).name,
                 ",".join(map(str, found["gears"])),
                 f"{run['identical']} of {run['texts']}",
                 f"{run['tokens_per_verification']:.1f}",
@@ -145,11 +148,13 @@ def lossless_table(args: argparse.Namespace) -> str:
                 f"**{run['times_fewer_bytes_than_original']:.2f}**",
             ]
         )
-    head = ["gears", "identical", "tokens per verification", "read per token"]
+    if not rows:
+        raise FileNotFoundError(errno.ENOENT, "no report", str(results / "exact_lossless_*.json"))
+    head = ["model", "gears", "identical", "tokens per verification", "read per token"]
     return table([*head, "times fewer than the top gear", "times fewer than bfloat16"], rows)
 
 
-MAKE = {"bits": bits_table, "memory": memory_table, "lossless": lossless_table}
+MAKE = {"bits": bits_table, "memory": memory_table, "lossless": lambda args: lossless_table(args.results)}
 
 
 def main() -> None:

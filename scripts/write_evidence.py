@@ -8,15 +8,15 @@ it is. The script copies the pictures to images/ beside the first page.
 """
 
 import argparse
-import errno
 import functools
 import json
 import shutil
 from pathlib import Path
 
+from evidence_verdicts import MODELS, advice, reports
+from measure_exact import lossless_table
 from pages import fill, table
 
-MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
 AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens to the change of mean KL that kickdown should reach
 
 
@@ -32,14 +32,6 @@ def change(control):
 
 def megabytes(count):
     return f"{count / 1e6:.2f}"
-
-
-def reports(results, pattern):
-    """The reports whose file names match the pattern, in alphabetical order."""
-    files = sorted(results.glob(pattern))
-    if not files:
-        raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
-    return [json.loads(file.read_text()) for file in files]
 
 
 def policies(results, model):
@@ -187,9 +179,26 @@ def pair_writing(results, folder):
     return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
 
 
+def exact(results):
+    return lossless_table(results)
+
+
+def measured(results):
+    """When, where and how long all of it was measured."""
+    made = json.loads((results / "made.json").read_text()).values()
+    days = sorted({each["day"] for each in made})
+    machines = sorted({each["machine"] for each in made})
+    hours = sum(each["minutes"] for each in made) / 60
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"Measured {when} on {' and '.join(machines)}: {len(made)} commands, {hours:.1f} hours.\n"
+
+
 TABLES = {
     function.__name__: function
-    for function in (policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair, pair_writing)
+    for function in (
+        *(advice, measured, policies, buckets, kickdown, lossless, exact, chi_square, wall_clock, passes, pair),
+        pair_writing,
+    )
 }
 
 

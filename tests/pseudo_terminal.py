@@ -17,7 +17,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?>]*[A-Za-z]|\x1b[=>()][0-9A-B]?")
 
 
 def _as_in_a_shell() -> None:
-    """Let the new process own its terminal, and hear signals that those who run the tests may ignore (as nohup does)."""
+    """Let the new process own its terminal, and hear signals that its parents ignore, as under nohup."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -41,6 +41,15 @@ def this_target() -> Target:
     return Target(sys.platform, platform.machine(), Path(mx.__file__).parent)
 
 
+def processor_model() -> str:
+    """The name of this processor, such as `Apple M2 Pro`; empty where the system has none."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return apple_model()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def processor_features() -> str:
     """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
     try:

@@ -15,6 +15,7 @@ from ...cli.terminal import show_compiling
 from ...errors import GearbxError
 from ...kernels import cpu, metal
 from ...kernels.dispatch import on_cpu
+from ...kernels.target import processor_model
 from ...kernels.timing import seconds_of
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
@@ -110,5 +111,5 @@ def timed(work: Callable[[], Any]) -> float:
 
 def machine_name() -> str:
     """System and processor; on a GPU its name too."""
-    name = f"{platform.platform()}, {platform.processor() or platform.machine()}"
+    name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
