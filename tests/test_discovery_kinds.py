@@ -16,6 +16,7 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.decoding.governor import cap_schedule_of
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats import FORMATS
+from gearbx_mlx.gears.discovery import is_attention
 from gearbx_mlx.gears.experts import chosen_experts, experts_of
 
 STEP = [1, 5, 9, 2, 7, 3, 11]
@@ -215,3 +216,29 @@ class TestMixtures:
         model = tiny("deepseek_v32", index_topk=3)
         gearbox = Gearbox(model, group_size=32, kernels="mlx")
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.layers.0.linear_attn.in_proj_qkvz",  # Qwen3-Next
+        "model.layers.0.cross_attn.q_proj",
+        "decoder.block.0.layer.1.EncDecAttention.q",  # T5
+        "model.transformer.blocks.0.att_proj",  # OLMo
+        "model.transformer.blocks.0.attn_out",
+        "encoder.block.0.layer.0.SelfAttention.q",
+    ],
+)
+def test_attention_has_many_names(path):
+    assert is_attention(path, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("path", ["model.layers.0.mlp.up_proj", "model.layers.0.post_attention_layernorm", "lm_head"])
+def test_what_only_mentions_attention_is_none(path):
+    assert not is_attention(path, nn.Linear(1, 1))
+
+
+def test_manage_attention_has_the_linear_attention_of_a_model():
+    gearbox = Gearbox(tiny_model("qwen3_next"), manage="attention")
+    managed = {layer.path.split(".")[3] for layer in gearbox.layers}
+    assert managed == {"linear_attn", "self_attn"}

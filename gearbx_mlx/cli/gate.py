@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from ..errors import GearbxError
 from ..files.reading import read_as
@@ -16,7 +16,8 @@ from ..routing.prompt import first_gear
 from ..routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
 from .settings import LARGEST_SHOWN, Settings, flag
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
+Thresholds = tuple[float, ...] | Literal["auto"]
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
 
@@ -73,26 +74,27 @@ class RoutingSettings(Settings):
 
     thresholds: str | None = flag(
         None,
-        "File from gearbx_mlx.calibrate, whose gate settings are then the defaults, or bits such as 1.8,3.5.",
-        metavar="FILE|BITS",
+        "File from gearbx_mlx.calibrate, whose gate settings are then the defaults, bits such as 1.8,3.5, or auto: "
+        "found on the first prompt.",
+        metavar="FILE|BITS|auto",
         named=True,
     )
     initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.")
 
     @cached_property
-    def source(self) -> ThresholdFile | tuple[float, ...] | None:
+    def source(self) -> ThresholdFile | Thresholds | None:
         """What --thresholds names, read once. Raises GearbxError as `read_thresholds`."""
         return read_thresholds(self.thresholds)
 
 
-def read_thresholds(text: str | None) -> ThresholdFile | tuple[float, ...] | None:
-    """What --thresholds names: a file, or numbers with commas between.
+def read_thresholds(text: str | None) -> ThresholdFile | Thresholds | None:
+    """What --thresholds names: a file, numbers with commas between, or "auto".
 
     Raises:
         GearbxError: neither numbers nor a thresholds file.
     """
-    if text is None:
-        return None
+    if text is None or text == AUTO:
+        return text
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -129,9 +131,14 @@ def routing_for(
         fingerprint: returns the model's, which a file may belong to.
 
     Raises:
-        GearbxError: thresholds that do not fit the ladder or the model.
+        GearbxError: thresholds that do not fit the ladder or the model, or that are to be found on a prompt.
     """
     source = settings.source
+    if isinstance(source, str):
+        raise GearbxError(
+            "--thresholds auto is for mode route of generate, chat, server and analyze; "
+            "give bits, or a file from python -m gearbx_mlx.calibrate"
+        )
     if isinstance(source, ThresholdFile):
         try:
             thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())
@@ -141,6 +148,15 @@ def routing_for(
     thresholds = default_thresholds(len(ladder), vocab_size) if source is None else source
     check_thresholds(thresholds, len(ladder))
     return Routing(**vars(gate.filled()), thresholds=thresholds)
+
+
+def route_fields(
+    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
+) -> dict[str, Any]:
+    """The routing of mode route, which can find its thresholds on a prompt. Raises GearbxError as `routing_for`."""
+    if settings.source == AUTO:
+        return vars(gate.filled()) | {"thresholds": AUTO}
+    return vars(routing_for(settings, gate, ladder, vocab_size, fingerprint))
 
 
 def initial_gear(settings: RoutingSettings, ladder: Ladder, prompt: str) -> str:

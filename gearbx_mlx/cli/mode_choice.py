@@ -1,6 +1,7 @@
 """From the mode's flags, and the files that they name, to a mode."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from ..decoding.draft_rules import read_draft_file, shipped
@@ -16,7 +17,7 @@ from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
-from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, routing_for
+from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, route_fields, routing_for
 from .geared_settings import GearedSettings
 from .modes import TELEMETRY_ONLY
 from .settings import flag_of
@@ -98,7 +99,7 @@ def takes_whole_weights(settings: GearedSettings, choice: ModeChoice, saved: Man
 
 def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
     """The file that --thresholds names, if it names one: it may say for which mode and gears it was made."""
-    if routing.thresholds is None:
+    if routing.thresholds in (None, AUTO):
         return None
     try:
         return read_draft_file(routing.thresholds)
@@ -161,8 +162,10 @@ def make_mode(choice: ModeChoice, ladder: Ladder, gearbox: Gearbox | Observer, p
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if "thresholds" in has:
         model = gearbox.model
-        routing = routing_for(choice.routing, choice.gate, ladder, vocabulary(model), lambda: model_fingerprint(model))
-        values |= vars(routing) | {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
+        settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
+        routed = kind.name in (ROUTE, TELEMETRY_ONLY)
+        values |= route_fields(*settings) if routed else vars(routing_for(*settings))
+        values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
     else:
         values["window"] = choice.gate.filled().window
     return kind(**{field: value for field, value in values.items() if field in has})

@@ -4,16 +4,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ..decoding.auto_thresholds import SHORT_PROMPTS
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 
 GIVE = "give one prompt per line, or JSON Lines"
-# GEARBX 4.2: three short prompts of mixed difficulty.
-MIXED = (
-    "Once upon a time there was a king who had three sons.",
-    "Tom has 5 apples and buys 7 more. He gives 3 to his sister. How many apples does he have?",
-    "Explain why the sum of two odd numbers is always even.",
-)
+MIXED = SHORT_PROMPTS
 TRIVIAL = (
     "Count from one to twenty: one, two, three, four,",
     "The days of the week are Monday, Tuesday, Wednesday,",

@@ -33,7 +33,7 @@ def serve_geared(
 ) -> Served:
     """A model with its gearbox, as it is served. `close` ends what watches the machine for it."""
     modes = modes_of(geared, draft_model is not None, controller is not None)
-    default_mode = geared.mode("").name
+    default_mode = geared.mode("").settled(geared.gearbox, geared.loaded.tokenizer, None).name
     return Served(
         model=geared.loaded.model,
         tokenizer=geared.loaded.tokenizer,
@@ -83,7 +83,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
         refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
         bits = ",".join(repr(float(each)) for each in options.thresholds)
         choice = replace(choice, routing=RoutingSettings(bits, choice.routing.initial_gear))
-    mode = geared.mode(prompt, choice)
+    mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
     if options.draft is not None:
         refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
         mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 
 from ..cli import terminal
 from ..cli.device import choose_device
-from ..cli.gate import check_routing, initial_gear, routing_for
+from ..cli.gate import check_routing, initial_gear, route_fields
 from ..cli.gearbox import settle_gears
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
@@ -21,6 +22,7 @@ from ..cli.results import Speed, summary_of
 from ..cli.server_table import server_table
 from ..cli.settings import command_settings
 from ..cli.tables import summary_table
+from ..decoding.route import Route
 from ..decoding.stream import stream_generate
 from ..decoding.telemetry_only import TelemetryOnly
 from ..gears.attachment import model_fingerprint
@@ -93,10 +95,12 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     out = Path(settings.analysis.out)
     check_output(out)
     model, tokenizer, config = load_model(settings.model)
-    routing = routing_for(settings.routing, settings.gate, ladder, vocabulary(model), lambda: model_fingerprint(model))
+    fingerprint = partial(model_fingerprint, model)
+    routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
     prompts = prompts_of(settings, texts, tokenizer, config, ladder)
     observer = Observer(model, ladder, dtype=settings.model.dtype)
-    mode = TelemetryOnly(**vars(routing))
+    mode = TelemetryOnly(**routing).settled(observer, tokenizer, prompts[0].tokens)
+    thresholds = mode.bits(observer)
     trace = make_output(out)
     mx.reset_peak_memory()
     found = record_prompts(prompts, observer, tokenizer, mode, trace)
@@ -104,9 +108,9 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     result = summary_of(model_name(settings.model.model), observer, mode, found.tally, found.speed, peak_memory)
     result |= {
         "prompts": len({entry["prompt"] for entry in found.records}),
-        "thresholds": list(routing.thresholds),
+        "thresholds": list(thresholds),
     }
-    files = write_report(out, result, found.records, [gear.name for gear in ladder], routing.thresholds)
+    files = write_report(out, result, found.records, [gear.name for gear in ladder], thresholds)
     return Analysis(result, files, found.complete)
 
 
@@ -121,9 +125,7 @@ def prompts_of(
     return prompts
 
 
-def record_prompts(
-    prompts: Sequence[Prompt], observer: Observer, tokenizer: Any, mode: TelemetryOnly, trace: Path
-) -> Run:
+def record_prompts(prompts: Sequence[Prompt], observer: Observer, tokenizer: Any, mode: Route, trace: Path) -> Run:
     """Generate after each prompt, and write the trace as it comes."""
     found = Run(Tally.of([gear.name for gear in observer.ladder]))
     model = observer.model

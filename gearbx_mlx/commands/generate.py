@@ -5,8 +5,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.gate import AUTO
 from ..cli.gearbox import show_kernels
-from ..cli.geared import Loaded, settle
+from ..cli.geared import Geared, Loaded, settle
 from ..cli.generation import generation_keywords
 from ..cli.governing import governor
 from ..cli.loaded import room_for
@@ -16,6 +17,7 @@ from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.results import Draft, summary_of
 from ..cli.sharded import check_together, on_this_rank
 from ..cli.tables import layers_table, summary_table
+from ..decoding.auto_thresholds import auto_thresholds
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
@@ -44,7 +46,7 @@ def run(settings: GenerateSettings) -> int:
     )
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
-    gearbox, mode = geared.gearbox, geared.mode(prompt)
+    gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
     check_together(gearbox, mode, tokens)
     if settings.output.describe:
         describe(gearbox, mode)
@@ -78,6 +80,14 @@ def to_read(
     before = cache.before(settings.prompt.templates(loaded.tokenizer))
     tokens = encode_prompt(settings.prompt, loaded.tokenizer, prompt, prefill, before)
     return cache.unread(loaded.model, tokens, settings.cache.max_kv_size, before)
+
+
+def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
+    """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
+    mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
+    if settings.routing.thresholds == AUTO and settings.output.verbose:
+        terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
+    return mode
 
 
 def describe(gearbox: Gearbox | Observer, mode: Mode) -> None:

@@ -89,6 +89,10 @@ class Mode:
         if gearbox is not controller.gearbox:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
+    def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
+        """The mode with all settings that it finds by itself on a first prompt (text or tokens)."""
+        return self
+
     def about(self) -> str:
         """What `--describe` says of the settings, in one line; nothing by default."""
         return ""

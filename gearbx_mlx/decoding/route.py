@@ -7,8 +7,8 @@ then first acts on t + 2.
 import collections.abc
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
@@ -24,6 +24,7 @@ from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..routing.prompt import first_gear
 from ..routing.thresholds import check_thresholds, default_thresholds
 from ..telemetry.summary import Tally, draft_rows, draft_summary
+from .auto_thresholds import auto_thresholds
 from .batches.generator import BatchGenerator
 from .batches.sequence import Sequence
 from .draft_model import drafted_tokens
@@ -43,7 +44,8 @@ class Route(Mode):
     """Shift by the rolling entropy.
 
     Args:
-        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
+        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given; "auto":
+            found on the first prompt, once for a gearbox (GEARBX 4.2).
         window: tokens in the rolling mean.
         hysteresis: bits.
         min_gear_duration: tokens.
@@ -54,7 +56,7 @@ class Route(Mode):
 
     name: ClassVar[str] = "route"
 
-    thresholds: collections.abc.Sequence[float] | None = None
+    thresholds: collections.abc.Sequence[float] | Literal["auto"] | None = None
     window: int = DEFAULT_WINDOW
     hysteresis: float = DEFAULT_HYSTERESIS
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
@@ -64,7 +66,8 @@ class Route(Mode):
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        gate, monitor = self.gate_for(gearbox), Monitor(vocabulary_of(gearbox), self.window)
+        mode = self.settled(gearbox, tokenizer, prompt)
+        gate, monitor = mode.gate_for(gearbox), Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
         gate.reset(first.index)
         gearbox.shift(first)
@@ -79,18 +82,28 @@ class Route(Mode):
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
         """What one text of a batch has of its own; of a gate that was given, a copy."""
         monitor = Monitor(vocabulary_of(gearbox), self.window)
-        return Sequence(deepcopy(self.gate_for(gearbox)), monitor, self.first_gear(gearbox, tokenizer, prompt))
+        gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
+        return Sequence(deepcopy(gate), monitor, self.first_gear(gearbox, tokenizer, prompt))
+
+    def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
+        if self.thresholds != AUTO or self.gate is not None:
+            return self
+        return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
         if self.gate is not None:
             return self.gate
-        gears = len(gearbox.ladder)
-        thresholds = self.thresholds
-        if thresholds is None:
-            thresholds = default_thresholds(gears, vocabulary_of(gearbox))
+        return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
+
+    def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
+        """The thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder."""
+        gears, given = len(gearbox.ladder), self.thresholds
+        if isinstance(given, str):
+            raise GearbxError(f"thresholds are '{given}'; give numbers of bits, or \"auto\"")
+        thresholds = default_thresholds(gears, vocabulary_of(gearbox)) if given is None else tuple(given)
         check_thresholds(thresholds, gears)
-        return ThresholdGate(tuple(thresholds), self.hysteresis, self.min_gear_duration)
+        return thresholds
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""

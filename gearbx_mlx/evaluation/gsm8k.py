@@ -67,7 +67,8 @@ def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> 
 def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str, Mode]:
     """Name to mode of each policy; every static gear is always among them, the top one first."""
     modes: dict[str, Mode] = {f"static-{gear.bits}": Static(gear.name) for gear in reversed(ladder)}
-    shifting = {"route": route, "kickdown": Kickdown(route.thresholds), "lossless": DRAFTS}
+    bits = None if isinstance(route.thresholds, str) else route.thresholds  # "auto" is found for mode route alone
+    shifting = {"route": route, "kickdown": Kickdown(bits), "lossless": DRAFTS}
     if len(ladder) < 2:
         del shifting["lossless"]
     return modes | {name: mode for name, mode in shifting.items() if name in policies}

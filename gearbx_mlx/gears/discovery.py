@@ -29,7 +29,10 @@ from .towers import in_tower
 # the largest magnitude of a weight in a quantized gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 
+# Parts of a path, in lower case and without underscores. The second line: linear attention, that of T5 and of other
+# decoders that read an encoder's output, and OLMo's projections, which stand beside those of its MLP.
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
+ATTENTION |= {"linearattn", "linearattention", "crossattn", "crossattention", "encdecattention", "attproj", "attnout"}
 DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
