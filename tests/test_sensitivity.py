@@ -16,6 +16,7 @@ from gearbx_mlx.bit_selection.layer_precision import (
     measure_layers,
     outliers,
 )
+from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import Exact, intercepted
 from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.evaluation.journal import Journal
@@ -251,6 +252,27 @@ class TestCommand:
         first, value = pairs[0]
         assert read["layers"][first]["kl"]["4"] == pytest.approx(max(value, 0) * layers[first]["weights"] / 1e6)
         assert read["layers"][first]["kl"]["5"] == pytest.approx(read["layers"][first]["kl"]["4"] / 4)
+
+    def test_a_smaller_accuracy_threshold_asks_for_more_bits(self, command, tmp_path):
+        found = {}
+        for percent in ("0.5", "0.001"):
+            out = tmp_path / f"{percent}.json"
+            assert command("sensitivity", *SMALL, "--accuracy-threshold", percent, "--out", out).status == 0
+            found[percent] = read_precision(out)
+        loose, strict = (found[percent].layers for percent in ("0.5", "0.001"))
+        assert found["0.001"].accuracy_threshold == 0.001
+        assert all(strict[path].min_bits >= loose[path].min_bits for path in loose)
+        assert sum(strict[path].min_bits for path in loose) > sum(layer.min_bits for layer in loose.values())
+        for layer in strict.values():
+            lower = [bits for bits in layer.kl if bits < layer.min_bits]
+            assert all(layer.perplexity_change[bits] >= 0.001 or bits < 4 for bits in lower)
+
+    @pytest.mark.parametrize("percent", ["0", "-1", "nan"])
+    def test_an_accuracy_threshold_is_a_percentage_above_zero(self, command, percent):
+        done = command("sensitivity", "--accuracy-threshold", percent)
+        assert done.status == 2
+        assert done.err.startswith("error: --accuracy-threshold is ")
+        assert done.err.count("\n") == 1
 
     def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
         out, own, measured = tmp_path / "m.json", Exact.measure, []

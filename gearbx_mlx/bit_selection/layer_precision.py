@@ -12,7 +12,8 @@ from ..evaluation.metrics import spearman
 from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
 from .codebook_selection import kind_of
-from .precision import LayerPrecision, least_bits
+from .least_bits import ACCURACY_THRESHOLD, least_bits
+from .precision import LayerPrecision
 from .sensitivity import Cost, Distance, Exact
 
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
@@ -104,7 +105,10 @@ def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
 
 
 def layer_precisions(
-    layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], clamps: Mapping[str, float]
+    layers: Sequence[Layer],
+    parts: Mapping[str, MeasuredLayer],
+    clamps: Mapping[str, float],
+    threshold: float = ACCURACY_THRESHOLD,
 ) -> dict[str, LayerPrecision]:
     """What the manifest says of every layer.
 
@@ -112,6 +116,7 @@ def layer_precisions(
         layers: with their dense modules.
         parts: of the journal.
         clamps: path to the clamp that was tried.
+        threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     made = {}
     for layer in layers:
@@ -125,7 +130,7 @@ def layer_precisions(
         made[layer.path] = LayerPrecision(
             kind=kind_of(layer.path, layer.module),
             weights=layer.module.weight.size,
-            min_bits=max(least_bits(kl, change), layer.lowest_bits),
+            min_bits=max(least_bits(kl, change, threshold), layer.lowest_bits),
             max_bits=DENSE,
             kl=kl,
             perplexity_change=change,

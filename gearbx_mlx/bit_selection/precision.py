@@ -21,13 +21,11 @@ from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
 from ..gears.ladder import DENSE, Ladder
 from ..gears.values import Fingerprint, GroupSize, Length, Width
+from .least_bits import ACCURACY_THRESHOLD
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT, FIRST_ORDER = "exact", "first order"
-# The manifest document: bits whose perplexity changes by less may be used; by the KL at 4 bits, 4, 6 or 8 are wanted.
-PERPLEXITY_BOUND = 0.5  # percent
-SAFE, CAREFUL = 0.02, 0.05  # nats
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
 
 
@@ -85,7 +83,7 @@ class PrecisionManifest(Struct, frozen=True):
     method: "exact" or "first order". model: its name; fingerprint: of its weights. calibration: hash of the text's
     tokens; tokens: how many were predicted. format, group_size, manage: as the Gearbox takes them; bits: its widths.
     perplexity: at full precision. gears: bits of a gear of the ladder to its table. cost: the cost of measuring, as
-    parts of passes that compute everything.
+    parts of passes that compute everything. accuracy_threshold: percent that a layer at min_bits may add to perplexity.
     """
 
     method: Method
@@ -101,6 +99,7 @@ class PrecisionManifest(Struct, frozen=True):
     layers: Annotated[Mapping[str, LayerPrecision], Meta(min_length=1)]
     gears: Mapping[Width, Table] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
+    accuracy_threshold: Annotated[float, Meta(gt=0)] = ACCURACY_THRESHOLD
     schema: str = SCHEMA
     version: int = VERSION
 
@@ -161,24 +160,6 @@ class PrecisionManifest(Struct, frozen=True):
         top = dict.fromkeys(missing, DENSE)
         gears = {bits: structs.replace(table, bits={**top, **table.bits}) for bits, table in self.gears.items()}
         return structs.replace(self, gears=gears), missing
-
-
-def least_bits(kl: Mapping[int, float], perplexity_change: Mapping[int, float]) -> int:
-    """min_bits by the rules of the manifest document.
-
-    The lowest width whose perplexity rises by less than 0.5 %, but not below what the KL at 4 bits (or the first
-    measured width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below 4
-    bits the KL has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
-    """
-    widths = sorted(kl)
-    at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
-    floor = 0 if at_four < SAFE else 6 if at_four <= CAREFUL else 8
-    good = (
-        bits
-        for bits in widths
-        if bits >= floor and (bits >= 4 or kl[bits] < SAFE) and perplexity_change.get(bits, 0.0) < PERPLEXITY_BOUND
-    )
-    return next(good, widths[-1])
 
 
 def fit(

@@ -42,6 +42,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             ("weights read", weights_line(summary, "" if watching else "top gear")),
             *kv_rows(summary),
             *disk_rows(summary),
+            *energy_rows(summary),
             ("memory", memory_line(summary, watching)),
             *layer_rows(summary),
             *dtype_rows(summary),
@@ -74,6 +75,7 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
             ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
             ("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token"),
             ("weights read", weights_line(summary, "large model")),
+            *energy_rows(summary),
             ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
         ]
     )
@@ -91,6 +93,13 @@ def speed_rows(summary: dict[str, Any]) -> list[Row]:
         ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s"),
     ]
+
+
+def energy_rows(summary: dict[str, Any]) -> list[Row]:
+    """What the machine used, where it says so: other programs on it are in it."""
+    if "energy_joules_per_token" not in summary:
+        return []
+    return [("energy", f"{summary['energy_joules_per_token']:.3g} J per token ({summary['energy_of']})")]
 
 
 def gear_shares(summary: dict[str, Any]) -> Text:

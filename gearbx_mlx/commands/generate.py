@@ -59,7 +59,7 @@ def run(settings: GenerateSettings) -> int:
     draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
     draft = Draft(draft_path, draft_model) if draft_path is not None else None
     counted = written.tally, written.speed, mx.get_peak_memory()
-    result = summary_of(loaded.name, gearbox, mode, *counted, controller, draft)
+    result = summary_of(loaded.name, gearbox, mode, *counted, controller, draft) | written.energy_fields()
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had

@@ -29,5 +29,6 @@ def run(settings: GenerateSettings, small_model: str, prompt: str, trace: Path |
     written = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     names = small_model, settings.model.model
     result = summary_of_pair(names, pair, mode, written.tally, written.speed, mx.get_peak_memory())
+    result |= written.energy_fields()
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
     return written.status

@@ -21,8 +21,9 @@ from ..bit_selection.layer_precision import (
     measuring_cost,
     rank_agreement,
 )
+from ..bit_selection.least_bits import least_bits
 from ..bit_selection.mlx_sensitivities import LOW, as_kl, read_sensitivities, sensitivities_of
-from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest, least_bits
+from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest
 from ..bit_selection.sensitivity_fast import first_order
 from ..cli.loaded import load_original
 from ..cli.output import output_path
@@ -61,7 +62,10 @@ def run(settings: SensitivitySettings) -> int:
         journal.unlink(missing_ok=True)
     messages.print(classes_table(manifest))
     lowest = manifest.bits[0]
-    bound = sum(least_bits(layer.kl, layer.perplexity_change) > lowest for layer in manifest.layers.values())
+    least = (
+        least_bits(layer.kl, layer.perplexity_change, manifest.accuracy_threshold) for layer in manifest.layers.values()
+    )
+    bound = sum(bits > lowest for bits in least)
     note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
     for path in filter(None, (out, other)):
         print(path)
@@ -104,11 +108,13 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
     show_compiling()
     run_with = {**layout, "dtype": settings.model.dtype, "kernels": settings.text.kernels}
     with progress_bar() as progress:
-        perplexity, layers, cost = measure(model, windows, bits, run_with, inputs, file, progress)
+        threshold = settings.measurement.accuracy_threshold
+        perplexity, layers, cost = measure(model, windows, bits, threshold, run_with, inputs, file, progress)
     report_cost(cost, len(layers), len(bits))
     report_clamps(layers)
     if estimates is not None:
         cost["spearman"] = report_agreement(layers, estimates)
+    inputs["accuracy_threshold"] = threshold
     return PrecisionManifest(method=EXACT, perplexity=perplexity, layers=layers, cost=cost, **inputs)
 
 
@@ -116,6 +122,7 @@ def measure(
     model: nn.Module,
     windows: Windows,
     bits: Sequence[int],
+    threshold: float,
     run_with: dict[str, Any],
     inputs: Mapping[str, Any],
     file: Path | None,
@@ -124,6 +131,7 @@ def measure(
     """The perplexity at full precision, every layer's precision, and what measuring cost over all runs.
 
     Args:
+        threshold: percent that a layer at its fewest bits may add to the perplexity.
         run_with: further keywords of `single_layer_gearbox`.
         inputs: what the journal's parts depend on.
         file: the journal.
@@ -140,7 +148,7 @@ def measure(
         clamped = exact_of(single_layer_gearbox(model, bits, clamps=clamps, **run_with), windows, progress)
         clamped_task = progress.add_task("clamped layers", total=len(clamps))
         measure_clamped(clamped, journal, lambda: progress.advance(clamped_task))
-    precisions = layer_precisions(gearbox.layers, journal.parts, clamps)
+    precisions = layer_precisions(gearbox.layers, journal.parts, clamps, threshold)
     return exact.perplexity, precisions, measuring_cost(journal.parts).shares()
 
 

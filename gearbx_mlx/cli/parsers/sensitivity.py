@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...bit_selection.least_bits import ACCURACY_THRESHOLD
 from ...bit_selection.mlx_sensitivities import HIGH, LOW
 from ...errors import GearbxError
 from ...gears.ladder import DENSE, Ladder
@@ -11,7 +12,7 @@ from ..calibration_text import CalibrationTextSettings
 from ..gears import FormatSettings
 from ..model import ModelSettings
 from ..output import check_distinct
-from ..settings import Settings, command_settings, flag, parser_of
+from ..settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
 
 DESCRIPTION = (
     "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
@@ -26,6 +27,12 @@ class MeasurementSettings(Settings):
     title: ClassVar[str] = "sensitivity"
 
     bits: str = flag("3,4,5,6,8", "Widths, ascending.")
+    accuracy_threshold: float = flag(
+        ACCURACY_THRESHOLD,
+        "Percent that one layer alone may add to the perplexity: its fewest bits are those that stay below.",
+        least=0.001,
+        most=LARGEST_SHOWN,
+    )
     out: str = flag("manifest.json", "File to write.", named=True)
     fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.", exclusive="how")
     compare: bool = flag(False, "Measure, and print how well the fast way ranks the layers.", exclusive="how")

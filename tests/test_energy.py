@@ -1,0 +1,117 @@
+"""Energy per token, where the machine reports it; counters and samples are files and programs of the tests."""
+
+import json
+import plistlib
+import sys
+
+import pytest
+
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.machine import energy
+
+
+def zone(powercap, place, name, microjoules, largest=10_000_000):
+    directory = powercap / place
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, value in (("name", name), ("energy_uj", microjoules), ("max_energy_range_uj", largest)):
+        (directory / file).write_text(f"{value}\n")
+    return directory / "energy_uj"
+
+
+def test_packages_count_with_their_memory_and_without_their_cores(tmp_path):
+    package = zone(tmp_path, "intel-rapl:0", "package-0", 1_000_000)
+    cores = zone(tmp_path, "intel-rapl:0:0", "core", 500_000)
+    memory = zone(tmp_path, "intel-rapl:0:1", "dram", 100_000)
+    meter = energy.Rapl(tmp_path)
+    assert (meter.name, meter.joules()) == ("package-0 + dram", 0.0)
+    for file, now in ((package, 3_000_000), (cores, 1_500_000), (memory, 350_000)):
+        file.write_text(str(now))
+    assert meter.joules() == pytest.approx(2.25)
+
+
+def test_the_whole_platform_counts_alone_where_there_is_such_a_zone(tmp_path):
+    zone(tmp_path, "intel-rapl:0", "package-0", 0)
+    platform = zone(tmp_path, "intel-rapl:1", "psys", 4_000_000)
+    meter = energy.Rapl(tmp_path)
+    platform.write_text("9000000")
+    assert (meter.name, meter.joules()) == ("psys", pytest.approx(5.0))
+
+
+def test_a_counter_may_begin_again_more_than_once(tmp_path):
+    file = zone(tmp_path, "intel-rapl:0", "package-0", 9_000_000)
+    meter = energy.Rapl(tmp_path)
+    found = []
+    for now in (1_000_000, 8_000_000, 2_000_000):
+        file.write_text(str(now))
+        found.append(meter.joules())
+    assert found == pytest.approx([2.0, 9.0, 13.0])
+
+
+def test_a_machine_without_counters_says_so(tmp_path):
+    with pytest.raises(GearbxError, match="has no RAPL zone"):
+        energy.Rapl(tmp_path)
+    zone(tmp_path, "intel-rapl:0", "package-0", "none")
+    with pytest.raises(GearbxError, match="cannot be read"):
+        energy.Rapl(tmp_path)
+
+
+def test_what_only_root_may_read_is_named(tmp_path, monkeypatch):
+    file = zone(tmp_path, "intel-rapl:0", "package-0", 1)
+
+    def refused(directory):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(energy.Zone, "of", refused)
+    with pytest.raises(GearbxError, match=f"{file}: only root may read it"):
+        energy.Rapl(tmp_path)
+
+
+def test_samples_of_powermetrics_add_up(tmp_path):
+    texts = [
+        plistlib.dumps({"elapsed_ns": 200_000_000, "processor": {"combined_power": power}})
+        for power in (5000.0, 10000.0)
+    ]
+    recorded = tmp_path / "samples"
+    recorded.write_bytes(b"\0".join([*texts, texts[0][:40]]))  # the last one is cut off by the end
+    copy = "import shutil, sys; shutil.copyfileobj(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
+    meter = energy.PowerMetrics([sys.executable, "-c", copy, str(recorded)])
+    meter._thread.join(30)
+    assert meter.joules() == pytest.approx(1.0 + 2.0)
+    meter.close()
+
+
+def test_powermetrics_needs_root(monkeypatch):
+    monkeypatch.setattr(energy.os, "geteuid", lambda: 501)
+    with pytest.raises(GearbxError, match="powermetrics: only root may run it"):
+        energy.PowerMetrics()
+
+
+def test_the_summary_has_the_energy_of_a_token(command, monkeypatch, tmp_path):
+    class Told:
+        name, now = "package-0", 100.0
+
+        def joules(self):
+            self.now += 6.0
+            return self.now
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(energy, "this_meter", Told)
+    file = tmp_path / "summary.json"
+    done = command("generate", "--prompt", "Tom has 5 apples.", "-m", "12", "--ignore-chat-template", "--summary", file)
+    summary = json.loads(file.read_text())
+    assert summary["tokens"] == 12
+    assert (summary["energy_joules_per_token"], summary["energy_of"]) == (0.5, "package-0")
+    assert "0.5 J per token" in done.err
+
+
+def test_without_a_meter_nothing_is_said(command, monkeypatch, tmp_path):
+    def none():
+        raise GearbxError("there is none")
+
+    monkeypatch.setattr(energy, "this_meter", none)
+    file = tmp_path / "summary.json"
+    done = command("generate", "--prompt", "Tom", "-m", "3", "--ignore-chat-template", "--summary", file)
+    assert "energy_joules_per_token" not in json.loads(file.read_text())
+    assert "energy" not in done.err
