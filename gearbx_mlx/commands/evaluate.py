@@ -9,14 +9,13 @@ from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
 from ..errors import GearbxError
-from ..evaluation.picture import draw
 from ..evaluation.tables import Report
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot
 from . import evaluate_gsm8k, evaluate_pair, evaluate_text
 
-FILES = DATA, PAGE, PICTURE = "evaluation.json", "evaluation.md", "evaluation.png"
+DATA, PAGE = "evaluation.json", "evaluation.md"
 
 
 def run(settings: EvaluateSettings) -> int:
@@ -66,16 +65,18 @@ def measured(settings: EvaluateSettings, out: Path) -> tuple[Report, list[Path]]
         report = evaluate_text.measured(settings, out)
     write_text(out / DATA, report.json)
     write_text(out / PAGE, report.page)
-    drawn = "noise_floor" in report.content and draw_if_possible(report.content, out / PICTURE)
-    return report, [out / PICTURE] if drawn else []
+    return report, draw_if_possible(report, out)
 
 
-def draw_if_possible(report: dict[str, Any], path: Path) -> bool:
-    """Draw the picture where matplotlib is installed, and say whether it is."""
+def draw_if_possible(report: Report, out: Path) -> list[Path]:
+    """Draw the pictures of a report where matplotlib is installed; those that were drawn."""
+    if not report.pictures:
+        return []
     try:
         get_pyplot()
     except GearbxError as error:
         terminal.note(f"no picture: {error}")
-        return False
-    draw(report, path)
-    return True
+        return []
+    for name, draw in report.pictures.items():
+        draw(report.content, out / name)
+    return [out / name for name in report.pictures]

@@ -12,6 +12,7 @@ from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
 from ..errors import GearbxError
 from ..evaluation import gsm8k_pair, pair
 from ..evaluation.inputs import hash_of_tokens, model_contents
+from ..evaluation.pair_picture import draw_pair
 from ..evaluation.session import Session, fingerprint
 from ..evaluation.tables import Report
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
@@ -23,6 +24,7 @@ from .evaluate_text import context_for
 from .evaluation_inputs import model_inputs
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
+PICTURES = {f"evaluation.{kind}": draw_pair for kind in ("png", "svg")}
 
 
 def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
@@ -40,9 +42,9 @@ def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
         models = load_pair(settings.model, small_model)
         prompts = prompts_of(settings.prompt, models.tokenizer, models.config, examples, problems)
         report = answers_report(settings, turns, models, prompts, out)
-        return Report(report, gsm8k_pair.markdown(report), gsm8k_pair.COLUMNS, gsm8k_pair.FIRST)
+        return Report(report, gsm8k_pair.markdown(report), gsm8k_pair.COLUMNS, gsm8k_pair.FIRST, PICTURES)
     report = text_report(settings, turns, small_model, out)
-    return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST)
+    return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST, PICTURES)
 
 
 def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out: Path) -> dict[str, Any]:

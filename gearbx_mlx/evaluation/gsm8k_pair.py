@@ -15,6 +15,7 @@ from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
 from .gsm8k import COLUMNS as SCORES
 from .gsm8k import Attempt, Prompt, attempt, score
+from .pair_scores import table_1
 from .tables import INCOMPLETE, Columns, markdown_table, percent
 
 REFERENCE = f"pair-{0:g}"  # the large model alone
@@ -115,6 +116,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
         "",
         *markdown_table(COLUMNS, report["policies"]),
+        "",
+        "As in EAD's Table 1:",
+        "",
+        *table_1(report),
         "",
         "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
         "",

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.writing import replacing
 from ...telemetry.colors import BLACK, SERIES, gear_color, gear_marker
-from ...telemetry.report import get_pyplot
+from ...telemetry.report import get_pyplot, save
 
 AS_BLOCKS, GRAPH_AS_BLOCKS = WITH_BLOCKS = "as blocks", "graph as blocks"  # rows of `benchmark token`
 Rows = Sequence[Mapping[str, Any]]
@@ -74,9 +73,3 @@ def draw_token(rows: Rows, path: Path) -> None:
 def bar_of(row: Mapping[str, Any]) -> str:
     """The name of a gear's bar."""
     return f"{row['gear']}, {row['bits']} bits"
-
-
-def save(figure: Any, path: Path) -> None:
-    with replacing(path) as file:
-        figure.savefig(file, dpi=110, format=path.suffix[1:])
-    get_pyplot().close(figure)
