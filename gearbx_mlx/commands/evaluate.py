@@ -5,7 +5,7 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.device import choose_device
-from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
+from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
 from ..errors import GearbxError
@@ -13,7 +13,7 @@ from ..evaluation.tables import Report
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot
-from . import evaluate_gsm8k, evaluate_pair, evaluate_text
+from . import evaluate_answers, evaluate_pair, evaluate_text
 
 DATA, PAGE = "evaluation.json", "evaluation.md"
 
@@ -33,7 +33,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     """The report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
 
     Args:
-        data: a text, or JSON Lines with text, or question and answer (GSM8K).
+        data: a text, or JSON Lines with text, or question and answer (GSM8K); of MATH also a folder.
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", policy=["kickdown"].
 
     Returns:
@@ -59,8 +59,8 @@ def measured(settings: EvaluateSettings, out: Path) -> tuple[Report, list[Path]]
     task = settings.task
     if task.small_model is not None:
         report = evaluate_pair.measured(settings, task.small_model, out)
-    elif task.task == GSM8K:
-        report = evaluate_gsm8k.measured(settings, out)
+    elif task.task in WRITTEN:
+        report = evaluate_answers.measured(settings, out)
     else:
         report = evaluate_text.measured(settings, out)
     write_text(out / DATA, report.json)
