@@ -152,7 +152,12 @@ def make_inputs(directory: Path) -> Iterator[str]:
             save_cache(directory / "cache.safetensors", model, name)
             save_adapter(directory / "adapter", model)
     texts = {"prompts.txt": "Once upon\nHow many?\n", "prompts.jsonl": lines([{"prompt": "Once"}, {"text": "Why?"}])}
-    texts |= {"text.txt": TEXT, "gsm8k.jsonl": lines(QUESTIONS), "math.jsonl": lines(MATHEMATICS), "machine.jsonl": lines(MACHINE)}
+    texts |= {
+        "text.txt": TEXT,
+        "gsm8k.jsonl": lines(QUESTIONS),
+        "math.jsonl": lines(MATHEMATICS),
+        "machine.jsonl": lines(MACHINE),
+    }
     for name, text in texts.items():
         (directory / name).write_text(text)
     (directory / "tasks").mkdir()
