@@ -120,7 +120,7 @@ def models(results: Path) -> None:
 
 
 def evidence(results: Path) -> None:
-    """kl_*.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
+    """kl_*.png, pair.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
     run("scripts/write_evidence.py", str(results), "docs/evidence.md", "docs/pair.md")
 
 

@@ -211,10 +211,10 @@ def main():
     tables = {name: functools.partial(function, args.results) for name, function in TABLES.items()}
     for page in args.pages:
         fill(page, tables)
-    for model, folder in MODELS.items():
+    for folder, name in {**{folder: f"kl_{model}" for model, folder in MODELS.items()}, "pair": "pair"}.items():
         picture = args.results / folder / "evaluation.png"
         if picture.exists():
-            shutil.copy(picture, args.pages[0].parent / "images" / f"kl_{model}.png")
+            shutil.copy(picture, args.pages[0].parent / "images" / f"{name}.png")
 
 
 if __name__ == "__main__":

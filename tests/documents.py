@@ -64,6 +64,7 @@ FILES = {
     "prompts.txt": "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n",
     "prompts.jsonl": "\n".join(PROBLEMS[:2]) + "\n",
     "gsm8k.jsonl": "\n".join(PROBLEMS[:3]) + "\n",
+    "math.jsonl": (ROOT / "tests" / "data" / "math_sample.jsonl").read_text(encoding="utf-8"),
     "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n"
     * 3,
     "machine.jsonl": '{"seconds": 0, "thermal": "nominal"}\n{"tokens": 3, "thermal": "serious"}\n',

@@ -1,5 +1,6 @@
 """The compile step as it goes on a Mac: what is asked before the compiler, its flags, the cache's key, the threads."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -18,10 +19,21 @@ inline int sysctlbyname(const char* name, void* value, size_t* size, void*, size
   return 0;
 }
 """
+QOS = """#include <atomic>
+enum qos_class_t { QOS_CLASS_USER_INTERACTIVE = 0x21 };
+inline std::atomic<int> preferring{0};
+inline int pthread_set_qos_class_self_np(qos_class_t, int) { return preferring++; }
+"""
 PRINT_THREADS = """#include <cstdio>
 #include <thread>
+#include <pthread/qos.h>
 #include "pool.h"
-int main() { std::printf("%d %u", gearbx::thread_count(), std::thread::hardware_concurrency()); }
+void nothing(const void*, int) {}
+int main() {
+  gearbx::share_out(64, nothing, nullptr);
+  while (preferring + 1 < gearbx::thread_count()) std::this_thread::yield();
+  std::printf("%d %u %d", gearbx::thread_count(), std::thread::hardware_concurrency(), preferring.load());
+}
 """
 
 
@@ -114,18 +126,22 @@ def test_threads_are_for_performance_cores(tmp_path):
         pytest.skip("a Mac has the system call itself")
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys" / "sysctl.h").write_text(SYSCTL)
+    (tmp_path / "pthread").mkdir()
+    (tmp_path / "pthread" / "qos.h").write_text(QOS)
     (tmp_path / "main.cpp").write_text(PRINT_THREADS)
 
-    sources = [str(tmp_path / "main.cpp"), str(compiler.SOURCES / "pool.cpp")]
+    sources = [str(tmp_path / "main.cpp"), *(str(compiler.SOURCES / name) for name in ("pool.cpp", "cores.cpp"))]
     flags = ["-std=c++20", "-pthread", "-D__APPLE__", f"-I{tmp_path}", f"-I{compiler.SOURCES}"]
     made = str(tmp_path / "main")
     subprocess.run([*compiler.find_compiler(), *flags, *sources, "-o", made], check=True)
+
+    cores = len(os.sched_getaffinity(0))
 
     def threads(**environment: str) -> list[int]:
         done = subprocess.run([made], env=environment, capture_output=True, text=True, check=True)
         return [int(number) for number in done.stdout.split()]
 
-    assert threads(FAST_CORES="3")[0] == 3
-    assert threads(FAST_CORES="3", GEARBX_THREADS="7")[0] == 7
-    count, cores = threads()
-    assert count == cores
+    assert threads(FAST_CORES="3") == [3, cores, 2]  # the caller's thread keeps its own class
+    assert threads(FAST_CORES="3", GEARBX_THREADS="7") == [7, cores, 6]
+    assert threads(FAST_CORES="3", GEARBX_THREADS="all") == [cores, cores, cores - 1]
+    assert threads() == [cores, cores, cores - 1]

@@ -15,7 +15,7 @@ from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
-from gearbx_mlx.evaluation.gsm8k import Attempt
+from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
 from gearbx_mlx.evaluation.text import read_documents, read_rows

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gearbx_mlx.evaluation.gsm8k import Attempt, final_number, finished, score
+from gearbx_mlx.evaluation.answers import Attempt, score
+from gearbx_mlx.evaluation.gsm8k import final_number, finished
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
 

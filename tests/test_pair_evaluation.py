@@ -121,7 +121,12 @@ class TestCommand:
         assert [row["share_top"] for row in rows][::2] == [0.0, 1.0]
         assert 0 < rows[1]["share_top"] < 1
         assert report["gate"] == {"window": 5, "min_duration": 10}
-        assert "| inf | 0.0 % |" in (tmp_path / "out" / "evaluation.md").read_text()
+        page = (tmp_path / "out" / "evaluation.md").read_text()
+        assert "| inf | 0.0 % |" in page
+        assert "| entropy threshold, bits | large model usage |" in page
+        assert (tmp_path / "out" / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (tmp_path / "out" / "evaluation.svg").read_bytes()
+        assert result.out.splitlines()[-1] == str(tmp_path / "out" / "evaluation.svg")
         whole = command("evaluate", *flags[:-1], tmp_path / "whole", "--thresholds", "0")
         assert whole.status == 0, whole.err
         assert json.loads((tmp_path / "whole" / "evaluation.json").read_text())["tokens"] > report["tokens"]

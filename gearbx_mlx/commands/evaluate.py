@@ -5,18 +5,17 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.device import choose_device
-from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
+from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
 from ..errors import GearbxError
-from ..evaluation.picture import draw
 from ..evaluation.tables import Report
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot
-from . import evaluate_gsm8k, evaluate_pair, evaluate_text
+from . import evaluate_answers, evaluate_pair, evaluate_text
 
-FILES = DATA, PAGE, PICTURE = "evaluation.json", "evaluation.md", "evaluation.png"
+DATA, PAGE = "evaluation.json", "evaluation.md"
 
 
 def run(settings: EvaluateSettings) -> int:
@@ -34,7 +33,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     """The report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
 
     Args:
-        data: a text, or JSON Lines with text, or question and answer (GSM8K).
+        data: a text, or JSON Lines with text, or question and answer (GSM8K); of MATH also a folder.
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", policy=["kickdown"].
 
     Returns:
@@ -60,22 +59,24 @@ def measured(settings: EvaluateSettings, out: Path) -> tuple[Report, list[Path]]
     task = settings.task
     if task.small_model is not None:
         report = evaluate_pair.measured(settings, task.small_model, out)
-    elif task.task == GSM8K:
-        report = evaluate_gsm8k.measured(settings, out)
+    elif task.task in WRITTEN:
+        report = evaluate_answers.measured(settings, out)
     else:
         report = evaluate_text.measured(settings, out)
     write_text(out / DATA, report.json)
     write_text(out / PAGE, report.page)
-    drawn = "noise_floor" in report.content and draw_if_possible(report.content, out / PICTURE)
-    return report, [out / PICTURE] if drawn else []
+    return report, draw_if_possible(report, out)
 
 
-def draw_if_possible(report: dict[str, Any], path: Path) -> bool:
-    """Draw the picture where matplotlib is installed, and say whether it is."""
+def draw_if_possible(report: Report, out: Path) -> list[Path]:
+    """Draw the pictures of a report where matplotlib is installed; those that were drawn."""
+    if not report.pictures:
+        return []
     try:
         get_pyplot()
     except GearbxError as error:
         terminal.note(f"no picture: {error}")
-        return False
-    draw(report, path)
-    return True
+        return []
+    for name, draw in report.pictures.items():
+        draw(report.content, out / name)
+    return [out / name for name in report.pictures]

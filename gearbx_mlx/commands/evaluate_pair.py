@@ -8,21 +8,25 @@ from typing import Any
 from ..cli import terminal
 from ..cli.loaded_pair import LoadedPair, load_pair
 from ..cli.pair import Turns, turns_of
-from ..cli.parsers.evaluate import GSM8K, EvaluateSettings
+from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
 from ..errors import GearbxError
-from ..evaluation import gsm8k_pair, pair
+from ..evaluation import answers_pair, pair
+from ..evaluation.answers import TASKS, grouped
 from ..evaluation.inputs import hash_of_tokens, model_contents
+from ..evaluation.math_problems import problem_files
+from ..evaluation.pair_picture import draw_pair
 from ..evaluation.session import Session, fingerprint
 from ..evaluation.tables import Report
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
 from ..gears.activations import dtype_name, model_dtype
 from ..loading import model_name
 from ..routing.pair import NAMES
-from .evaluate_gsm8k import answers_inputs, note_or_raise, problems_of, prompts_of
+from .evaluate_answers import answers_inputs, note_or_raise, problems_of, prompts_of
 from .evaluate_text import context_for
 from .evaluation_inputs import model_inputs
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
+PICTURES = {f"evaluation.{kind}": draw_pair for kind in ("png", "svg")}
 
 
 def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
@@ -35,14 +39,15 @@ def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
         KeyboardInterrupt: before any threshold was complete.
     """
     turns = turns_of(settings.task.thresholds, settings.gate, several=True)
-    if settings.task.task == GSM8K:
+    if settings.task.task in WRITTEN:
         examples, problems = problems_of(settings.task)
         models = load_pair(settings.model, small_model)
-        prompts = prompts_of(settings.prompt, models.tokenizer, models.config, examples, problems)
+        prompts = prompts_of(settings.prompt, settings.task.task, models.tokenizer, models.config, examples, problems)
         report = answers_report(settings, turns, models, prompts, out)
-        return Report(report, gsm8k_pair.markdown(report), gsm8k_pair.COLUMNS, gsm8k_pair.FIRST)
+        report["policies"] = grouped(problems, report["policies"])
+        return Report(report, answers_pair.markdown(report), answers_pair.COLUMNS, answers_pair.FIRST, PICTURES)
     report = text_report(settings, turns, small_model, out)
-    return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST)
+    return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST, PICTURES)
 
 
 def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out: Path) -> dict[str, Any]:
@@ -79,36 +84,36 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
 
 
 def answers_report(
-    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[gsm8k_pair.Prompt], out: Path
+    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[answers_pair.Prompt], out: Path
 ) -> dict[str, Any]:
     """The models write answers. The session keeps every row as soon as it is complete."""
-    seed = settings.comparison.seed
+    seed, task = settings.comparison.seed, TASKS[settings.task.task]
     session = Session(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
-    solve = partial(gsm8k_pair.solve, models.small, models.large, models.tokenizer, prompts, turns.window)
-    attempts: dict[str, list[gsm8k_pair.PairAttempt]] = {}
+    solve = partial(answers_pair.solve, models.small, models.large, models.tokenizer, task, prompts, turns.window)
+    attempts: dict[str, list[answers_pair.PairAttempt]] = {}
     thresholds: dict[str, float] = {}
     complete = False
     with terminal.progress_bar() as progress:
 
-        def attempt(name: str, threshold: float, gate_of: Callable) -> list[gsm8k_pair.PairAttempt]:
+        def attempt(name: str, threshold: float, gate_of: Callable) -> list[answers_pair.PairAttempt]:
             numbers = progress.track(range(len(prompts)), description=name)
-            attempts[name] = session.rows(name, partial(solve, gate_of), gsm8k_pair.PairAttempt, numbers)
+            attempts[name] = session.rows(name, partial(solve, gate_of), answers_pair.PairAttempt, numbers)
             thresholds[name] = threshold
             return attempts[name]
 
         try:
             for threshold in sorted({*turns.sweep(models.vocab_size), 0.0}):
-                gate = gsm8k_pair.by_entropy(threshold, turns.min_duration)
-                share = gsm8k_pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
+                gate = answers_pair.by_entropy(threshold, turns.min_duration)
+                share = answers_pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
                 if 0 < share < 1:
-                    coin = gsm8k_pair.by_chance(share, turns.min_duration, seed)
+                    coin = answers_pair.by_chance(share, turns.min_duration, seed)
                     attempt(f"random-{threshold:g}", threshold, coin)
             complete = True
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
     return about(settings, turns, models) | {
         "complete": complete,
-        "policies": gsm8k_pair.rows_of(attempts, thresholds, models.parameters),
+        "policies": answers_pair.rows_of(attempts, thresholds, models.parameters),
     }
 
 
@@ -117,7 +122,7 @@ def inputs_of(settings: EvaluateSettings, turns: Turns) -> dict[str, Any]:
     return {
         **model_inputs(settings.model),
         "small model contents": model_contents(settings.task.small_model),
-        "data contents": fingerprint(Path(settings.task.data)),
+        "data contents": fingerprint(*problem_files(Path(settings.task.data))),
         "task": settings.task.task,
         "window": turns.window,
         "min_duration": turns.min_duration,

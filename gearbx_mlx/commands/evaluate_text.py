@@ -11,6 +11,7 @@ from ..cli.room import warn_of_memory
 from ..decoding.kv_gears import check_heads
 from ..errors import GearbxError
 from ..evaluation.inputs import hash_of_tokens
+from ..evaluation.picture import draw
 from ..evaluation.plans import entries
 from ..evaluation.report import COLUMNS, FIRST, markdown
 from ..evaluation.runs import Runs
@@ -23,6 +24,7 @@ from ..gears.ladder import Gear, Ladder
 from .evaluation_inputs import about, inputs_of
 
 DEFAULT_CONTEXT = 256
+PICTURE = "evaluation.png"
 
 
 def measured(settings: EvaluateSettings, out: Path) -> Report:
@@ -64,7 +66,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         complete = finished(runs, rows, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
     report = runs.report({**about(settings, gears, kernels), "complete": complete, "context": context})
-    return Report(report, markdown(report), COLUMNS, FIRST)
+    return Report(report, markdown(report), COLUMNS, FIRST, {PICTURE: draw} if "noise_floor" in report else {})
 
 
 def finished(runs: Runs, rows: list, out: Path) -> bool:

@@ -7,6 +7,7 @@ from ..cli.gears import GearSettings
 from ..cli.model import ModelSettings
 from ..cli.parsers.evaluate import EvaluateSettings
 from ..evaluation.inputs import adapter_contents, model_contents, versions
+from ..evaluation.math_problems import problem_files
 from ..evaluation.session import fingerprint
 from ..kernels.device import device_in_use
 from ..loading import model_name
@@ -15,7 +16,7 @@ from ..loading import model_name
 def inputs_of(settings: EvaluateSettings, gears: GearSettings) -> dict[str, Any]:
     """The inputs that every task on one model depends on."""
     return {
-        "data contents": fingerprint(Path(settings.task.data)),
+        "data contents": fingerprint(*problem_files(Path(settings.task.data))),
         "task": settings.task.task,
         **model_inputs(settings.model),
         **gear_inputs(gears),

@@ -18,6 +18,7 @@ from ..routing.monitor import Monitor
 from ..routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from .chance import Chance, against_chance
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
+from .pair_scores import table_1
 from .replay import Recording, load_shaped
 from .session import Session
 from .tables import Columns, change_of_kl, kilobytes, markdown_table, percent, three_digits
@@ -237,6 +238,10 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"least {report['gate']['min_duration']} tokens in a row. Thresholds in bits, KL in nats.",
         "",
         *markdown_table(COLUMNS, report["policies"]),
+        "",
+        "As in EAD's Table 1; the score is the share of tokens at which both prefer the same next token:",
+        "",
+        *table_1(report),
         "",
         "**large**: share of tokens that the large model computes. **parameters**: those used per token, over those of "
         "the large model. **by chance**, **chance**: a random choice between the models with the same share. "

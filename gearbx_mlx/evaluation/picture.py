@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.writing import replacing
 from ..telemetry.colors import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
-from ..telemetry.report import get_pyplot
+from ..telemetry.report import get_pyplot, save
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
 GREY = "#767676"
@@ -48,9 +47,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    with replacing(path) as file:
-        figure.savefig(file, dpi=110, format=path.suffix[1:])
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def draw_static(axes: Any, rows: list[Mapping[str, Any]]) -> None:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..telemetry.summary import as_json
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
+Draw = Callable[[Mapping[str, Any], Path], None]  # draws the content of a report into a file
 
 INCOMPLETE = "Not complete: the run was interrupted. Give the same command again, and it continues."
 
@@ -17,13 +19,14 @@ class Report:
     """The report of an evaluation.
 
     content: plain values, one row for each policy in `policies`. page: Markdown. columns: of the rows.
-    first: the columns that matter most, for a narrow terminal.
+    first: the columns that matter most, for a narrow terminal. pictures: name of a file to what draws it.
     """
 
     content: dict[str, Any]
     page: str
     columns: Columns
     first: Sequence[str]
+    pictures: Mapping[str, Draw] = field(default_factory=dict)
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from ..files.reading import json_lines, read_text
 
 GIVE = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
+NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 
 
 class Row(Struct, frozen=True):

@@ -30,6 +30,18 @@ def get_pyplot() -> Any:
     return pyplot
 
 
+def save(figure: Any, path: Path, dpi: int = 110) -> None:
+    """Write a figure as png or svg, by the end of the path's name, and close it. Equal figures are equal bytes.
+
+    Raises:
+        GearbxError: the file cannot be written.
+    """
+    pyplot, kind = get_pyplot(), path.suffix[1:]
+    with replacing(path) as file, pyplot.rc_context({"svg.hashsalt": "gearbx-mlx"}):
+        figure.savefig(file, dpi=dpi, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    pyplot.close(figure)
+
+
 def draw_report(
     records: Sequence[dict[str, Any]],
     gears: Sequence[str],
@@ -54,9 +66,7 @@ def draw_report(
         draw(axes, records, colors, thresholds)
         axes.spines[["top", "right"]].set_visible(False)
         paths.append(directory / name)
-        with replacing(paths[-1]) as place:
-            figure.savefig(place, dpi=120, format="png")
-        pyplot.close(figure)
+        save(figure, paths[-1], dpi=120)
     return paths
 
 

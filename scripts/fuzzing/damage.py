@@ -56,6 +56,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "prompts.txt": tuple(f"{name} --model llama --prompts prompts.txt -m 2" for name in ("analyze", "calibrate")),
     "prompts.jsonl": ("analyze --model llama --prompts prompts.jsonl -m 2",),
     "gsm8k.jsonl": (SOLVE, f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
+    "math.jsonl": (SOLVE.replace("gsm8k", "math"),),
     "text.txt": (
         f"{EVALUATE} text.txt",
         "calibrate --model llama --target-kl 1 --data text.txt --tokens 8 --context 8",

@@ -52,6 +52,7 @@ MODELS = {
     "quantized": ("llama", SIZES),
 }
 QUESTIONS = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
+MATHEMATICS = [{"problem": "1 + 1?", "solution": "$\\boxed{\\frac{4}{2}}$", "level": "Level 1", "type": "Algebra"}] * 2
 TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
 MACHINE = [{"tokens": 0, "thermal": "fair"}, {"tokens": 1, "battery": 0.2, "charging": False, "memory": 0.9}]
 TASK = """
@@ -151,7 +152,12 @@ def make_inputs(directory: Path) -> Iterator[str]:
             save_cache(directory / "cache.safetensors", model, name)
             save_adapter(directory / "adapter", model)
     texts = {"prompts.txt": "Once upon\nHow many?\n", "prompts.jsonl": lines([{"prompt": "Once"}, {"text": "Why?"}])}
-    texts |= {"text.txt": TEXT, "gsm8k.jsonl": lines(QUESTIONS), "machine.jsonl": lines(MACHINE)}
+    texts |= {
+        "text.txt": TEXT,
+        "gsm8k.jsonl": lines(QUESTIONS),
+        "math.jsonl": lines(MATHEMATICS),
+        "machine.jsonl": lines(MACHINE),
+    }
     for name, text in texts.items():
         (directory / name).write_text(text)
     (directory / "tasks").mkdir()

@@ -75,6 +75,13 @@ class ThreadBenchmark(Settings):
 
 
 @dataclass(frozen=True)
+class W4A8Benchmark(ThreadBenchmark):
+    """AION's Table 2 and cost model: products of 4-bit weights by floats, integers, one by one and by numpy."""
+
+    what: ClassVar[str] = "w4a8"
+
+
+@dataclass(frozen=True)
 class ModelBenchmark(Settings):
     """What is decoded. model: None means a random Llama of `shape`; gears: None means the checkpoint's, or 4,8,16."""
 
@@ -232,6 +239,7 @@ def parse_vectors(text: str) -> list[int]:
 Benchmark = (
     KernelBenchmark
     | ThreadBenchmark
+    | W4A8Benchmark
     | DecodeBenchmark
     | TokenBenchmark
     | RoutingBenchmark
@@ -242,6 +250,7 @@ Benchmark = (
 ALL = (
     KernelBenchmark,
     ThreadBenchmark,
+    W4A8Benchmark,
     DecodeBenchmark,
     TokenBenchmark,
     RoutingBenchmark,

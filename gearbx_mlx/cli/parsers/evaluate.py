@@ -17,7 +17,7 @@ from ..settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_o
 
 POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless", "lossless-fixed")
 WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own
-TASKS = TEXT, GSM8K = "text", "gsm8k"
+TASKS = TEXT, *WRITTEN = "text", "gsm8k", "math"  # those in which the model writes answers
 REFERENCE_DTYPES = ("float32", "float16")
 
 
@@ -80,11 +80,15 @@ class TaskSettings(Settings):
 
     title: ClassVar[str] = "task"
 
-    data: str = flag(help="A text, or JSON Lines with text, or question and answer (GSM8K).", named=True)
+    data: str = flag(
+        help="A text, or JSON Lines with text, or question and answer (GSM8K), or problems of MATH.", named=True
+    )
     out: str = flag("evaluation", "Directory for the report.", named=True)
-    task: str = flag(TEXT, "gsm8k: the model writes greedily, and its final number is right or wrong.", choices=TASKS)
-    num_problems: int = flag(50, "Task gsm8k: problems to solve.", least=1)
-    num_shots: int = flag(0, "Task gsm8k: first problems of the file to show as examples. Default: 0", least=0)
+    task: str = flag(
+        TEXT, "gsm8k, math: the model writes greedily, and its final answer is right or wrong.", choices=TASKS
+    )
+    num_problems: int = flag(50, "Tasks gsm8k, math: problems to solve.", least=1)
+    num_shots: int = flag(0, "Tasks gsm8k, math: first problems to show as examples. Default: 0", least=0)
     thresholds: str | None = flag(
         None,
         "For route and kickdown; with --small-model, for both tasks, a sweep: inf,1,0.5,0. Default: the papers'",
@@ -115,17 +119,17 @@ class EvaluateSettings:
     task: TaskSettings
 
     def __post_init__(self) -> None:
-        if self.comparison.kv_gears and (self.task.small_model is not None or self.task.task == GSM8K):
+        if self.comparison.kv_gears and (self.task.small_model is not None or self.task.task in WRITTEN):
             raise GearbxError("--kv-gears are compared along a text by one model; leave out --small-model and --task")
         if self.task.small_model is not None:
             if self.comparison.policy or self.comparison.between:
                 raise GearbxError("--policy and --between are of one model in gears; leave them out with --small-model")
             turns_of(self.task.thresholds, self.gate, several=True)
-        elif self.task.task == GSM8K:
+        elif self.task.task in WRITTEN:
             following = [policy for policy in self.comparison.policy or () if policy not in WRITING]
             if following:
                 raise GearbxError(
-                    f"--policy {following[0]}: needs a text to follow; task gsm8k has {', '.join(WRITING)}"
+                    f"--policy {following[0]}: needs a text to follow; task {self.task.task} has {', '.join(WRITING)}"
                 )
 
 

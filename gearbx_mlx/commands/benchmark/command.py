@@ -6,12 +6,11 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 """
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ...cli.output import check_distinct, output_path
+from ...cli.output import output_path
 from ...cli.parsers.benchmark import (
     BatchBenchmark,
     Benchmark,
@@ -22,21 +21,22 @@ from ...cli.parsers.benchmark import (
     ServerBenchmark,
     ThreadBenchmark,
     TokenBenchmark,
+    W4A8Benchmark,
 )
 from ...files.writing import write_text
-from ...telemetry.report import get_pyplot
 from ...telemetry.summary import as_json
 from .batch import benchmark_batch
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .machine import machine_name
 from .metal import run_metal
-from .pictures import draw_threads, draw_token
+from .pictures import draw_threads, draw_token, picture_path
 from .routing import benchmark_routing
 from .server.command import run_server
 from .tables import table_of
 from .threads import benchmark_threads
 from .token import benchmark_token
+from .w4a8 import run_w4a8
 
 COLUMNS = {
     "kernels": ("format", "bits", "path", "seconds", "gigabytes_per_second", "bandwidth_ratio", "spread"),
@@ -61,8 +61,12 @@ def run(settings: Benchmark) -> int:
         return run_metal(settings)
     if isinstance(settings, ServerBenchmark):
         return run_server(settings)
+    if isinstance(settings, W4A8Benchmark):
+        return run_w4a8(settings)
     out = None if settings.json is None else output_path(settings.json)
-    picture = picture_path(settings)
+    picture = None
+    if isinstance(settings, ThreadBenchmark | TokenBenchmark):
+        picture = picture_path(settings.json, settings.picture)
     machine = machine_name()
     rows = [row | {"machine": machine} for row in measure(settings)]
     Console(width=160).print(table_of(rows, COLUMNS[settings.what]))
@@ -80,15 +84,6 @@ def bandwidth_text(rows: list[dict[str, Any]]) -> str:
     bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
     read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
     return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
-
-
-def picture_path(settings: Rows) -> Path | None:
-    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
-    if not isinstance(settings, ThreadBenchmark | TokenBenchmark) or settings.picture is None:
-        return None
-    check_distinct({"--json": settings.json, "--picture": settings.picture})
-    get_pyplot()
-    return output_path(settings.picture)
 
 
 def measure(settings: Rows) -> list[dict[str, Any]]:

@@ -119,6 +119,13 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
         arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
         yield from cases_of("rowwise", bits, arrays, total, by_activations(rows) | by_variant(launch), paths)
 
+    yield from groupwise_cases(weight, total, paths)
+
+
+def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
+    """Codes of 4 bits with a scale for 32 inputs."""
+    width = weight.shape[1]
+
     def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
         return groupwise_product(x, w, s, width, x_bits=x_bits)
 

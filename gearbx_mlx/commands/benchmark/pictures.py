@@ -4,12 +4,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.writing import replacing
+from ...cli.output import check_distinct, output_path
 from ...telemetry.colors import BLACK, SERIES, gear_color, gear_marker
-from ...telemetry.report import get_pyplot
+from ...telemetry.report import OUTSIDE, get_pyplot, save
 
+W4A8_LINES = {"float32": "o", "4 bits, weight-only": "s", "W4A16": "^", "W4A8": "D"}
 AS_BLOCKS, GRAPH_AS_BLOCKS = WITH_BLOCKS = "as blocks", "graph as blocks"  # rows of `benchmark token`
 Rows = Sequence[Mapping[str, Any]]
+
+
+def picture_path(json: str | None, picture: str | None) -> Path | None:
+    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
+    if picture is None:
+        return None
+    check_distinct({"--json": json, "--picture": picture})
+    get_pyplot()
+    return output_path(picture)
 
 
 def draw_threads(rows: Rows, path: Path) -> None:
@@ -38,6 +48,29 @@ def draw_threads(rows: Rows, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_w4a8(rows: Rows, path: Path) -> None:
+    """AION's Figure 2: products per second over threads, and how many the read bandwidth allows, dashed.
+
+    Args:
+        rows: of `benchmark w4a8`, each with the `bytes` of its matrix.
+        path: a png or svg file, which is replaced.
+    """
+    figure, axes = get_pyplot().subplots(figsize=(6.5, 4.4), layout="constrained")
+    for index, (name, marker) in enumerate(W4A8_LINES.items()):
+        some = [row for row in rows if row["implementation"] == name]
+        threads, color = [row["threads"] for row in some], gear_color(index, len(W4A8_LINES))
+        axes.plot(threads, [row["products_per_second"] for row in some], color=color, marker=marker, label=name)
+        if name in ("float32", "W4A8"):
+            most = [1e9 * row["read_bandwidth_gigabytes_per_second"] / row["bytes"] for row in some]
+            axes.plot(threads, most, color=color, linestyle="--", linewidth=1, label=f"{name} at the read bandwidth")
+    axes.set(xlabel="threads", ylabel="products per second")
+    axes.set_xticks(sorted({row["threads"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(**OUTSIDE)
     save(figure, path)
 
 
@@ -74,9 +107,3 @@ def draw_token(rows: Rows, path: Path) -> None:
 def bar_of(row: Mapping[str, Any]) -> str:
     """The name of a gear's bar."""
     return f"{row['gear']}, {row['bits']} bits"
-
-
-def save(figure: Any, path: Path) -> None:
-    with replacing(path) as file:
-        figure.savefig(file, dpi=110, format=path.suffix[1:])
-    get_pyplot().close(figure)

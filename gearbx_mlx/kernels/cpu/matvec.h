@@ -50,7 +50,12 @@ void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, flo
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 
-// The number of threads that compute a product, the caller's included: GEARBX_THREADS, or the number of cores.
+// y (rows) = groupwise codes of 4 bits, two in a byte (rows, 16 groups), times x (32 groups), without vector
+// instructions on one thread, as a baseline. scales (rows, groups).
+void gearbx_scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups, const float* x,
+                             float* y);
+
+// The number of threads that compute a product, the caller's included (pool.h).
 int gearbx_threads(void);
 
 #ifdef __cplusplus

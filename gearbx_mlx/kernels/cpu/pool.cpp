@@ -2,15 +2,18 @@
 
 #include <pthread.h>
 #if defined(__APPLE__)
-#include <sys/sysctl.h>
+#include <pthread/qos.h>
 #endif
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <thread>
+
+#include "cores.h"
 
 namespace gearbx {
 namespace {
@@ -40,6 +43,13 @@ bool spin_until(Ready ready) {
     if (end == std::chrono::steady_clock::time_point{}) end = now + PATIENCE;
     if (now >= end) return false;
   }
+}
+
+// A Mac chooses cores by what a thread is for: it runs this one on performance cores while some are free.
+void prefer_fast_cores() {
+#if defined(__APPLE__)
+  pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0);
+#endif
 }
 
 class Pool {
@@ -87,6 +97,7 @@ class Pool {
   }
 
   void serve() {
+    prefer_fast_cores();
     const auto open = [this] { return is_open(ticket_.load()); };
     for (;;) {
       take_pieces();
@@ -137,14 +148,10 @@ Shared* get_shared() {
   return now;
 }
 
-// Cores that are worth a thread. A Mac's efficiency cores are not: a call waits for its slowest piece.
-long count_cores() {
-#if defined(__APPLE__)
-  int fast = 0;
-  size_t size = sizeof fast;
-  if (sysctlbyname("hw.perflevel0.logicalcpu", &fast, &size, nullptr, 0) == 0 && fast > 0) return fast;
-#endif
-  return static_cast<long>(std::thread::hardware_concurrency());
+// Cores that are worth a thread. Slow ones are not: a call waits for its slowest piece (AION 6.2.5).
+long count_cores(bool slow_ones_too) {
+  const int fast = slow_ones_too ? 0 : fast_cores();
+  return fast > 0 ? fast : static_cast<long>(std::thread::hardware_concurrency());
 }
 
 }  // namespace
@@ -153,7 +160,7 @@ int thread_count() {
   static const int count = [] {
     const char* variable = std::getenv("GEARBX_THREADS");
     const long named = variable ? std::strtol(variable, nullptr, 10) : 0;
-    const long threads = named > 0 ? named : count_cores();
+    const long threads = named > 0 ? named : count_cores(variable && std::strcmp(variable, "all") == 0);
     return static_cast<int>(threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads);
   }();
   return count;

@@ -6,7 +6,8 @@
 
 namespace gearbx {
 
-// The number of threads that work on one call of share_out, the caller's included.
+// The number of threads that work on one call of share_out, the caller's included: GEARBX_THREADS, where it is a number;
+// else one for each fast core, and with "all" one for each core.
 int thread_count();
 
 // Calls work(context, i) once for each i below `pieces` (at most 65535), on several threads, and returns when all calls

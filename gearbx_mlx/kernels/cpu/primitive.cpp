@@ -119,6 +119,20 @@ uint32_t read_sum(const mx::array& words) {
   return gearbx_read_sum(words.data<uint32_t>(), static_cast<int64_t>(words.size()));
 }
 
+// As read_sum; all evaluated and contiguous. weight: groupwise codes (rows, bytes); scales (rows, groups); x (inputs,).
+std::vector<float> scalar_groupwise(const mx::array& x, const mx::array& weight, const mx::array& scales) {
+  for (const auto& a : {x, weight, scales})
+    require(a.is_available() && a.flags().row_contiguous, "arrays must be evaluated and contiguous");
+  require(x.dtype() == mx::float32 && weight.dtype() == mx::uint8 && scales.dtype() == mx::float32 &&
+              weight.ndim() == 2 && scales.ndim() == 2 && weight.shape(0) == scales.shape(0) &&
+              weight.shape(1) == 16 * scales.shape(1) && static_cast<int64_t>(x.size()) == 32L * scales.shape(1),
+          "there must be float32 activations and scales, and bytes of codes in groups of 32");
+  std::vector<float> y(static_cast<size_t>(weight.shape(0)));
+  gearbx_scalar_groupwise(weight.data<uint8_t>(), scales.data<float>(), weight.shape(0), scales.shape(1),
+                          x.data<float>(), y.data());
+  return y;
+}
+
 }  // namespace
 }  // namespace gearbx
 
@@ -137,5 +151,6 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_fused(m);
   bind_blocks(m);
   m.def("read_sum", &read_sum, "words"_a);
+  m.def("scalar_groupwise", &scalar_groupwise, "x"_a, "weight"_a, "scales"_a);
   m.def("threads", &gearbx_threads);
 }

@@ -1,4 +1,4 @@
-"""evaluate --task gsm8k: the model writes answers, and their final numbers are right or wrong."""
+"""evaluate --task gsm8k or math: the model writes answers, and the final ones are right or wrong."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,11 +14,10 @@ from ..cli.prompt import PromptSettings, encode_prompt
 from ..cli.room import warn_of_memory
 from ..decoding.route import Route
 from ..errors import GearbxError
-from ..evaluation import gsm8k
+from ..evaluation import answers
 from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.session import Session
 from ..evaluation.tables import Report
-from ..evaluation.text import read_rows
 from ..gears.attachment import model_fingerprint
 from ..gears.output_head import vocabulary
 from .evaluation_inputs import about, inputs_of
@@ -27,7 +26,7 @@ Problems = list[dict[str, str]]
 
 
 def measured(settings: EvaluateSettings, out: Path) -> Report:
-    """The report of the final numbers.
+    """The report of the final answers.
 
     Args:
         out: directory of the session, which an interrupted run leaves for the next one.
@@ -45,17 +44,18 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     routing = routing_for(
         thresholds, settings.gate, ladder, vocabulary(gearbox.model), lambda: model_fingerprint(gearbox.model)
     )
-    modes = gsm8k.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
-    prompts = prompts_of(settings.prompt, tokenizer, config, examples, problems)
+    task = answers.TASKS[settings.task.task]
+    modes = answers.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
+    prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, config, examples, problems)
     depends_on = answers_inputs(settings, prompts) | {"native": gearbox.kernels.native} | vars(routing)
     session = Session(out, inputs_of(settings, gears) | depends_on)
-    attempts: dict[str, list[gsm8k.Attempt]] = {}
+    attempts: dict[str, list[answers.Attempt]] = {}
     with terminal.progress_bar() as progress:
         try:
             for name, mode in modes.items():
                 numbers = progress.track(range(len(prompts)), description=name)
-                solve = partial(gsm8k.solve, gearbox, tokenizer, prompts, mode)
-                attempts[name] = session.rows(name, solve, gsm8k.Attempt, numbers)
+                solve = partial(answers.solve, gearbox, tokenizer, task, prompts, mode)
+                attempts[name] = session.rows(name, solve, answers.Attempt, numbers)
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
@@ -63,9 +63,9 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     report = about(settings, gears, kernels) | {
         "complete": len(attempts) == len(modes),
         "reference": reference,
-        "policies": gsm8k.score(attempts, reference),
+        "policies": answers.grouped(problems, answers.score(attempts, reference)),
     }
-    return Report(report, gsm8k.markdown(report), gsm8k.COLUMNS, tuple(gsm8k.COLUMNS))
+    return Report(report, answers.markdown(report), answers.COLUMNS, tuple(answers.COLUMNS))
 
 
 def note_or_raise(attempts: dict[str, Any], out: Path) -> None:
@@ -75,7 +75,7 @@ def note_or_raise(attempts: dict[str, Any], out: Path) -> None:
         raise KeyboardInterrupt
 
 
-def answers_inputs(settings: EvaluateSettings, prompts: Sequence[gsm8k.Prompt]) -> dict[str, Any]:
+def answers_inputs(settings: EvaluateSettings, prompts: Sequence[answers.Prompt]) -> dict[str, Any]:
     """What answers depend on besides the models."""
     task = settings.task
     return {
@@ -88,12 +88,12 @@ def answers_inputs(settings: EvaluateSettings, prompts: Sequence[gsm8k.Prompt]) 
 
 
 def problems_of(task: TaskSettings) -> tuple[Problems, Problems]:
-    """Examples and problems of a GSM8K file.
+    """Examples and problems of a task's data.
 
     Raises:
-        GearbxError: as read_rows, or nothing left but examples.
+        GearbxError: as the task's reader, or nothing left but examples.
     """
-    rows = read_rows(Path(task.data), ("question", "answer"))
+    rows = answers.TASKS[task.task].read(Path(task.data))
     examples, problems = rows[: task.num_shots], rows[task.num_shots :][: task.num_problems]
     if not problems:
         raise GearbxError(f"{task.data}: has {len(rows)} problems, all of them examples; give fewer --num-shots")
@@ -101,11 +101,14 @@ def problems_of(task: TaskSettings) -> tuple[Problems, Problems]:
 
 
 def prompts_of(
-    settings: PromptSettings, tokenizer: Any, config: dict, examples: Problems, problems: Problems
-) -> list[gsm8k.Prompt]:
+    settings: PromptSettings, task: str, tokenizer: Any, config: dict, examples: Problems, problems: Problems
+) -> list[answers.Prompt]:
     """The prompt of each problem."""
     templated = tokenizer.has_chat_template and not settings.ignore_chat_template
-    texts = [row["question"] if templated and not examples else gsm8k.prompt_of(row, examples) for row in problems]
+    if templated and not examples:
+        texts = [row["question"] + answers.TASKS[task].instruction for row in problems]
+    else:
+        texts = [answers.prompt_of(row, examples) for row in problems]
     tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
     room = [room_for(config, len(prompt), settings.max_tokens) for prompt in tokens]
     return list(zip(tokens, room, (row["answer"] for row in problems)))

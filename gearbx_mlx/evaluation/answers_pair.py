@@ -1,4 +1,4 @@
-"""EAD's Table 1 free-running: two models in turns write answers to GSM8K; the control takes turns by a coin."""
+"""EAD's Table 1 free-running: two models in turns write answers to problems; the control takes turns by a coin."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from ..decoding.stream import stream_generate
 from ..files.reading import Count
 from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, Coin, first_model, pair_gate, parameter_ratio
-from .gsm8k import COLUMNS as SCORES
-from .gsm8k import Attempt, Prompt, attempt, score
+from .answers import COLUMNS as SCORES
+from .answers import Attempt, Prompt, Task, attempt, group_tables, score
+from .pair_scores import table_1
 from .tables import INCOMPLETE, Columns, markdown_table, percent
 
 REFERENCE = f"pair-{0:g}"  # the large model alone
@@ -32,6 +33,7 @@ def solve(
     small: nn.Module,
     large: nn.Module,
     tokenizer: Any,
+    task: Task,
     prompts: Sequence[Prompt],
     window: int,
     gate_of: Callable[[int], tuple[Gate, int]],
@@ -47,7 +49,7 @@ def solve(
     taken: list[GearResponse] = []
     mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
     responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
-    tried = attempt(noted(responses, taken), answer)
+    tried = attempt(task, noted(responses, taken), answer)
     by_large = sum(response.gear == NAMES[LARGE] for response in taken)
     return PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))
 
@@ -81,7 +83,7 @@ def share_of(attempts: Sequence[PairAttempt]) -> float:
 def rows_of(
     attempts: Mapping[str, Sequence[PairAttempt]], thresholds: Mapping[str, float], parameters: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """The rows of `gsm8k.score`, with the columns of EAD's Table 1."""
+    """The rows of `answers.score`, with the columns of EAD's Table 1."""
     rows = score(attempts, REFERENCE)
     for row in rows:
         tried = attempts[row["policy"]]
@@ -109,13 +111,18 @@ FIRST = ("policy", "large", "right", "same answer", "difference", "McNemar p", "
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a Markdown page."""
     lines = [
-        f"# {report['small_model']} and {report['model']} on {report['data']}: final numbers",
+        f"# {report['small_model']} and {report['model']} on {report['data']}: final answers",
         "",
         f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
         "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
         "",
         *markdown_table(COLUMNS, report["policies"]),
         "",
+        "As in EAD's Table 1:",
+        "",
+        *table_1(report),
+        "",
+        *group_tables(report["policies"]),
         "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
         "",
     ]
