@@ -1,6 +1,7 @@
 """Flags of the controller, which caps the gears by speed and by the machine's state."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -75,21 +76,28 @@ class ControllerSettings(Settings):
             raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
         return widths
 
-    def widths(self, model: str | None, ladder: Ladder, format: str, has_gears: bool) -> tuple[int, ...]:
-        """Further bits at which layers are stored, so that they can be capped to them.
+    def widths(self, model: str | None, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
+        """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.
 
         Args:
             model: its name, for the error.
-            has_gears: the checkpoint holds its gears, to which nothing can be added.
+            stored: bits of the gears that the checkpoint holds, to which nothing can be added; None: no gears.
 
         Raises:
-            GearbxError: --cap-bits for a geared checkpoint.
+            GearbxError: --cap-bits that a geared checkpoint does not have.
         """
         given = self.given_bits()
-        if given is not None and has_gears:
-            raise GearbxError(f"the gears of {model} have their bits; leave out --cap-bits")
+        missing = [bits for bits in given or () if stored is not None and bits not in stored]
+        if missing:
+            bits = ", ".join(map(str, stored or ()))
+            raise GearbxError(
+                f"--cap-bits has {missing[0]}, and the gears of {model} have {bits} bits; choose from these, "
+                "or convert the original with more --gears"
+            )
         if given is not None:
             return given
-        if not self.wanted or has_gears or format != NESTED:
+        if stored is not None:
+            return tuple(bits for bits in stored if bits < ladder.top.bits) if self.wanted else ()
+        if not self.wanted or format != NESTED:
             return ()
         return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)

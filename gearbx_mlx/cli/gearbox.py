@@ -15,9 +15,10 @@ from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.kernel_choices import measure_gears
 from ..gears.ladder import Ladder
+from ..gears.manifest import PRECISION, Manifest
 from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
 from ..gears.observer import Observer
-from ..gears.saved import without_gears
+from ..gears.saved import saved_gears, without_gears
 from ..gears.settings import choose_kernels
 from ..kernels.names import MEASURE
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
@@ -36,12 +37,14 @@ def settle_gears(
     flags: GearFlags | None = None,
     floors: FloorSettings = NO_FLOORS,
     default: str | None = DEFAULT_LADDER,
+    capped: bool = False,
 ) -> GearSettings:
     """The settings of a gearbox: of a geared checkpoint, else as flags and manifest say, else by default.
 
     Args:
         model: path or Hub repository; None: the demo model.
         default: the ladder where neither a flag nor the checkpoint has one; None: none.
+        capped: whether a controller is to cap layers, for which a manifest says the order, of a geared checkpoint too.
 
     Raises:
         GearbxError: a flag that differs from the checkpoint or the manifest, or floors where bits are given.
@@ -51,9 +54,10 @@ def settle_gears(
     ladder = layout.gears
     precision: PrecisionManifest | None = None
     if saved is not None:
-        for given, what in ((flags.manifest, "--manifest"), (floors.wanted, "the floors")):
+        for given, what in ((flags.manifest and not capped, "--manifest"), (floors.wanted, "the floors")):
             if given:
                 raise GearbxError(f"the gears of {model} have their bits; leave out {what}, or give the original")
+        precision = precision_beside(model, saved, flags.manifest) if capped else None
         with about(model):
             ladder = str(saved.chosen(ladder))
         filled = layout.filled(saved, f"the gears of {model} have")
@@ -73,6 +77,21 @@ def settle_gears(
         floors=floors.floors(filled["format"]),
         precision=precision,
     )
+
+
+def precision_beside(model: str | None, saved: Manifest, given: str | None) -> PrecisionManifest | None:
+    """What says which layers of a geared checkpoint to cap first: a file that is given, or the one that lies in it.
+
+    Raises:
+        GearbxError: a file that cannot be read, or is another model's.
+    """
+    file = Path(given) if given is not None else find(model or DEMO_MODEL) / PRECISION
+    if given is None and not file.exists():
+        return None
+    precision = read_precision(file)
+    with about(file):
+        precision.check_model(saved.fingerprint)
+    return precision
 
 
 def in_whole_weights(settings: GearSettings, model: nn.Module) -> GearSettings:
@@ -109,7 +128,7 @@ def make_gearbox(
     show_encoding()
     low_model = None if settings.low_model is None else load(settings.low_model)[0]
     layers: dict[str, Any] = {"manage": settings.manage, "widths": settings.cap_bits}
-    if settings.precision is not None:
+    if settings.precision is not None and saved_gears(model) is None:
         layers = layers_of_manifest(settings, settings.precision, model)
     elif settings.floors is not None:
         layers["manage"] = predicate_of_floors(model, settings, settings.floors)

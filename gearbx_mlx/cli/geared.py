@@ -98,8 +98,8 @@ def settle(settings: GearedSettings) -> Settled:
     if settings.cache.kv_gears is not None:
         check_mode(choice.mode or "", settings.cache.kv_gear)
     layout = replace(settings.layout, gears=choice.gears, format=choice.format)
-    gears = settle_gears(model, layout, settings.gears, settings.floors)
-    cap_bits = settings.controller.widths(model, gears.gears, gears.format, saved is not None)
+    gears = settle_gears(model, layout, settings.gears, settings.floors, capped=settings.controller.wanted)
+    cap_bits = settings.controller.widths(model, gears.gears, gears.format, None if saved is None else saved.gears)
     check_routing(choice.routing, gears.gears)
     if choice.gear is not None:
         gears.gears.find(choice.gear)

@@ -94,9 +94,9 @@ def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None
     source = find_original(conversion)
     model = None if conversion.model is None else str(conversion.model)
     origin = provenance(conversion.upload_repo or out.name, model, source)
-    if conversion.manifest is None:
+    if not settings.writes_table:
         return lambda work: write_gears(settings, source, work, origin)
-    file, trusted = conversion.manifest, conversion.trust_remote_code
+    file, trusted = str(conversion.manifest), conversion.trust_remote_code
     return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
 
 

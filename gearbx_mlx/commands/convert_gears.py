@@ -10,6 +10,8 @@ from msgspec import structs
 
 from ..bit_selection.budget import fit, point_rows, points_table
 from ..bit_selection.floors import Floors
+from ..bit_selection.precision import PrecisionManifest, read_precision
+from ..bit_selection.precision import fit as fit_precision
 from ..bit_selection.selecting import select_bits, selection_lines
 from ..bit_selection.selection_report import as_dict
 from ..cli.budget import Budget
@@ -23,14 +25,14 @@ from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
 from ..conversion.original import OriginalFiles, check_names, weights_in
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
 from ..formats import DEFAULT_FORMAT, get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
-from ..gears.manifest import GEARS_FILE, Manifest
-from ..gears.names import DEFAULT_GROUP_SIZE, EMBEDDINGS
+from ..gears.manifest import GEARS_FILE, PRECISION, Manifest
+from ..gears.names import EMBEDDINGS
 from ..gears.original import ORIGINAL_FILE
 from ..gears.tensor_entries import hash_of
 from ..loading import load
@@ -54,7 +56,8 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if read_journal(work)[0] is None:
         begin_anew(source, work)
     copy_companions(source, work)
-    plan = plan_of(settings, hashes_of(source))
+    precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
+    plan = plan_of(settings, hashes_of(source), precision)
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
     converter = Converter(model, plan, work)
@@ -71,6 +74,8 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     finally:
         converter.close()
     write_config(source, work, converter.quantization())
+    if precision is not None:
+        write_text(work / PRECISION, precision.as_json())
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
@@ -97,18 +102,34 @@ def hashes_of(source: Path) -> dict[str, str]:
     return hashes
 
 
-def plan_of(settings: ConvertSettings, hashes: dict[str, str]) -> Plan:
+def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
+    """The precision manifest that is to lie beside the gears.
+
+    Raises:
+        GearbxError: it cannot be read, is another model's, or was measured with another format or group size.
+    """
+    manifest = read_precision(Path(file))
+    settings.layout.filled(manifest, f"{file} was measured with")
+    with about(file):
+        _, _, missing = fit_precision(manifest, model)
+    for path in missing:
+        note(f"{file}: has no {path}, which is capped last")
+    if manifest.gears:
+        note(f"{file}: its tables stay in the file; every layer has the bits of the gear")
+    return manifest
+
+
+def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: PrecisionManifest | None) -> Plan:
     """What to write, before the bits of every layer are found. hashes: of the original's files."""
-    layout, quality = settings.layout, settings.quality
+    why = "the manifest was measured with"
     return Plan(
-        format=layout.format or DEFAULT_FORMAT,
+        **settings.layout.filled(precision, why),
         gears=tuple(gear.bits for gear in settings.ladder),
-        manage=layout.manage or "all",
-        group_size=layout.q_group_size or DEFAULT_GROUP_SIZE,
+        clamps=precision.clamps or None if precision is not None else None,
         dtype=settings.conversion.dtype,
         source=hashes,
         embeddings=settings.conversion.embeddings or EMBEDDINGS[0],
-        wish=None if quality is None else vars(quality),
+        wish=None if settings.quality is None else vars(settings.quality),
     )
 
 

@@ -12,7 +12,7 @@ from ..errors import GearbxError
 from ..files.problems import shown
 from ..files.reading import unreadable
 from ..files.writing import PART
-from ..gears.manifest import GEARS_FILE, MANIFEST
+from ..gears.manifest import GEARS_FILE, MANIFEST, PRECISION
 from ..gears.original import ORIGINAL_FILE
 from ..loading import read_config
 from .converter import BASE_FILE
@@ -28,6 +28,7 @@ OWN = {
     MANIFEST,
     JOURNAL,
     REPORT,
+    PRECISION,
     CARD,
 }  # what a conversion writes itself
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from ..files.reading import Count, json_lines, read_text
-from ..gears.discovery import Predicate, with_bits
+from ..gears.discovery import Predicate, with_bits, with_clamps
 from ..gears.fingerprint import SAMPLED
 from ..gears.ladder import DENSE
 from ..gears.names import EMBEDDINGS
@@ -31,12 +31,14 @@ class Plan(Struct, frozen=True):
     source: Mapping[str, str]
     wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
     bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
+    clamps: Mapping[str, float] | None = None  # path to the largest magnitude of a weight in a quantized gear
     embeddings: str = EMBEDDINGS[1]  # what conversions did before there was a choice
 
     @property
     def managed(self) -> str | Predicate:
         """The argument `manage` of `Gearbox`."""
-        return self.manage if self.bits is None else with_bits(self.bits)
+        manage = self.manage if self.bits is None else with_bits(self.bits)
+        return with_clamps(manage, self.clamps) if self.clamps else manage
 
 
 class Unit(Struct, frozen=True):

@@ -1,5 +1,6 @@
 """The arrays of one layer or embedding in all gears, divided between the base and the file beside it."""
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,6 +50,9 @@ def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: 
         GearbxError: weights that are not finite.
     """
     path, original, dense = layer.path, layer.module.weight, linear_of(layer.module)
+    if layer.clamp is not None:
+        dense = copy.copy(dense)
+        dense.weight = layer.cut(original)
     wanted = stored_widths(layer, format, widths)
     stored = stored_bits(format, wanted)
     made: dict[int, nn.Module] = {}

@@ -111,6 +111,7 @@ class Gearbox(GearCosts):
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
+        self._widths = tuple(widths)
         self.source = self._source(layout, scales, widths)
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
@@ -180,8 +181,12 @@ class Gearbox(GearCosts):
             self.active_memory[first.name] = mx.get_active_memory()
 
     def widths_of(self, layer: Layer) -> tuple[int, ...]:
-        """Bits that a layer can be put to, ascending."""
-        return self.source.widths(layer)
+        """Bits that a layer can be put to, ascending; of a geared checkpoint all that it has, unless `widths` chose."""
+        widths = self.source.widths(layer)
+        if self.saved is None or not self._widths:
+            return widths
+        wanted = {at_least(widths, bits) for bits in (*(gear.bits for gear in self.ladder), *self._widths)}
+        return tuple(bits for bits in widths if bits in wanted)
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """The bits of a layer in a gear: its table's or its own, or the next that the layer is stored at; capped."""

@@ -22,6 +22,7 @@ from .values import DtypeName, FileName, Fingerprint, GroupSize, Hash, Shape, Wi
 VERSION = 4  # 1 had no hashes, 2 no packed rows of embeddings, 3 no original to restore
 AFFINE = "affine"  # the format of tables
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
+PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it anew with python -m gearbx_mlx.convert"
 

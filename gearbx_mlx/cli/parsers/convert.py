@@ -26,7 +26,7 @@ class ConversionSettings(Settings):
     """Which model to convert (None: the one that ships), and where to write it.
 
     dtype: the type to save the original weights in; None: theirs. manifest: a precision manifest, one of whose tables
-    is written for mlx-lm.
+    is written for mlx-lm, or which lies beside the gears.
     """
 
     title: ClassVar[str] = "conversion"
@@ -48,8 +48,9 @@ class ConversionSettings(Settings):
     upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
     manifest: str | None = flag(
         None,
-        "From gearbx_mlx.allocate. Instead of gears, write one of its tables (--gears 4) as a checkpoint for mlx-lm, "
-        "with every layer at its own bits.",
+        "From gearbx_mlx.sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
+        "a controller caps first, and how far. With one (--gears 4) write its table, instead of gears, as a checkpoint "
+        "for mlx-lm with every layer at its own bits.",
         metavar="FILE",
         named=True,
     )
@@ -126,6 +127,12 @@ class ConvertSettings:
             )
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
+
+    @property
+    def writes_table(self) -> bool:
+        """Whether a table of a manifest is written, and no gears."""
+        gears = self.layout.gears
+        return self.conversion.manifest is not None and (gears is None or len(Ladder.parse(gears)) == 1)
 
     @property
     def ladder(self) -> Ladder:

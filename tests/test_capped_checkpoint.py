@@ -1,0 +1,137 @@
+"""A precision manifest in a geared checkpoint says which layers a controller caps first, as it does of the original."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from gearbx_mlx import Gearbox, commands, load
+from gearbx_mlx.gears.activations import stored_dtype
+from gearbx_mlx.loading import DEMO_MODEL
+
+SCRIPT = '{"tokens": 0, "thermal": "nominal"}\n{"tokens": 8, "thermal": "serious"}\n{"tokens": 28, "thermal": "fair"}\n'
+CLAMP = 0.2
+
+
+@dataclass
+class Files:
+    manifest: Path
+    checkpoint: Path
+    script: Path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A manifest of the demo model's attention, one layer of it with a clamp, and a checkpoint with it inside."""
+    path = tmp_path_factory.mktemp("capped")
+    made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
+    made.script.write_text(SCRIPT)
+    run = {name: commands.command(name) for name in ("sensitivity", "convert")}
+    small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,8", "--manage", "attention"]
+    call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
+    content = json.loads(made.manifest.read_text())
+    content["layers"]["model.layers.1.self_attn.v_proj"]["clamp"] = CLAMP
+    content["layers"]["model.layers.2.self_attn.q_proj"]["min_bits"] = 8
+    made.manifest.write_text(json.dumps(content))
+    call(
+        run["convert"],
+        "convert",
+        "--manifest",
+        str(made.manifest),
+        "--gears",
+        "4,5,8",
+        "--mlx-path",
+        str(made.checkpoint),
+    )
+    return made
+
+
+def call(main, name, *arguments):
+    before, sys.argv = sys.argv, [f"gearbx_mlx.{name}", *arguments]
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code in (0, None)
+    finally:
+        sys.argv = before
+
+
+def told(command, tmp_path, *flags):
+    """The tokens, the decisions and stderr of a run under the scripted machine."""
+    trace = tmp_path / "trace.jsonl"
+    done = command("generate", "-m", 40, "--ignore-chat-template", "--prompt", "Tom has 5", "--trace", trace, *flags)
+    assert done.status == 0, done.err
+    records = [json.loads(line) for line in trace.read_text().splitlines()]
+    return [record["token"] for record in records], [record.get("decision", {}).get("moved") for record in records]
+
+
+def test_the_manifest_lies_in_the_checkpoint(files):
+    inside = json.loads((files.checkpoint / "precision.json").read_text())
+    assert inside["layers"] == json.loads(files.manifest.read_text())["layers"]
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
+    flags = ["--machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8", "--cap-bits", "5"]
+    original = told(command, tmp_path, "--manifest", files.manifest, *flags)
+    assert told(command, tmp_path, "--model", files.checkpoint, *flags) == original
+    moved = [move for moves in original[1] for move in moves or ()]
+    assert len(moved) > 4
+    assert {move["path"] for move in moved}.isdisjoint({"model.layers.2.self_attn.q_proj"})  # its range is 8 and more
+
+
+def test_another_order_may_be_given(files, command, tmp_path):
+    content = json.loads(files.manifest.read_text())
+    for place, layer in enumerate(content["layers"].values()):
+        layer["kl"] = {bits: 0.001 / (place + 1) / int(bits) for bits in layer["kl"]}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    flags = ["--model", files.checkpoint, "--machine", files.script]
+    _, own = told(command, tmp_path, *flags)
+    _, given = told(command, tmp_path, *flags, "--manifest", other)
+    assert own != given
+
+
+def test_a_clamp_cuts_the_weights_of_quantized_gears(files):
+    model, _ = load(str(files.checkpoint))
+    Gearbox(model, kernels="mlx").shift("high")
+    layer = model.model.layers[1].self_attn.v_proj
+    values = np.array(
+        layer(mx.eye(layer.weight_shape[1] if hasattr(layer, "weight_shape") else 256)).astype(mx.float32)
+    )
+    original, _ = load(str(DEMO_MODEL))
+    weight = np.array(original.model.layers[1].self_attn.v_proj.weight.astype(mx.float32)).T
+    assert stored_dtype(original) == mx.bfloat16
+    assert np.abs(weight).max() > 1.2 * CLAMP
+    assert np.abs(values).max() < 1.05 * CLAMP
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target-tps", "5", "--cap-bits", "6"], "--cap-bits has 6, and the gears of {model} have 4, 5, 8 bits; "),
+        (["--manifest", "{manifest}"], "the gears of {model} have their bits; leave out --manifest, "),
+        (["--target-tps", "5", "--manifest", "{other}"], "{other}: made for another model"),
+    ],
+)
+def test_what_a_checkpoint_does_not_have_is_refused_in_a_line(files, command, tmp_path, flags, message):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(files.manifest.read_text()) | {"fingerprint": "0" * 32}))
+    names = {"model": files.checkpoint, "manifest": files.manifest, "other": other}
+    done = command("generate", "--model", files.checkpoint, *(flag.format(**names) for flag in flags))
+    assert done.status == 2
+    assert done.err.startswith(f"error: {message.format(**names)}")
+    assert done.err.count("\n") == 1
+
+
+def test_a_manifest_of_another_model_is_no_part_of_a_checkpoint(files, command, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(files.manifest.read_text()) | {"fingerprint": "0" * 32}))
+    done = command("convert", "--manifest", other, "--gears", "4,8", "--mlx-path", tmp_path / "out")
+    assert done.status == 2
+    assert done.err.startswith(f"error: {other}: made for another model")
+    assert not (tmp_path / "out").exists()
