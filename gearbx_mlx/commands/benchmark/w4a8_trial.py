@@ -19,7 +19,7 @@ FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "
 EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"
 NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
 FEW, MANY = 16, 64  # rows whose weights a cache has room for; more of them cost the weights alone
-ROUNDS = 15
+ROUNDS, REPEATS = 15, 3  # of products in the cache, and from memory
 
 
 def measure(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def measure(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     seconds, bandwidths = {}, []
     dense = cases_of(FLOAT32, 32, [weight], total, {NATIVE: dense_product}, [NATIVE])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):
-        row = time_case(case, x, 1, read_bandwidth)
+        row = time_case(case, x, REPEATS, read_bandwidth)
         seconds[FLOAT32 if row["bits"] == 32 else NAMES[row["path"]]] = row["seconds"]
         bandwidths.append(row["read_bandwidth_gigabytes_per_second"])
     found = {"threads": module.threads(), "seconds": seconds, "bandwidth": float(np.median(bandwidths))}
