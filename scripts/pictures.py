@@ -109,6 +109,19 @@ def batch_speed(results: Path) -> None:
     run("scripts/write_batch_figures.py", rows, "--page", "docs/batches.md")
 
 
+def threads(results: Path) -> None:
+    """threads.svg, w4a8.png, and the tables of threads and of AION's cost model in docs/performance.md"""
+    for what, picture in (("threads", "threads.svg"), ("w4a8", "w4a8.png")):
+        rows = str(results / f"{what}.json")
+        run("-m", "gearbx_mlx.benchmark", what, "--trials", "7", "--json", rows, "--picture", f"{IMAGES}/{picture}")
+    run("scripts/write_thread_figures.py", str(results), "--page", "docs/performance.md")
+
+
+def hints(results: Path) -> None:
+    """the table of hints to the system in docs/performance.md"""
+    run("scripts/time_hints.py", "--directory", str(results), "--page", "docs/performance.md")
+
+
 def ranks(results: Path) -> None:
     """the table of docs/distributed.md: what agreeing costs"""
     run("scripts/time_ranks.py", "--page", "docs/distributed.md")
@@ -152,6 +165,8 @@ TASKS = {
         Task(kv_groups, 1, needs_results=True),
         Task(batches, 3),
         Task(batch_speed, 20),
+        Task(threads, 8),
+        Task(hints, 4),
         Task(ranks, 3),
         Task(evidence, 1, needs_results=True),
     )

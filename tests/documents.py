@@ -54,6 +54,7 @@ SHORTER = {
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
+    "benchmark w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",

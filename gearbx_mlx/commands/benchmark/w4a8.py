@@ -18,9 +18,11 @@ from .machine import machine_name
 from .pictures import draw_w4a8, picture_path
 from .tables import table_of
 from .threads import trials_on_threads
-from .w4a8_trial import EMULATED, FLOAT32, SCALAR, W4A8, WEIGHT_ONLY
 
 TRIAL = f"{__package__}.w4a8_trial"
+FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
+EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
+W8A8 = "W8A8"  # for the terms alone
 COLUMNS = ("implementation", "threads", "products_per_second", "times_float32", "spread")
 TERMS = ("term", "meaning", "picoseconds_per_weight", "spread")
 MEANINGS = {
@@ -103,15 +105,15 @@ def terms_of_trial(trial: Trial, weights: int) -> dict[str, float]:
     calls = {name: 1e12 * line[1] for name, line in trial["cached"].items()}
     whole = {name: 1e12 * seconds / weights for name, seconds in trial["seconds"].items()}
     rounding = (calls[W4A8] - calls[FLOAT32]) / weights
-    unpack, dequant = cached[W4A8] - cached["W8A8"], cached[WEIGHT_ONLY] - cached[FLOAT32]
+    unpack, dequant = cached[W4A8] - cached[W8A8], cached[WEIGHT_ONLY] - cached[FLOAT32]
     return {
         "memory, float32": whole[FLOAT32] - cached[FLOAT32],
         "memory, 4 bits": whole[W4A8] - cached[W4A8] - rounding,
         "fma": cached[FLOAT32],
         "dequant": dequant,
-        "sdot": cached["W8A8"],
+        "sdot": cached[W8A8],
         "unpack": unpack,
         "quant_act": rounding,
-        "arithmetic": cached[FLOAT32] - cached["W8A8"],
+        "arithmetic": cached[FLOAT32] - cached[W8A8],
         "overhead": rounding + unpack - dequant,
     }

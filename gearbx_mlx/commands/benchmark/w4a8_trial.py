@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -11,22 +12,21 @@ import numpy as np
 
 from ...formats import groupwise, rowwise
 from ...kernels.products import dense_product, groupwise_product, rowwise_product
-from ...kernels.timing import compare
+from ...kernels.timing import enough_calls
 from .kernels import cases_of, groupwise_cases, time_case
 from .machine import INT8, INT16, NATIVE, bandwidth_meter, native_module, timed
+from .w4a8 import EMULATED, FLOAT32, SCALAR, W4A8, W4A16, W8A8, WEIGHT_ONLY
 
-FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
-EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"
 NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
 FEW, MANY = 16, 64  # rows whose weights a cache has room for; more of them cost the weights alone
-ROUNDS = 15
+ROUNDS, REPEATS = 15, 3  # of products in the cache, and from memory
 
 
 def measure(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     """Seconds of a product with one vector for each implementation, threads and GB/s of memory.
 
-    On one thread also those of the baselines, and `cached`: seconds of a weight in the cache, and of a whole call of no
-    rows (intercept), for each way to multiply.
+    On one thread also those of the baselines, and `cached`: for each way to multiply, seconds of processor time of a
+    weight in the cache, and of a call without rows.
     """
     module, total = native_module(), megabytes * 2**20
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
@@ -36,7 +36,7 @@ def measure(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     seconds, bandwidths = {}, []
     dense = cases_of(FLOAT32, 32, [weight], total, {NATIVE: dense_product}, [NATIVE])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):
-        row = time_case(case, x, 1, read_bandwidth)
+        row = time_case(case, x, REPEATS, read_bandwidth)
         seconds[FLOAT32 if row["bits"] == 32 else NAMES[row["path"]]] = row["seconds"]
         bandwidths.append(row["read_bandwidth_gigabytes_per_second"])
     found = {"threads": module.threads(), "seconds": seconds, "bandwidth": float(np.median(bandwidths))}
@@ -71,12 +71,23 @@ def in_cache(x: mx.array) -> dict[str, list[float]]:
     """Way to multiply to seconds per weight and seconds of a call without rows, by a line through two sizes."""
     weight = mx.random.normal((MANY, x.shape[1]), key=mx.random.key(2)) * 0.02
     ways = {(name, rows): make for rows in (FEW, MANY) for name, make in ways_of(weight[:rows], x)}
-    times = {key: min(trials) for key, trials in compare(ways, ROUNDS).items()}
+    calls = {key: enough_calls(make) for key, make in ways.items()}
+    rounds = [{key: processor_seconds(make, calls[key]) for key, make in ways.items()} for _ in range(ROUNDS)]
+    times = {key: min(found[key] for found in rounds) for key in ways}
     lines = {}
     for name in dict.fromkeys(name for name, _ in ways):
         per_row = (times[name, MANY] - times[name, FEW]) / (MANY - FEW)
         lines[name] = [per_row / weight.shape[1], times[name, FEW] - FEW * per_row]
     return lines
+
+
+def processor_seconds(make: Callable[[], list[Any]], calls: int) -> float:
+    """Processor time of one call on one thread: other programs on the machine add nothing to it."""
+    built = [array for _ in range(calls) for array in make()]
+    mx.synchronize()
+    start = time.process_time()
+    mx.eval(built)
+    return (time.process_time() - start) / calls
 
 
 def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
@@ -91,7 +102,7 @@ def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], l
     yield FLOAT32, lambda: [dense_product(x, copy)]
     yield WEIGHT_ONLY, lambda: [groupwise_product(x, packed, scales, width)]
     yield W4A8, lambda: [groupwise_product(x, packed, scales, width, x_bits=8)]
-    yield "W8A8", lambda: [rowwise_product(x, bytes_of_rows, row_scales, 8, width, x_bits=8)]
+    yield W8A8, lambda: [rowwise_product(x, bytes_of_rows, row_scales, 8, width, x_bits=8)]
 
 
 if __name__ == "__main__":
