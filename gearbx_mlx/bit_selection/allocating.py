@@ -1,6 +1,6 @@
 """Tables of gears: found from the KL of each layer alone, then measured, then improved by further measurements."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError
@@ -69,6 +69,10 @@ class Allocator:
         """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes."""
         return self._exchanged(self._measured(within_bytes(self.options, budget).table), budget)
 
+    def for_wishes(self, bits: Mapping[str, int]) -> Found:
+        """A table that is given: each layer has the next width that it can have, or its highest."""
+        return self._measured({path: next_width(options, bits[path]) for path, options in self.options.items()})
+
     def for_kl(self, kl: float) -> Found:
         """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
         points, known = greedy_path(self.options), dict[int, Found]()
@@ -104,6 +108,11 @@ class Allocator:
             if found.distance.kl < best.distance.kl:
                 best = found
         return best
+
+
+def next_width(options: Sequence[Option], bits: int) -> int:
+    """The lowest width that is not below so many bits; the highest where all are."""
+    return min((o.bits for o in options if o.bits >= bits), default=max(o.bits for o in options))
 
 
 def table_of(found: Found, wish: str, weights: int) -> Table:

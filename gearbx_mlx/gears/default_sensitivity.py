@@ -1,6 +1,6 @@
 """The order in which layers are lowered if nothing was measured (Manifest document, "Architecture", "Lessons")."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import mlx.nn as nn
 
@@ -22,20 +22,31 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
     Args:
         modules: path to module, of the layers to be ordered.
     """
-    blocks = {path: block_number(path) for path in modules}
-    count = max((number + 1 for number in blocks.values() if number is not None), default=1)
-    quarter = max(1, count // OUTER)
+    count, outer = block_count(modules), outer_layers(modules)
     extra = {}
     for path, module in modules.items():
-        number = blocks[path]
+        number = block_number(path)
         if number is None:
             extra[path] = float(OUTSIDE)
             continue
-        middle = quarter <= number < count - quarter
-        kind = (MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP) if middle else OUTER_BLOCK
+        kind = OUTER_BLOCK if path in outer else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
         from_middle = abs(2 * number + 1 - count) / count  # 0 to 1
         extra[path] = kind + from_middle / 2
     return lambda path, bits: 4.0 ** (extra[path] - bits)
+
+
+def outer_layers(paths: Iterable[str]) -> set[str]:
+    """The layers of the first and the last quarter of the blocks, and those outside of the blocks, as the head."""
+    paths = list(paths)
+    count = block_count(paths)
+    quarter = max(1, count // OUTER)
+    numbers = {path: block_number(path) for path in paths}
+    return {path for path, number in numbers.items() if number is None or not quarter <= number < count - quarter}
+
+
+def block_count(paths: Iterable[str]) -> int:
+    numbers = (block_number(path) for path in paths)
+    return max((number + 1 for number in numbers if number is not None), default=1)
 
 
 def block_number(path: str) -> int | None:
