@@ -17,6 +17,7 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, 
 from gearbx_mlx.decoding.block_timer import BlockTimer
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.default_sensitivity import default_sensitivity
+from gearbx_mlx.machine.readers import OwnMemory
 from gearbx_mlx.machine.scripted import Point, Scripted
 from gearbx_mlx.machine.state import MachineState
 from gearbx_mlx.machine.watch import Watch
@@ -265,6 +266,26 @@ class TestCommand:
         assert "watching" in ran.err
         assert "target 0.001 tokens/s; caps moved 0 times" in " ".join(ran.err.split())
 
+    def test_a_process_near_its_limit_is_capped(self, command, monkeypatch, tmp_path):
+        trace = tmp_path / "trace.jsonl"
+        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
+        ran = command("generate", "--gears", "4,8", "--max-memory", "8GB", "-m", 24, "--trace", trace)
+        assert ran.status == 0, ran.err
+        assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits" in " ".join(ran.err.split())
+        decisions = [json.loads(line).get("decision") for line in trace.read_text().splitlines()]
+        assert decisions[9]["machine"] == {"memory": 0.96}
+
+    def test_a_process_far_from_its_limit_is_not(self, command):
+        ran = command("generate", "--gears", "4,8", "--max-memory", "1TB", "-m", 12)
+        assert ran.status == 0, ran.err
+        assert "caps moved 0 times" in " ".join(ran.err.split())
+
+    def test_a_model_beyond_the_limit_is_refused(self, command):
+        ran = command("generate", "--max-memory", "2MB", "-m", 4)
+        assert ran.status == 2
+        assert ran.err.startswith("error: --max-memory 2 MB: with the model loaded this process has ")
+        assert ran.err.count("\n") == 1
+
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
@@ -277,6 +298,7 @@ class TestCommand:
             (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),
             (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits is 'a'; give whole numbers"),
             (["--machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+            (["--max-memory", "much"], "--max-memory: 'much' is no size; give bytes such as 3GB"),
             (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),
         ],
     )

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import GearbxError
+from ..errors import GearbxError, about
 from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
 from ..machine.scripted import Scripted
 from .settings import Settings, flag, flag_of
+from .sizes import parse_bytes
 
 NESTED = "planes"  # the format in which further bits take hardly more memory
 CAP_BITS = (4, 5, 6, 8)
@@ -17,7 +18,7 @@ SLOWEST = 0.001  # tokens per second
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """What the controller aims at and watches; it runs if any of the first three is set.
+    """What the controller aims at and watches; it runs if any of the first four is set.
 
     target_tps: tokens per second. machine: a file that plays the machine's state. cap_bits: bits with commas between.
     """
@@ -37,6 +38,12 @@ class ControllerSettings(Settings):
         metavar="FILE",
         named=True,
     )
+    max_memory: str | None = flag(
+        None,
+        "Keep this process below so much memory, such as 3GB: layers are capped when it is near, the least sensitive "
+        "first, which frees memory with --residency disk.",
+        metavar="SIZE",
+    )
     cap_bits: str | None = flag(
         None,
         "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
@@ -53,6 +60,7 @@ class ControllerSettings(Settings):
             for field in ("cap_bits", "time_layers"):
                 if getattr(self, field):
                     raise GearbxError(f"{flag_of(field)} goes with --target-tps or --watch-machine; give one")
+        self.limit()
         if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
             raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
         if self.machine is not None:
@@ -61,7 +69,15 @@ class ControllerSettings(Settings):
 
     @property
     def wanted(self) -> bool:
-        return self.target_tps is not None or self.watch_machine or self.machine is not None
+        watching = self.watch_machine or self.machine is not None or self.max_memory is not None
+        return self.target_tps is not None or watching
+
+    def limit(self) -> int | None:
+        """--max-memory in bytes. Raises GearbxError for what is no size."""
+        if self.max_memory is None:
+            return None
+        with about("--max-memory"):
+            return parse_bytes(self.max_memory)
 
     def given_bits(self) -> tuple[int, ...] | None:
         """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""

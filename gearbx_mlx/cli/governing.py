@@ -1,17 +1,20 @@
 """From the controller's settings to the governor of a gearbox."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import mlx.core as mx
 
 from ..decoding.governor import Governor
 from ..decoding.modes import mode_class
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
-from ..machine.readers import this_machine
+from ..machine.readers import OwnMemory, Reader, this_machine
 from ..machine.scripted import Scripted
 from ..machine.watch import Watch
 from .controller import ControllerSettings
+from .sizes import human_bytes
 from .terminal import note
 
 
@@ -33,14 +36,32 @@ def governor(settings: ControllerSettings, gearbox: Any, verbose: bool, **keywor
         raise GearbxError(
             "the model changes no gear, so nothing can be capped; leave out --target-tps and --watch-machine"
         )
-    with make_watch(settings.machine, verbose) as watch:
+    own = [] if (limit := settings.limit()) is None else [own_memory(limit)]
+    with make_watch(settings, own, verbose) as watch:
         yield Governor(gearbox, settings.target_tps, watch=watch, time_layers=settings.time_layers, **keywords)
 
 
-def make_watch(script: str | None, verbose: bool) -> Watch:
-    """Reads a script, or this machine; prints which readers of this machine work, and why the others do not."""
-    if script is not None:
-        return Watch([Scripted.from_file(script)])
+def own_memory(limit: int) -> OwnMemory:
+    """Reads this process's memory. Raises GearbxError where the model alone takes more."""
+    reader = OwnMemory(limit, mx.get_active_memory)
+    if reader.bytes() > limit:
+        raise GearbxError(
+            f"--max-memory {human_bytes(limit)}: with the model loaded this process has {human_bytes(reader.bytes())}; "
+            "give more, or use fewer --gears, --format exact or --residency disk"
+        )
+    return reader
+
+
+def make_watch(settings: ControllerSettings, own: Sequence[Reader], verbose: bool) -> Watch:
+    """Reads a script, or this machine; prints which readers of this machine work, and why the others do not.
+
+    Args:
+        own: readers of this process, which are read in any case.
+    """
+    if settings.machine is not None:
+        return Watch([Scripted.from_file(settings.machine), *own])
+    if own and not (settings.watch_machine or settings.target_tps is not None):
+        return Watch(own)
     readers, absent = this_machine()
     reasons: dict[str, list[str]] = {}
     for reader, reason in absent.items():
@@ -49,7 +70,7 @@ def make_watch(script: str | None, verbose: bool) -> Watch:
     if verbose:
         names = [reader.name for reader in readers] or ["nothing"]
         note(f"watching {' and '.join(names)} of this machine{missing}")
-    return Watch(readers)
+    return Watch([*readers, *own])
 
 
 def check_governing(settings: ControllerSettings, mode: str | None, draft_model: str | None) -> None:

@@ -161,6 +161,31 @@ class Memory:
         return MachineState(memory=share(self._psutil.virtual_memory().percent))
 
 
+class OwnMemory:
+    """Reads this process's memory as a share of a limit, with psutil: what is resident, or what MLX has on a GPU.
+
+    Args:
+        limit: bytes.
+        held: bytes that MLX has, where these are not resident.
+
+    Raises:
+        GearbxError: no psutil.
+    """
+
+    name = "the memory of this process"
+
+    def __init__(self, limit: int, held: Callable[[], int] = lambda: 0):
+        self.limit, self._held = limit, held
+        self._process = optional("psutil", "psutil", "machine").Process()
+
+    def bytes(self) -> int:
+        """In use now."""
+        return max(int(self._process.memory_info().rss), self._held())
+
+    def read(self) -> MachineState:
+        return MachineState(memory=share(100 * self.bytes() / self.limit))
+
+
 def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
     """The readers that work on this machine, and for the others, name to reason.
 
