@@ -1,6 +1,6 @@
 """Measure where low gears err (GEARBX 13): weights, attention, keys and values, weights that are quantized twice.
 
-    python scripts/measure_errors.py errors.json [--model MODEL] [--texts 8]
+    python scripts/measure_errors.py errors.json [--model MODEL] [--texts 1]
     python scripts/measure_errors.py errors.json --page docs/error_analysis.md --picture docs/images/error_analysis.png
 
 The first line measures and writes the file; the second makes tables and picture from the file that is there.
@@ -25,7 +25,7 @@ from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.telemetry.colors import gear_color, gear_marker
 from gearbx_mlx.telemetry.report import get_pyplot
 
-HELD_OUT = Path(__file__).parents[1] / "tests/data/gsm8k_held_out.jsonl"
+TALES = Path(__file__).with_name("tales_calibrate.txt")
 CONTEXT = 256  # tokens of each text: all models know so many
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 Report = dict[str, list[dict[str, Any]]]
@@ -35,7 +35,7 @@ def measured(path: str | None, count: int) -> Report:
     """All figures of a model, in float32."""
     model, tokenizer = load(path)
     model.set_dtype(mx.float32)
-    tokens = tokenizer.encode("\n\n".join(read_documents(HELD_OUT)))
+    tokens = tokenizer.encode(read_documents(TALES)[0])
     texts = [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(min(count, len(tokens) // CONTEXT))]
     report = {"layers": layer_errors(model), "twice": twice_in_all_ways(model)}
     report["attention"] = attention_errors(model, texts)
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="the file of figures")
     parser.add_argument("--model", help="the demo model if not given")
-    parser.add_argument("--texts", type=int, default=8, help="of 256 tokens")
+    parser.add_argument("--texts", type=int, default=1, help="of 256 tokens")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
