@@ -56,7 +56,8 @@ def layers_table(report: Report) -> str:
 
 def attention_table(report: Report) -> str:
     rows = []
-    for (low, high), found in groupby(sorted(report["attention"], key=bin_of), bin_of):
+    samples = [row for row in report["attention"] if row["samples"]]
+    for (low, high), found in groupby(sorted(samples, key=bin_of), bin_of):
         by_part = {row["part"]: row for row in found}
         cells = [f"{by_part[part]['error']:.4f} ({by_part[part]['shared']:.4f})" for part in PARTS]
         rows.append([f"{low:g} to {high:g}", by_part["V"]["samples"], *cells])
