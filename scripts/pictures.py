@@ -73,6 +73,14 @@ def exact(results: Path) -> None:
     run("scripts/measure_exact.py", "lossless", "--page", "docs/exact.md", "--results", str(results))
 
 
+def errors(results: Path) -> None:
+    """error_analysis.png and the tables of docs/error_analysis.md"""
+    found = str(results / "errors.json")
+    run("scripts/measure_errors.py", found)
+    page, picture = "docs/error_analysis.md", f"{IMAGES}/error_analysis.png"
+    run("scripts/measure_errors.py", found, "--page", page, "--picture", picture)
+
+
 def startup(results: Path) -> None:
     """the table of starting times in docs/performance.md"""
     run("scripts/time_startup.py", "--page", "docs/performance.md")
@@ -158,6 +166,7 @@ TASKS = {
         Task(sensitivity, 30),
         Task(codebook, 30),
         Task(exact, 1, needs_results=True),
+        Task(errors, 3),
         Task(startup, 1),
         Task(proxy, 2),
         Task(models, 3),

@@ -1,0 +1,152 @@
+"""Where low gears err (GEARBX 13): every figure is computed again with numpy."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import heavy, tiny_model
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluation.error_analysis import kv, weights
+from gearbx_mlx.evaluation.error_analysis.attention import PARTS, attention_errors, by_head, inputs_of, relative_entropy
+
+TOKENS = [(7 * i + i * i) % 50 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def symmetric(weight: np.ndarray, q_max: int) -> tuple[np.ndarray, np.ndarray]:
+    """The formulas of GEARBX 5.1, row by row: the weights that a gear has, and the scales."""
+    scales = np.abs(weight).max(axis=1) / np.float32(q_max)
+    rows = [np.clip(np.round(row / s), -q_max, q_max) * s for row, s in zip(weight, scales)]
+    return np.stack(rows), scales
+
+
+def linears(block: nn.Module) -> list[np.ndarray]:
+    return [np.array(m.weight) for m in block.modules() if isinstance(m, nn.Linear)]
+
+
+def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
+    rows = {(row["layer"], row["bits"]): row for row in weights.layer_errors(model)}
+    assert len(rows) == 4 * len(model.layers)
+    for number, block in enumerate(model.layers):
+        for bits, q_max in ((8, 127), (6, 31), (4, 7), (2, 1)):
+            found = [(weight, *symmetric(weight, q_max)) for weight in linears(block)]
+            errors = np.concatenate([(quantized - weight).reshape(-1) for weight, quantized, _ in found])
+            scales = np.concatenate([np.repeat(s, weight.shape[1]) for weight, _, s in found])
+            row = rows[number, bits]
+            assert row["mse"] == pytest.approx(np.square(errors, dtype=np.float64).mean(), rel=1e-4)
+            assert row["estimate"] == pytest.approx(np.square(scales, dtype=np.float64).mean() / 12, rel=1e-4)
+            assert row["quotient"] == pytest.approx(row["mse"] / row["estimate"])
+            assert row["ratio"] == pytest.approx(row["mse"] / rows[number, 8]["mse"])
+
+
+def test_the_ratios_in_theory_are_those_of_the_paper():
+    assert [round(weights.IDEAL[bits], 1) for bits in (8, 6, 4, 2)] == [1.0, 16.8, 329.2, 16129.0]
+
+
+def test_even_weights_err_as_estimated_and_rare_large_ones_make_codes_of_two_bits_err_less():
+    even = mx.array(np.random.default_rng(0).uniform(-1, 1, (64, 1024)).astype(np.float32))
+    mse, estimate = weights.error_of(even, 4)
+    assert mse == pytest.approx(estimate, rel=0.02)
+    mse, estimate = weights.error_of(heavy(64, 1024), 2)
+    assert mse < 0.5 * estimate
+
+
+def test_the_parts_of_the_error_of_quantizing_twice_add_up():
+    weight = heavy(32, 256)
+    parts = weights.twice(weight, weights.by_groups(4), weights.by_rows(4))
+    exact = np.array(weight)
+    first = np.array(mx.dequantize(*mx.quantize(weight, 64, 4), 64, 4))
+    second = symmetric(first, 7)[0]
+    a, b = (first - exact).astype(np.float64), (second - first).astype(np.float64)
+    expected = {"original": (a**2).mean(), "second": (b**2).mean(), "cross": 2 * (a * b).mean()}
+    expected |= {"total": ((second - exact) ** 2).mean(), "once": ((symmetric(exact, 7)[0] - exact) ** 2).mean()}
+    for name, value in expected.items():
+        assert parts[name] == pytest.approx(value, rel=1e-3, abs=1e-9), name
+    assert parts["original"] + parts["second"] + parts["cross"] == pytest.approx(parts["total"], rel=1e-4)
+
+
+def test_codes_of_few_values_are_flagged_and_quantizing_alike_adds_nothing(model):
+    ways = {"4": weights.by_rows(4), "same": lambda weight: weight}
+    rows = {(row["first"], row["then"]): row for row in weights.twice_in_all_ways(model, ways)}
+    assert rows["4", "4"]["flagged"]
+    assert not rows["same", "4"]["flagged"]
+    assert rows["4", "4"]["second"] < 1e-6 * rows["4", "4"]["original"]
+    assert rows["same", "4"]["original"] == 0
+    assert rows["same", "4"]["total"] == pytest.approx(rows["4", "4"]["total"], rel=1e-4)
+
+
+def test_what_heads_add_is_the_output_of_attention(model):
+    for block, x in zip(model.layers, inputs_of(model, TOKENS)):
+        attention = block.self_attn
+        exact = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        added, probabilities = by_head(attention, x, exact)
+        assert added.shape[0] == attention.n_heads
+        expected = np.array(attention(x[None], "causal")[0])
+        np.testing.assert_allclose(np.array(added.sum(axis=0)), expected, atol=1e-5 * np.abs(expected).max() + 1e-7)
+        np.testing.assert_allclose(np.array(probabilities.sum(axis=-1)), 1, atol=1e-5)
+
+
+def test_relative_entropy_is_one_for_equal_shares_and_zero_for_one_position():
+    shares = mx.array([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 1.0, 0, 0], [0.5, 0.5, 0, 0]]])
+    np.testing.assert_allclose(np.array(relative_entropy(shares))[0], [1, 1, 0, 0.5], atol=1e-6)
+
+
+def test_an_error_in_one_projection_is_that_of_its_own_output(model):
+    rows = attention_errors(model, [TOKENS], lambda weight: 1.1 * weight, first=0)
+    by_part = {part: [row for row in rows if row["part"] == part] for part in PARTS}
+    for part in ("V", "output"):  # outputs are linear in both: a tenth more
+        assert [row["error"] for row in by_part[part] if row["samples"]] == pytest.approx(
+            [0.01] * sum(row["samples"] > 0 for row in by_part[part]), rel=1e-3
+        )
+        shared = sum(row["shared"] * row["samples"] for row in by_part[part] if row["samples"])
+        assert shared / sum(row["samples"] for row in by_part[part]) == pytest.approx(0.01, rel=1e-3)
+    heads = model.layers[0].self_attn.n_heads
+    assert sum(row["samples"] for row in by_part["Q and K"]) == heads * len(model.layers) * len(TOKENS)
+
+
+def test_the_attention_of_other_models_is_refused():
+    with pytest.raises(GearbxError, match=r"the attention of layer 0 .* for models such as Llama alone"):
+        attention_errors(tiny_model("qwen3"), [TOKENS])
+
+
+@pytest.fixture(scope="module")
+def gearbox():
+    return Gearbox(tiny_model(), "4,16")
+
+
+def test_runs_take_turns_and_end_with_the_text(gearbox):
+    low, high = gearbox.ladder
+    assert kv.runs_of([low, high], 10, 4) == [(0, 4, low), (4, 8, high), (8, 10, low)]
+
+
+def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
+    low, high = gearbox.ladder
+    rows = kv.kv_errors(gearbox, [TOKENS], [low, high], [8, 64])
+    assert [(row["length"], row["gear"], row["positions"]) for row in rows] == [
+        (8, low.name, 24), (8, high.name, 16), (64, low.name, 40), (64, high.name, 0),
+    ]  # fmt: skip
+    exact, logprobs = kv.written(gearbox, TOKENS, [(0, 40, high)])
+    made, changed = kv.written(gearbox, TOKENS, kv.runs_of([low, high], 40, 8))
+    by_low = np.arange(40) // 8 % 2 == 0
+    for row, wrote in zip(rows, (by_low, ~by_low)):
+        for kind, name in enumerate(("keys", "values")):
+            a, b = (
+                np.concatenate([np.array(c.state[kind])[:, :, :40][:, :, wrote] for c in each])
+                for each in (made, exact)
+            )
+            assert row[name] == pytest.approx(np.square(a - b).sum() / np.square(b).sum(), rel=1e-3)
+        kl = (np.exp(logprobs) * (logprobs - changed)).sum(axis=-1).mean() / np.log(2)
+        assert row["kl"] == pytest.approx(kl, rel=1e-2, abs=1e-7)
+
+
+def test_the_top_gear_alone_has_no_error_beyond_rounding(gearbox):
+    high = gearbox.ladder[-1]
+    (row,) = kv.kv_errors(gearbox, [TOKENS], [high], [1])
+    assert row["positions"] == 40
+    assert max(row["keys"], row["values"]) < 1e-10
