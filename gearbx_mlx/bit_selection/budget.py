@@ -107,8 +107,8 @@ def fit_budget(
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
     """A gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed once."""
-    native = choose("native", "float").native
-    fast = format if native else type(format)(cache=True, rounds=format.rounds)
+    native = choose("native", "float").native and format.native
+    fast = format if native else type(format)(cache=True, options=format.options)
     kernels = "native" if native else "mlx"
     return Gearbox(model, "2,16", format=fast, manage=manage, kernels=kernels, activations="float")
 

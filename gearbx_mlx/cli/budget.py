@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GearbxError
-from .floors import CODEBOOKS, FloorSettings
+from ..formats import has_codebooks
+from .floors import FloorSettings
 from .settings import Settings, flag
 from .sizes import parse_bytes
 
@@ -53,7 +54,7 @@ class BudgetSettings(Settings):
         size = None if self.memory_budget is None else parse_bytes(self.memory_budget)
         if self.target_bpw is not None and not 0 < self.target_bpw < 16:
             raise GearbxError(f"--target-bpw is {self.target_bpw:g}; give bits between 0 and 16")
-        if format not in CODEBOOKS:
+        if not has_codebooks(format):
             raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
         if floors.wanted:
             raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")

@@ -26,7 +26,7 @@ from ..conversion.original import OriginalFiles, check_names, weights_in
 from ..errors import GearbxError, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
-from ..formats import DEFAULT_FORMAT, get_format
+from ..formats import get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, Manifest
@@ -49,7 +49,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
-    if get_format(settings.layout.format or DEFAULT_FORMAT).ladders:
+    if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
     if read_journal(work)[0] is None:
         begin_anew(source, work)
@@ -101,7 +101,7 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str]) -> Plan:
     """What to write, before the bits of every layer are found. hashes: of the original's files."""
     layout, quality = settings.layout, settings.quality
     return Plan(
-        format=layout.format or DEFAULT_FORMAT,
+        format=layout.chosen_format,
         gears=tuple(gear.bits for gear in settings.ladder),
         manage=layout.manage or "all",
         group_size=layout.q_group_size or DEFAULT_GROUP_SIZE,
