@@ -10,7 +10,6 @@ adds its model to the results; --page docs/codebook.md writes all of them.
 
 import argparse
 import json
-import platform
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pages import fill, table
 
 from gearbx_mlx import load
 from gearbx_mlx.bit_selection.garbage import GarbageCheck
+from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import codebook_library
 from gearbx_mlx.formats.codebook import nbytes
@@ -86,7 +86,7 @@ def main() -> None:
     before = json.loads(args.results.read_text(encoding="utf-8"))["rows"] if args.results.exists() else []
     kept = [row for row in before if (row["model"], row["group"]) != (shown, args.group)]
     rows = kept + measure(args.model, shown, args.text, args.group)
-    made = {"machine": platform.processor() or platform.machine(), "date": datetime.now(UTC).date().isoformat()}
+    made = {"machine": machine_name(), "date": datetime.now(UTC).date().isoformat()}
     write_text(args.results, json.dumps(made | {"rows": rows}, indent=1) + "\n")
     found = table(HEAD, [cells(row) for row in rows])
     print(found)
