@@ -5,7 +5,7 @@
 RESULTS is a directory, made if it is missing. DIR of --models has stories260K and babyllama105; DIR of --data has
 GSM8K's texts and those of train_demo_model.py. The commands are those on the pages, in their order, as far as they
 write a report into RESULTS. After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where
-and with which code. What older code measured is measured again; --keep keeps it.
+and with which code. What older code measured is measured again; --keep keeps it. Needs the extras `train` and `plots`.
 """
 
 import argparse
@@ -146,9 +146,9 @@ def main() -> None:
         sys.exit(f"error: {shlex.join(error.cmd)} failed; {results / 'log.txt'} says why")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on")
-    subprocess.run(
-        [sys.executable, "scripts/pictures.py", "evidence", "exact", "--results", results], cwd=ROOT, check=True
-    )
+    write = [sys.executable, "scripts/pictures.py", "evidence", "exact", "--results", str(results)]
+    if subprocess.run(write, cwd=ROOT).returncode:
+        sys.exit(f"error: {shlex.join(write)} failed; the reports are in {results}")
 
 
 if __name__ == "__main__":

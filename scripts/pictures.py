@@ -62,6 +62,8 @@ def codebook(results: Path) -> None:
     """the tables of docs/codebook.md"""
     for what in CODEBOOK_TABLES:
         run("scripts/measure_codebook.py", what, "--page", "docs/codebook.md")
+    tables = str(results / "codebook_tables.json")
+    run("scripts/measure_codebook_tables.py", "--results", tables, "--page", "docs/codebook.md")
 
 
 def exact(results: Path) -> None:

@@ -21,6 +21,7 @@ import mlx.nn as nn
 from pages import fill, table
 
 from gearbx_mlx.formats import codebook, codebook_library, get_format, groupwise, rowwise
+from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
@@ -45,7 +46,8 @@ def launchers(x: mx.array) -> dict[str, Callable[[], Launch]]:
     packed = rowwise.pack_symmetric_codes(codes, 8)
     group_codes, group_scales = groupwise.quantize(weight)
     group_packed = rowwise.pack_symmetric_codes(group_codes, groupwise.BITS)
-    tables, library = codebook.encode(weight, 4, 2), codebook_library.encode(weight, 4, 2)
+    quick = CodebookOptions(rounds=2)
+    tables, library = codebook.encode(weight, 4, quick), codebook_library.encode(weight, 4, quick)
     low, high, offsets = (
         mx.zeros(size, kind) for size, kind in (((WIDTH, WIDTH), mx.uint8), (64, mx.uint8), (WIDTH + 1, mx.uint32))
     )

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import Codebook, CodebookLinear, CodebookSwitchLinear, nbytes
 from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
 from gearbx_mlx.formats.codebook_lloyd import ROUNDS, STEP, SortedRows, lloyd, lloyd_round, nearest
-from gearbx_mlx.formats.codebook_outliers import MOST, Outliers, find, find_all, take_out
+from gearbx_mlx.formats.codebook_options import CodebookOptions, changed_name
+from gearbx_mlx.formats.codebook_outliers import DEFAULTS, Outliers, find, find_all, take_out
 from gearbx_mlx.formats.codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
@@ -63,7 +65,7 @@ class TestOutliers:
         values = np.random.default_rng(seed).standard_t(freedom, (rows, width)).astype(np.float32)
         mask = find(mx.array(values))
         distance = np.abs(values.astype(np.float64) - values.mean(dtype=np.float64))
-        assert mask.sum() <= MOST * values.size
+        assert mask.sum() <= DEFAULTS.cap * values.size
         if mask.any():
             assert distance[mask].min() > 3 * values.std(dtype=np.float64) * (1 - 1e-4)
             assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
@@ -293,3 +295,70 @@ def test_modules_say_what_they_are():
         assert type(format.modules(switch, 3, (3,), 64, mx.float32)[3]) is experts
     assert CodebookLibrary().layer_bits == (2, 3, 4)
     assert GROUP == 128
+
+
+class TestOptions:
+    def test_the_name_of_a_format_has_them_and_gives_them_back(self):
+        options = CodebookOptions(sigma=2.5, cap=0.05, rounds=7, library=8, group=64)
+        format = CodebookLibrary(options=options)
+        assert format.name == "codebook-library:cap=0.05,group=64,library=8,rounds=7,sigma=2.5"
+        assert get_format(format.name).options == options
+        assert Codebook().name == "codebook"
+        assert changed_name("codebook:sigma=2.5", {"sigma": 3.0}) == "codebook"
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("codebook:sigma=0", "sigma of codebooks is 0.0; give 1 to 100"),
+            ("codebook:cap=0.6", "give 0 to 0.5"),
+            ("codebook:rounds=two", "rounds of codebooks is 'two'; give a number"),
+            ("codebook-library:group=48", "choose from 32, 64, 128, 256"),
+            ("codebook-library:library=257", "give 1 to 256"),
+            ("codebook:sigma=nan", "give 1 to 100"),
+            ("codebook:depth=3", "no choice 'depth=3'"),
+            ("codebook:group=64", "no library or group"),
+            ("planes:sigma=2", "does not exist"),
+        ],
+    )
+    def test_what_is_no_choice(self, name, words):
+        with pytest.raises(GearbxError, match=words):
+            get_format(name)
+
+    @pytest.mark.parametrize(
+        ("sigma", "cap", "share"), [(2.0, 0.5, 0.0455), (2.0, 0.01, 0.01), (4.0, 0.02, 0.0001), (3, 0, 0)]
+    )
+    def test_sigma_and_cap_decide_the_outliers(self, sigma, cap, share):
+        options = CodebookOptions(sigma=sigma, cap=cap)
+        found = find(mx.array(np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)), options)
+        assert found.mean() == pytest.approx(share, abs=5e-4)
+        assert options.gaussian_share == pytest.approx(share, abs=5e-5)
+
+    @pytest.mark.parametrize(("library", "group"), [(1, 128), (8, 32), (64, 256)])
+    def test_other_libraries_and_groups(self, library, group):
+        weight, format = heavy(40, 384), get_format(f"codebook-library:library={library},group={group}")
+        arrays = format.encode(weight, 3)
+        assert arrays["library"].shape == (library, 8)
+        assert arrays["scales"].shape == (40, -(-384 // group))
+        assert format.stored_bytes(weight.shape, 3, find_all(weight).mean()) == codebook.nbytes(arrays)
+        stored = format.stored_arrays(weight.shape, 3, (3,), 64, mx.float16)
+        assert all(len(a.shape) == arrays[n].ndim for n, a in stored.items())
+        made = codebook_library.decode(arrays, 3, 384)
+        assert (mx.square(made - weight).sum() / mx.square(weight).sum()).item() < 0.05
+        assert not format.native
+
+    def test_finer_groups_and_larger_libraries_have_less_error(self):
+        weight = heavy(64, 512)
+
+        def error(name):
+            made = codebook_library.decode(get_format(name).encode(weight, 2), 2, 512)
+            return mx.square(made - weight).sum().item()
+
+        assert error("codebook-library:group=32") < error("codebook-library") < error("codebook-library:library=1")
+
+    def test_more_rounds_have_less_error(self):
+        weight = heavy(32, 512)
+
+        def error(name):
+            return mx.square(codebook.decode(get_format(name).encode(weight, 3), 3, 512) - weight).sum().item()
+
+        assert error("codebook:rounds=40") < error("codebook:rounds=3")

@@ -7,7 +7,7 @@ import pytest
 from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.generate import generate_step
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
 
@@ -49,3 +49,48 @@ def test_compared_in_evaluate(command, tmp_path):
     rows = {row["name"]: row for row in json.loads((out / "evaluation.json").read_text())["policies"]}
     assert rows["static-2"]["kl_mean"] > rows["static-4"]["kl_mean"] > rows["static-16"]["kl_mean"] == 0
     assert rows["static-2"]["effective_bits"] < rows["static-4"]["effective_bits"] < 16
+
+
+class TestChoices:
+    GIVEN = ("--outlier-sigma", "2.5", "--library-group", "32", "--library-size", "8", "--lloyd-rounds", "3")
+    NAME = "codebook-library:group=32,library=8,rounds=3,sigma=2.5"
+
+    def test_a_checkpoint_records_them_and_reads_them_back(self, command, tmp_path):
+        model, out = tmp_path / "model", tmp_path / "out"
+        save_model(tiny_model(vocab_size=4096), model)
+        layout = ("--format", "codebook-library", "--gears", "4,16", *self.GIVEN)
+        done = command("convert", "--model", model, "--mlx-path", out, *layout)
+        assert done.status == 0, done.err
+        assert json.loads((out / "gears.json").read_text())["format"] == self.NAME
+        assert f"Format `{self.NAME}`" in (out / "README.md").read_text()
+        loaded, _ = load(out)
+        saved, made = Gearbox(loaded), Gearbox(tiny_model(vocab_size=4096), "4,16", format=self.NAME)
+        assert saved.format.name == self.NAME
+        for gearbox in (saved, made):
+            gearbox.shift("low")
+        assert mx.allclose(saved.model(PROMPT), made.model(PROMPT), atol=1e-5).item()
+        done = command("generate", "--model", out, "--max-tokens", "2", "--lloyd-rounds", "3")
+        assert done.status == 0, done.err
+        done = command("generate", "--model", out, "--max-tokens", "2", "--lloyd-rounds", "4")
+        assert done.status == 2
+        assert "rounds=4,sigma=2.5, and the gears of" in done.err
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (("--outlier-sigma", "0.5"), "--outlier-sigma is 0.5; give 1 to 100"),
+            (("--outlier-cap", "0.9"), "--outlier-cap is 0.9; give 0 to 0.5"),
+            (("--lloyd-rounds", "0"), "--lloyd-rounds is 0; give 1 to 1000"),
+            (("--library-size", "300"), "--library-size is 300; give 1 to 256"),
+            (("--library-group", "48"), "--library-group is 48; choose from 32, 64, 128, 256"),
+            (("--library-size", "16", "--format", "codebook"), "--library-size is for format codebook-library"),
+            (("--lloyd-rounds", "9"), "--lloyd-rounds is for format codebook or codebook-library"),
+        ],
+    )
+    def test_choices_that_there_are_not(self, command, tmp_path, flags, words):
+        done = command("convert", *flags, "--mlx-path", tmp_path / "out")
+        assert done.status == 2
+        assert words in done.err
+        assert done.err.count("\n") == 1
+        assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import heavy, tiny_model
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -14,6 +15,9 @@ from gearbx_mlx.bit_selection.codebook_selection import Measured, kind_of, measu
 from gearbx_mlx.bit_selection.floors import Floors
 from gearbx_mlx.bit_selection.garbage import GarbageCheck, Sense, loops
 from gearbx_mlx.bit_selection.h_process import encoding_spike, operating_points, search
+from gearbx_mlx.bit_selection.reserve import measure_reserve
+from gearbx_mlx.cli.budget import BudgetSettings
+from gearbx_mlx.cli.floors import FloorSettings
 from gearbx_mlx.cli.sizes import parse_bytes
 from gearbx_mlx.formats import codebook, get_format
 from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
@@ -209,6 +213,27 @@ class TestHProcess:
         with pytest.raises(GearbxError, match=r"gives garbage; the closest has floors 0\.93 and 0\.93.*give a larger"):
             search(points, judge, memory_budget=points[0].spike)
 
+    def test_a_reserve_counts_where_it_is_more_than_encoding_needs(self):
+        points = self.points()
+        assert [p.needed for p in self.points(reserve=400)] == [p.spike for p in points]
+        reserved = self.points(reserve=700)
+        assert [p.needed for p in reserved] == [p.steady + 700 for p in points]
+        found = search(reserved, lambda selection: says(0.1), memory_budget=points[2].steady + 700)
+        assert found.best.selection == points[2].selection
+        assert found.best.row["reserve"] == 700
+        with pytest.raises(GearbxError, match="no point meets the budget"):
+            search(reserved, lambda selection: says(0.1), memory_budget=points[0].spike)
+
+    def test_the_reserve_is_what_the_cache_of_the_context_takes(self):
+        model = tiny_model(max_position_embeddings=3000)
+        reserve = measure_reserve(model)
+        caches = make_prompt_cache(model)
+        model(mx.zeros((1, 3000), mx.int32), cache=caches)
+        assert reserve.tokens == 3000
+        assert reserve.cache == sum(a.nbytes for cache in caches for a in cache.state if isinstance(a, mx.array))
+        assert reserve.bytes == reserve.cache + reserve.activations > reserve.cache
+        assert measure_reserve(tiny_model(max_position_embeddings=10**6)).tokens == 8192
+
     def test_a_budget_that_no_point_meets(self):
         with pytest.raises(GearbxError, match=r"no point meets the budget; the smallest has floors 0\.93 and 0\.93"):
             search(self.points(), lambda selection: says(0.0), memory_budget=10)
@@ -304,6 +329,24 @@ class TestFitting:
 
 
 class TestFlags:
+    @pytest.mark.parametrize(("text", "count"), [("20%", 600), ("1kB", 1000), ("0", 0), (None, None)])
+    def test_a_reserve(self, text, count):
+        given = BudgetSettings(memory_budget="3kB", reserve=text)
+        assert given.budget("codebook", FloorSettings()).reserve == count
+
+    @pytest.mark.parametrize(
+        ("text", "budget", "words"),
+        [
+            ("3kB", "3kB", "--reserve is 3kB; give less than --memory-budget"),
+            ("100%", "3kB", "--reserve is 100%; give less than --memory-budget"),
+            ("-1%", "3kB", "'-1%' is no size"),
+            ("1kB", None, "--reserve is 1kB, a part of --memory-budget; give that too"),
+        ],
+    )
+    def test_a_reserve_that_there_is_not(self, text, budget, words):
+        with pytest.raises(GearbxError, match=words):
+            BudgetSettings(memory_budget=budget, reserve=text).budget("codebook", FloorSettings())
+
     def test_bits_by_floors(self, command):
         done = command(
             *("generate", "--format", "codebook", "--gears", "2,16", "--manage", "attention"),

@@ -12,6 +12,7 @@ import pytest
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import available, choose_variant
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
@@ -55,7 +56,7 @@ CODEBOOKS = {"codebook": (codebook, codebook_launch), "library": (codebook_libra
 
 
 def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
-    arrays = CODEBOOKS[kind][0].encode(mx.random.normal((rows, width)), bits, rounds=2)
+    arrays = CODEBOOKS[kind][0].encode(mx.random.normal((rows, width)), bits, CodebookOptions(rounds=2))
     return {"x": mx.random.normal((1, width)), "arrays": arrays, "bits": bits}
 
 

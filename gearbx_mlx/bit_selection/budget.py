@@ -32,6 +32,7 @@ def fit(
     memory_budget: int | None,
     target_bpw: float | None,
     progress: Progress,
+    reserve: int = 0,
 ) -> Found:
     """`fit_budget` on text that the model writes after the prompts."""
     codebooks = get_format(format)
@@ -52,6 +53,7 @@ def fit(
         memory_budget,
         target_bpw,
         ends,
+        reserve=reserve,
         judged=lambda path: progress.advance(judging),
         progress=lambda point: progress.advance(trying),
     )
@@ -66,6 +68,7 @@ def fit_budget(
     target_bpw: float | None = None,
     ends: Sequence[int] = (),
     kl_bound: float = KL_BOUND,
+    reserve: int = 0,
     judged: Callable[[str], None] = lambda path: None,
     progress: Callable[[Point], None] = lambda point: None,
 ) -> Found:
@@ -76,9 +79,10 @@ def fit_budget(
     Args:
         model: not quantized.
         texts: tokens of calibration texts.
-        memory_budget: bytes, for the model and the peak of what its encoding needs.
+        memory_budget: bytes, for the model and the more of what its encoding needs at its peak, and the reserve.
         target_bpw: most effective bits per weight of the managed layers.
         ends: tokens that end a text.
+        reserve: bytes that generation needs beside the model.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
 
     Raises:
@@ -102,13 +106,13 @@ def fit_budget(
             gearbox.shift("high")
 
     spike = encoding_spike(layers, format, max(format.layer_bits))
-    return search(operating_points(measured, rest, spike), judge, memory_budget, target_bpw, progress)
+    return search(operating_points(measured, rest, spike, reserve=reserve), judge, memory_budget, target_bpw, progress)
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
     """A gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed once."""
-    native = choose("native", "float").native
-    fast = format if native else type(format)(cache=True, rounds=format.rounds)
+    native = choose("native", "float").native and format.native
+    fast = format if native else type(format)(cache=True, options=format.options)
     kernels = "native" if native else "mlx"
     return Gearbox(model, "2,16", format=fast, manage=manage, kernels=kernels, activations="float")
 

@@ -1,8 +1,9 @@
 """The H-Process: the highest two floors whose model fits a budget and gives no garbage (XFP 6.3).
 
-Memory bounds the floors from above. The peak comes while the model is encoded: the layers that are encoded already and
-the layer in work are in memory together. Garbage bounds them from below, and only an end-to-end check shows it. The
-search therefore tries points from aggressive to conservative, and takes the last one that fits and passes the check.
+Memory bounds the floors from above. While the model is encoded, the layers that are encoded already and the layer in
+work are in memory together; while it generates, the model and a reserve for its cache and activations (reserve.py).
+Garbage bounds them from below, and only an end-to-end check shows it. The search therefore tries points from aggressive
+to conservative, and takes the last one that fits and passes the check.
 """
 
 import itertools
@@ -41,13 +42,22 @@ class Verdict(Protocol):
 
 @dataclass(frozen=True)
 class Point:
-    """One operating point. steady: bytes of the model. spike: bytes at the peak, while the model is encoded."""
+    """One operating point. steady: bytes of the model. spike: bytes at the peak, while the model is encoded.
+
+    reserve: bytes that generation needs beside the model.
+    """
 
     selection: Selection
     steady: int
     spike: int
     outcome: str = ""
     verdict: Verdict | None = None
+    reserve: int = 0
+
+    @property
+    def needed(self) -> int:
+        """The most bytes at any time: while the model is encoded, or while it generates."""
+        return max(self.spike, self.steady + self.reserve)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -58,6 +68,7 @@ class Point:
             "lazy": self.selection.floors.lazy,
             "steady": self.steady,
             "spike": self.spike,
+            "reserve": self.reserve,
             "effective_bits": self.selection.effective_bits,
             "kl": verdict.kl if verdict else None,
             "looped": verdict.looped if verdict else None,
@@ -95,6 +106,7 @@ def operating_points(
     spike: int,
     grid: Iterable[tuple[float, float]] | None = None,
     most: int = MOST_POINTS,
+    reserve: int = 0,
 ) -> list[Point]:
     """Points of a grid of floors with different bits for the layers, by bytes ascending.
 
@@ -106,6 +118,7 @@ def operating_points(
         unmanaged: bytes of the rest of the model.
         spike: see `encoding_spike`.
         grid: pairs of strict and lazy floors.
+        reserve: bytes that generation needs beside the model.
     """
     pairs = itertools.product(STRICT_FLOORS, LAZY_FLOORS) if grid is None else grid
     different: dict[tuple, Selection] = {}
@@ -116,7 +129,7 @@ def operating_points(
     ordered = sorted(different.values(), key=lambda s: (s.bytes, s.floors.strict, s.floors.lazy))
     if len(ordered) > most:
         ordered = [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
-    return [Point(s, s.bytes + unmanaged, s.bytes + unmanaged + spike) for s in ordered]
+    return [Point(s, s.bytes + unmanaged, s.bytes + unmanaged + spike, reserve=reserve) for s in ordered]
 
 
 def search(
@@ -133,7 +146,7 @@ def search(
     Args:
         points: ascending in bytes.
         judge: makes the model of a selection and checks it end to end.
-        memory_budget: the most bytes at the peak.
+        memory_budget: the most bytes, while the model is encoded and while it generates.
         target_bpw: most effective bits per weight of the managed layers.
 
     Raises:
@@ -141,7 +154,7 @@ def search(
     """
     tried: list[Point] = []
     for point in points:
-        over = memory_budget is not None and point.spike > memory_budget
+        over = memory_budget is not None and point.needed > memory_budget
         over = over or (target_bpw is not None and point.selection.effective_bits > target_bpw)
         if over:
             tried.append(replace(point, outcome=OVER))
@@ -167,5 +180,5 @@ def search(
 def described(point: Point) -> str:
     return (
         f"floors {point.selection.floors.strict:g} and {point.selection.floors.lazy:g}, "
-        f"{point.selection.effective_bits:.2f} bits per weight, {point.spike / 1e9:.3g} GB at its peak"
+        f"{point.selection.effective_bits:.2f} bits per weight, {point.needed / 1e9:.3g} GB at its peak"
     )

@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from ..bit_selection.floors import LAZY, STRICT, Floors
 from ..errors import GearbxError
+from ..formats import has_codebooks
 from .settings import Settings, flag
-
-CODEBOOKS = ("codebook", "codebook-library")
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,6 @@ class FloorSettings(Settings):
         if not self.wanted:
             return None
         floors = Floors.chosen(self.min_cos_strict, self.min_cos_lazy)
-        if format not in CODEBOOKS:
+        if not has_codebooks(format):
             raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
         return floors

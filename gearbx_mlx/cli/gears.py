@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bit_selection.floors import Floors
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, FORMATS
+from ..formats import DEFAULT_FORMAT, FORMATS, has_codebooks
+from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name
 from ..gears.ladder import Ladder
 from ..gears.names import (
     DEFAULT_ACTIVATIONS,
@@ -19,12 +20,26 @@ from ..gears.names import (
     WHOLE_LADDER,
 )
 from ..kernels.names import ACTIVATIONS, KERNELS
-from .floors import CODEBOOKS
 from .settings import Settings, flag, flag_of
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
     from ..gears.manifest import Manifest
+
+
+CODEBOOK_FLAGS = {
+    "outlier_sigma": "sigma",
+    "outlier_cap": "cap",
+    "lloyd_rounds": "rounds",
+    "library_size": "library",
+    "library_group": "group",
+}
+OF_LIBRARY = ("library", "group")
+
+
+def codebook_flag(name: str, help: str) -> Any:
+    """A flag for a choice of a codebook format."""
+    return flag(None, f"{help}. Default: {getattr(CodebookOptions, name):g}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,42 @@ class FormatSettings(Settings):
     q_group_size: int | None = flag(
         None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES
     )
+    outlier_sigma: float | None = codebook_flag("sigma", "Codebooks: deviations beyond which a weight is an outlier")
+    outlier_cap: float | None = codebook_flag("cap", "Codebooks: largest share of outliers in a matrix")
+    lloyd_rounds: int | None = codebook_flag("rounds", "Codebooks: rounds of Lloyd's iteration")
+    library_size: int | None = codebook_flag("library", "codebook-library: codebooks of a matrix, 1 to 256")
+    library_group: int | None = codebook_flag(
+        "group", f"codebook-library: weights that share a codebook, {', '.join(map(str, GROUPS))}"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, name in CODEBOOK_FLAGS.items():
+            value = getattr(self, field)
+            if value is not None:
+                check_option(name, value, flag_of(field))
+                if self.format is not None:
+                    self.named(self.format)
+
+    def named(self, format: str) -> str:
+        """The name of a format with the choices that flags make for its codebooks.
+
+        Raises:
+            GearbxError: choices for a format that does not have them.
+        """
+        chosen = {name: getattr(self, field) for field, name in CODEBOOK_FLAGS.items()}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        for field, name in CODEBOOK_FLAGS.items():
+            owner = "codebook-library" if name in OF_LIBRARY else "codebook or codebook-library"
+            fitting = has_codebooks(format) and (name not in OF_LIBRARY or split_name(format)[0] == "codebook-library")
+            if name in chosen and not fitting:
+                raise GearbxError(f"{flag_of(field)} is for format {owner}, and the format is {format}; give --format")
+        return changed_name(format, chosen)
+
+    @property
+    def chosen_format(self) -> str:
+        """The format as flags say, with the choices for its codebooks, else the default."""
+        return self.named(self.format or DEFAULT_FORMAT)
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
         """Format, manage and group size: those of `source`, which flags may repeat and not change, else the defaults.
@@ -52,8 +103,10 @@ class FormatSettings(Settings):
         found = {}
         for key, default in defaults.items():
             field = "q_group_size" if key == "group_size" else key
-            wanted = getattr(self, field)
             there = default if source is None else getattr(source, key)
+            wanted = getattr(self, field)
+            if key == "format":
+                wanted = self.named(self.format or str(there))
             if source is not None and wanted not in (None, there):
                 name = flag_of(field)
                 raise GearbxError(f"{name} is {wanted}, and {why} {there}; leave out {name}")
@@ -170,6 +223,6 @@ def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
     if format == WHOLE:
         return WHOLE_LADDER
-    if format not in CODEBOOKS:
+    if not has_codebooks(format):
         return default
     return "2,16" if by_quality else "4,16"

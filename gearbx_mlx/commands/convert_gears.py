@@ -12,6 +12,7 @@ from ..bit_selection.budget import fit, point_rows, points_table
 from ..bit_selection.floors import Floors
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
+from ..bit_selection.reserve import measure_reserve
 from ..bit_selection.selecting import select_bits, selection_lines
 from ..bit_selection.selection_report import as_dict
 from ..cli.budget import Budget
@@ -28,7 +29,7 @@ from ..conversion.original import OriginalFiles, check_names, weights_in
 from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
-from ..formats import DEFAULT_FORMAT, get_format
+from ..formats import get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.manifest import GEARS_FILE, PRECISION, Manifest
@@ -51,7 +52,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
-    if get_format(settings.layout.format or DEFAULT_FORMAT).ladders:
+    if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
     if read_journal(work)[0] is None:
         begin_anew(source, work)
@@ -146,8 +147,8 @@ def bits_for(
     with progress_bar() as progress:
         if isinstance(quality, Budget):
             prompts = MIXED + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
-            limits = quality.memory_budget, quality.target_bpw
-            found = fit(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress=progress)
+            limits, reserve = (quality.memory_budget, quality.target_bpw), reserve_for(quality, model)
+            found = fit(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
             selection, report["points"] = found.best.selection, point_rows(found)
             messages.print(points_table(found))
         else:
@@ -158,6 +159,21 @@ def bits_for(
         work.mkdir(parents=True, exist_ok=True)
         write_text(work / REPORT, as_json(as_dict(selection) | report))
     return dict(selection.bits)
+
+
+def reserve_for(budget: Budget, model: nn.Module) -> int:
+    """Bytes of a budget in memory that are for generation; prints what they are for."""
+    if budget.memory_budget is None:
+        return 0
+    if budget.reserve is not None:
+        note(f"reserve: {human_bytes(budget.reserve)} beside the weights, as given")
+        return budget.reserve
+    reserve = measure_reserve(model)
+    cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
+    note(
+        f"reserve: {cache} for keys and values of {reserve.tokens} tokens, {rest} for activations; --reserve changes it"
+    )
+    return reserve.bytes
 
 
 def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: bool) -> tuple[nn.Module, Any]:

@@ -8,6 +8,7 @@ import pkgutil
 from typing import TYPE_CHECKING
 
 from ..errors import GearbxError
+from .codebook_options import CodebookOptions, split_name
 
 if TYPE_CHECKING:
     from .base import Format
@@ -22,6 +23,7 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
+CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices: codebook_options.py
 OF_MLX = ("planes", "exact", "affine")  # whose lowest gear is what mlx-lm quantizes to
 
 
@@ -32,6 +34,13 @@ def get_format(name: "str | Format") -> "Format":
 
 @functools.cache
 def _load_format(name: str) -> "Format":
-    if name not in FORMATS:
+    base, text = split_name(name)
+    if base not in FORMATS or (text and base not in CODEBOOKS):
         raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
-    return pkgutil.resolve_name(FORMATS[name])()
+    kind = pkgutil.resolve_name(FORMATS[base])
+    return kind(options=CodebookOptions.parse(text)) if text else kind()
+
+
+def has_codebooks(name: str | None) -> bool:
+    """Whether a format with this name, which may have choices, stores codebooks."""
+    return name is not None and split_name(name)[0] in CODEBOOKS

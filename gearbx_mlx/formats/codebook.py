@@ -18,8 +18,9 @@ from ..kernels.candidates import Kind
 from ..kernels.products import codebook_product
 from .base import Copies, StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
+from .codebook_options import CodebookOptions, name_with
 from .codebook_outliers import (
-    GAUSSIAN_SHARE,
+    DEFAULTS,
     OFFSET_SIZE,
     OUTLIER_SIZE,
     WIDEST,
@@ -65,7 +66,9 @@ def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> 
     return codebook, nearest(bulk(rows, outlying), codebook.astype(mx.float32))
 
 
-def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
+def encode(
+    weight: mx.array, bits: int, options: CodebookOptions = DEFAULTS, mask: np.ndarray | None = None
+) -> dict[str, mx.array]:
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a codebook layer.
 
     Args:
@@ -75,11 +78,11 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
         weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All are evaluated, since their number must be known.
     """
-    mask = find_all(weight) if mask is None else mask
+    mask = find_all(weight, options) if mask is None else mask
     rows, outlying = weight.reshape(-1, weight.shape[-1]), mask.reshape(-1, weight.shape[-1])
     parts = []
     for block in row_blocks(*rows.shape):
-        codebook, codes = fit(rows[block], mx.array(outlying[block]), bits, rounds)
+        codebook, codes = fit(rows[block], mx.array(outlying[block]), bits, options.rounds)
         parts.append((pack_codebook_codes(codes, bits), codebook))
         mx.eval(parts[-1])
     words, codebooks = (mx.concatenate(list(p)).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
@@ -162,7 +165,7 @@ class CodebookFormat(Copies, abc.ABC):
 
     Args:
         cache: keep reconstructed weights until the gear is left.
-        rounds: of Lloyd's iteration.
+        options: outliers, rounds and library; they are a part of the format's name.
     """
 
     name: str
@@ -175,16 +178,23 @@ class CodebookFormat(Copies, abc.ABC):
     scales: frozenset[str] = frozenset()  # always float16
     by_rows = False  # what counts as an outlier depends on the whole matrix
 
-    def __init__(self, cache: bool = False, rounds: int = ROUNDS):
-        self.cache, self.rounds = cache, rounds
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+        self.cache, self.options = cache, options
+        self.name = name_with(type(self).name, options)
 
     @abc.abstractmethod
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         """Quantize a weight (..., O, I) to the arrays of a module with `bits`."""
 
     @abc.abstractmethod
-    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
-        """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers."""
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
+        """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers.
+
+        None: as many as a Gaussian has.
+        """
+
+    def outlier_bytes(self, shape: Sequence[int], share: float | None) -> int:
+        return outlier_bytes(shape, self.options.gaussian_share if share is None else share)
 
     def check_places(self, arrays: Arrays, width: int) -> None:
         """Raises GearbxError for arrays with which a kernel would read outside of others."""
@@ -213,7 +223,7 @@ class CodebookFormat(Copies, abc.ABC):
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         self.check_places(arrays, dense.weight.shape[-1])
-        linear = self.native_linear if isinstance(dense, Native) else self.linear
+        linear = self.native_linear if self.native and isinstance(dense, Native) else self.linear
         kind = kind_for(dense, linear, self.experts, self.heads)
         return kind(dense, bits, arrays, self.cache)
 
@@ -232,12 +242,20 @@ class Codebook(CodebookFormat):
     linear, native_linear = CodebookLinear, NativeCodebookLinear
     experts, heads = CodebookSwitchLinear, CodebookMultiLinear
 
-    def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
-        return encode(weight, bits, self.rounds)
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+        if (options.library, options.group) != (DEFAULTS.library, DEFAULTS.group):
+            raise GearbxError(
+                f"format {self.name} has a table for each row and no library or group ({options}); "
+                "leave them out, or take format codebook-library"
+            )
+        super().__init__(cache, options)
 
-    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
+    def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
+        return encode(weight, bits, self.options)
+
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
         rows = math.prod(shape[:-1])
-        return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + outlier_bytes(shape, outlier_share)
+        return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + self.outlier_bytes(shape, outlier_share)
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype

@@ -19,14 +19,15 @@ import numpy as np
 
 from ..errors import GearbxError
 from .base import StoredArray
-from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk, outlier_bytes
-from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
-from .codebook_outliers import GAUSSIAN_SHARE, Outliers, find_all, row_blocks, take_out
+from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk
+from .codebook_lloyd import SortedRows, lloyd, nearest
+from .codebook_options import CodebookOptions
+from .codebook_outliers import DEFAULTS, Outliers, find_all, row_blocks, take_out
 from .packing import pack_mlx_codes, unpack_mlx_codes
 from .reconstruct import Arrays, ReconstructedLinear, ReconstructedMultiLinear, ReconstructedSwitchLinear
 
 BITS = (2, 3, 4)
-LIBRARY, GROUP = 32, 128
+LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
 REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds, and weights of a matrix that they read
@@ -42,7 +43,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
     return mean, mx.maximum(mx.sqrt(square), SMALLEST)
 
 
-def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> mx.array:
+def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
     """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration over vectors.
 
     The iteration begins with the codebooks at quantiles of the largest entry.
@@ -57,18 +58,18 @@ def condense(codebooks: mx.array, size: int = LIBRARY, rounds: int = ROUNDS) -> 
     return mx.sort(library, axis=-1)
 
 
-def learn(matrix: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> mx.array:
-    """Learn the library of a matrix (O, I): (32, 2^bits) float16."""
+def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOptions = DEFAULTS) -> mx.array:
+    """Learn the library of a matrix (O, I): (L, 2^bits) float16, with L of the options."""
     shapes = []
     for block in row_blocks(*matrix.shape):
         rows, left_out = matrix[block].astype(mx.float32), outlying[block]
         mean, deviation = moments(rows, left_out)
-        shapes.append((lloyd(SortedRows.of(rows, left_out), bits, rounds) - mean) / deviation)
+        shapes.append((lloyd(SortedRows.of(rows, left_out), bits, options.rounds) - mean) / deviation)
         mx.eval(shapes[-1])
-    library = condense(mx.concatenate(shapes)).astype(mx.float16)
+    library = condense(mx.concatenate(shapes), options.library, options.rounds).astype(mx.float16)
     height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
     some = mx.arange(height) * len(matrix) // height
-    groups, left_out = grouped(matrix[some], outlying[some])
+    groups, left_out = grouped(matrix[some], outlying[some], options.group)
     for _ in range(REFINEMENTS):
         library = refine(groups, left_out, library)
         mx.eval(library)
@@ -138,38 +139,40 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
     return mx.sort(moved, axis=-1).astype(mx.float16)
 
 
-def grouped(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
-    """Rows (R, I) in groups of 128, float32; the padding of a partial last group counts as outliers."""
-    missing = [(0, 0), (0, -rows.shape[-1] % GROUP)]
+def grouped(rows: mx.array, outlying: mx.array, group: int = GROUP) -> tuple[mx.array, mx.array]:
+    """Rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
+    missing = [(0, 0), (0, -rows.shape[-1] % group)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
-    return filled[0].reshape(-1, GROUP), filled[1].reshape(-1, GROUP)
+    return filled[0].reshape(-1, group), filled[1].reshape(-1, group)
 
 
-def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray | None = None) -> dict[str, mx.array]:
+def encode(
+    weight: mx.array, bits: int, options: CodebookOptions = DEFAULTS, mask: np.ndarray | None = None
+) -> dict[str, mx.array]:
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a layer with a library.
 
     Args:
         mask: (..., O, I) bool, the outliers; found if not given.
 
     Returns:
-        Shapes with G = I / 128, rounded up.
-        weight: packed codes (..., O, G * 4 * bits). library: (..., 32, 2^bits) float16. entries: (..., O, G) uint8.
+        Shapes with G = I / 128, rounded up, and L = 32; or as options say.
+        weight: packed codes (..., O, G * 4 * bits). library: (..., L, 2^bits) float16. entries: (..., O, G) uint8.
         scales, midpoints: (..., O, G) float16, not finite in groups that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
     """
-    mask = find_all(weight) if mask is None else mask
-    shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / GROUP))
+    mask = find_all(weight, options) if mask is None else mask
+    shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / options.group))
     libraries, parts = [], []
     for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
-        libraries.append(learn(matrix, outlying, bits, rounds))
+        libraries.append(learn(matrix, outlying, bits, options))
         for block in row_blocks(*matrix.shape):
-            codes, *rest = fit(*grouped(matrix[block], outlying[block]), libraries[-1])
+            codes, *rest = fit(*grouped(matrix[block], outlying[block], options.group), libraries[-1])
             parts.append((pack_mlx_codes(codes, bits), *rest))
             mx.eval(parts[-1])
     words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
     arrays = {
         "weight": words.reshape(*shape[:-1], -1),
-        "library": mx.stack(libraries).reshape(*weight.shape[:-2], LIBRARY, 2**bits),
+        "library": mx.stack(libraries).reshape(*weight.shape[:-2], options.library, 2**bits),
         "entries": entries.reshape(shape),
         "scales": scales.reshape(shape),
         "midpoints": midpoints.reshape(shape),
@@ -180,10 +183,9 @@ def encode(weight: mx.array, bits: int, rounds: int = ROUNDS, mask: np.ndarray |
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
     """The weights (..., O, width) float32, with a codebook entry in the place of each outlier."""
-    groups = (*arrays["entries"].shape, GROUP)
-    codes = unpack_mlx_codes(arrays["weight"], bits).reshape(groups)
-    library = arrays["library"].astype(mx.float32)
-    first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * LIBRARY
+    codes = unpack_mlx_codes(arrays["weight"], bits).reshape(*arrays["entries"].shape, -1)
+    groups, library = codes.shape, arrays["library"].astype(mx.float32)
+    first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * library.shape[-2]
     entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits
     scales, midpoints = (arrays[name].astype(mx.float32)[..., None] for name in ("scales", "midpoints"))
     weight = midpoints + scales * library.reshape(-1)[entry + codes.astype(mx.int32)]
@@ -223,26 +225,32 @@ class CodebookLibrary(CodebookFormat):
     layer_bits = BITS
     linear, native_linear, experts, heads = LibraryLinear, NativeLibraryLinear, LibrarySwitchLinear, LibraryMultiLinear
 
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+        super().__init__(cache, options)
+        self.native = (options.library, options.group) == (LIBRARY, GROUP)
+
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
-        return encode(weight, bits, self.rounds)
+        return encode(weight, bits, self.options)
 
     def check_places(self, arrays: Arrays, width: int) -> None:
         super().check_places(arrays, width)
-        if np.array(arrays["entries"]).max() >= LIBRARY:
-            raise GearbxError(f"its groups name codebooks beyond the {LIBRARY} of the library")
+        if np.array(arrays["entries"]).max() >= self.options.library:
+            raise GearbxError(f"its groups name codebooks beyond the {self.options.library} of the library")
 
-    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float = GAUSSIAN_SHARE) -> int:
-        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
-        libraries = math.prod(shape[:-2]) * LIBRARY * 2**bits * ENTRY_SIZE
-        return groups * (GROUP * bits // 8 + GROUP_SIZE) + libraries + outlier_bytes(shape, outlier_share)
+    def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
+        group = self.options.group
+        groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / group)
+        libraries = math.prod(shape[:-2]) * self.options.library * 2**bits * ENTRY_SIZE
+        return groups * (group * bits // 8 + GROUP_SIZE) + libraries + self.outlier_bytes(shape, outlier_share)
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[str, StoredArray]:
-        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
+        group = self.options.group
+        rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / group)
         types = {
-            "weight": (mx.uint32, (*rows, groups * GROUP * bits // 32)),
-            "library": (mx.float16, (*shape[:-2], LIBRARY, 2**bits)),
+            "weight": (mx.uint32, (*rows, groups * group * bits // 32)),
+            "library": (mx.float16, (*shape[:-2], self.options.library, 2**bits)),
             "entries": (mx.uint8, (*rows, groups)),
             "scales": (mx.float16, (*rows, groups)),
             "midpoints": (mx.float16, (*rows, groups)),

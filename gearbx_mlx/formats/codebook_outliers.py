@@ -13,12 +13,12 @@ import numpy as np
 
 from ..errors import GearbxError
 from .base import StoredArray
+from .codebook_options import CodebookOptions
 
-SIGMAS = 3.0
-MOST = 0.02  # largest share of a matrix's weights; if more are beyond SIGMAS, the furthest
+DEFAULTS = CodebookOptions()
 WIDEST = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
-GAUSSIAN_SHARE = 0.0027  # of a normal distribution beyond three sigma
+GAUSSIAN_SHARE = DEFAULTS.gaussian_share
 BLOCK = 2**22  # weights in a block of rows
 
 
@@ -93,8 +93,8 @@ class Outliers:
         return flat.reshape(weight.shape)
 
 
-def find(matrix: mx.array) -> np.ndarray:
-    """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %.
+def find(matrix: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarray:
+    """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
 
     Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
     finite, there are no outliers.
@@ -106,23 +106,23 @@ def find(matrix: mx.array) -> np.ndarray:
     blocks = row_blocks(rows, width)
     mean = sum(matrix[block].astype(mx.float32).sum().item() for block in blocks) / matrix.size
     squares = sum(mx.square(matrix[block].astype(mx.float32) - mean).sum().item() for block in blocks)
-    bound = SIGMAS * (squares / matrix.size) ** 0.5
+    bound = options.sigma * (squares / matrix.size) ** 0.5
     mask, far = np.zeros((rows, width), bool), []
     for block in blocks:
         distance = np.array(mx.abs(matrix[block].astype(mx.float32) - mean))
         mask[block] = distance > bound
         far.append(distance[mask[block]])
-    most = int(MOST * matrix.size)
+    most = int(options.cap * matrix.size)
     found = np.flatnonzero(mask)
     if len(found) > most:
         mask.reshape(-1)[found[np.argsort(-np.concatenate(far), kind="stable")[most:]]] = False
     return mask
 
 
-def find_all(weight: mx.array) -> np.ndarray:
+def find_all(weight: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarray:
     """Find the outliers of every matrix of (..., O, I): (..., O, I) bool."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    return np.stack([find(matrix) for matrix in matrices]).reshape(weight.shape)
+    return np.stack([find(matrix, options) for matrix in matrices]).reshape(weight.shape)
 
 
 def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:

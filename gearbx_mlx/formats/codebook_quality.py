@@ -94,8 +94,8 @@ def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> It
     for bits in format.layer_bits:
         yield (
             bits,
-            compare_cells(split, own, kept, lloyd(split, bits, format.rounds)),
-            compare_cells(whole, own, mx.zeros_like(kept), lloyd(whole, bits, format.rounds)),
+            compare_cells(split, own, kept, lloyd(split, bits, format.options.rounds)),
+            compare_cells(whole, own, mx.zeros_like(kept), lloyd(whole, bits, format.options.rounds)),
         )
 
 
@@ -105,7 +105,7 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
     for bits in format.layer_bits:
         made = []
         for left_out in (np.array(outlying), np.zeros(outlying.shape, bool)):
-            arrays = codebook_library.encode(rows, bits, format.rounds, left_out)
+            arrays = codebook_library.encode(rows, bits, format.options, left_out)
             made.append(compare(rows, codebook_library.decode(arrays, bits, rows.shape[-1])))
         yield bits, made[0], made[1]
 
@@ -113,7 +113,7 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
 def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """The quality of a matrix (O, I), or of four experts of (E, O, I), at each of the format's bits, ascending."""
     judged = some_experts(weight)
-    mask = find_all(judged)
+    mask = find_all(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
     for bits, kept, alone in match(format, judged, mask):

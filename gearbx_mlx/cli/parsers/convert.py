@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from ...bit_selection.floors import Floors
 from ...errors import GearbxError
-from ...formats import DEFAULT_FORMAT
 from ...gears.ladder import Ladder
 from ...gears.names import DEFAULT_LADDER, DTYPES, EMBEDDINGS
 from ..budget import Budget, BudgetSettings
@@ -138,13 +137,13 @@ class ConvertSettings:
     def ladder(self) -> Ladder:
         """The gears to write."""
         by_quality = self.floors.wanted or self.budget.wanted
-        format = self.layout.format or DEFAULT_FORMAT
+        format = self.layout.chosen_format
         return Ladder.parse(self.layout.gears or quality_ladder(format, by_quality, DEFAULT_LADDER))
 
     @property
     def quality(self) -> Floors | Budget | None:
         """What the bits of every layer follow from: floors, a budget, or nothing but the gears."""
-        format = self.layout.format or DEFAULT_FORMAT
+        format = self.layout.chosen_format
         return self.budget.budget(format, self.floors) or self.floors.floors(format)
 
 
