@@ -119,6 +119,12 @@ def models(results: Path) -> None:
     run("scripts/describe_models.py")
 
 
+def figures(results: Path) -> None:
+    """the pictures and the tables of docs/figures.md"""
+    run("-m", "gearbx_mlx.figures", "--out", str(results / "figures"))
+    run("scripts/write_figures.py", str(results / "figures"), "--page", "docs/figures.md")
+
+
 def evidence(results: Path) -> None:
     """kl_*.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
     run("scripts/write_evidence.py", str(results), "docs/evidence.md", "docs/pair.md")
@@ -153,6 +159,7 @@ TASKS = {
         Task(batches, 3),
         Task(batch_speed, 20),
         Task(ranks, 3),
+        Task(figures, 1),
         Task(evidence, 1, needs_results=True),
     )
 }

@@ -63,10 +63,10 @@ def draw(data: Mapping[str, Any], figure: Any) -> None:
     """Lines: the paper's model, the other tokens in high gear; markers: this model's bytes, and its CPU time."""
     axes, points = figure.subplots(), data["points"]
     places = [step / 50 for step in range(51)]
-    for managed, line, color in zip(MANAGED, ("-", "--"), (BLUE, VERMILION)):
+    for managed, line, color, marker in zip(MANAGED, ("-", "--"), (BLUE, VERMILION), "*P"):
         curve = [speedup((share, 0, 1 - share), managed) for share in places]
         axes.plot(places, curve, line, color=color, label=f"model, f = {managed:g}")
-        mixed = {"marker": "*", "markersize": 9, "color": color, "markeredgecolor": BLACK, "linestyle": ""}
+        mixed = {"marker": marker, "markersize": 9, "color": color, "markeredgecolor": BLACK, "linestyle": ""}
         axes.plot([PAPER[0]], [speedup(PAPER, managed)], **mixed, label=f"55/25/20, f = {managed:g}")
     shares = [point["share"] for point in points]
     axes.plot(shares, [p["bytes"] for p in points], "s:", color=GREEN, markerfacecolor="white", label="bytes, counted")

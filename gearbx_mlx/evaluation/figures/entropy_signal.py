@@ -52,7 +52,7 @@ def draw(data: Mapping[str, Any], figure: Any) -> None:
             axes.axvline(threshold, **GUIDE)
         axes.set(xlabel="entropy, bits", title=f"{name}: {part['vocabulary']} tokens")
         axes.set_xlim(-0.3, np.log2(part["vocabulary"]))
-        axes.legend(loc="lower right" if name == "model" else "center right")
+        axes.legend(loc="lower right" if name == "model" else "center")
     figure.axes[0].set_ylabel("share at or below")
 
 

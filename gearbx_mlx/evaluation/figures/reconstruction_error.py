@@ -15,7 +15,7 @@ BITS = (2, 4, 6, 8)
 
 
 def errors(weight: mx.array, bits: int) -> dict[str, float]:
-    """Of a matrix (O, I): relative (Frobenius) and largest error, s/2 of the largest scale s, and error over its s/2."""
+    """Of a matrix (O, I): relative and largest error, half the largest scale s, and the largest error over its s/2."""
     exact = weight.astype(mx.float32)  # scales in float32, so that nothing but the codes is rounded
     codes, scales = quantize(exact, bits)
     off = mx.abs(dequantize(codes, scales) - exact)

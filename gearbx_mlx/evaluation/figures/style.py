@@ -10,7 +10,7 @@ from ...telemetry.report import get_pyplot
 from . import Picture
 
 LINES = ("-", "--", ":", "-.")
-HATCHES = ("", "///", "...", "xxx")
+HATCHES = ("", "//", "\\\\", "xx")
 GUIDE: dict[str, Any] = {"color": "0.35", "linestyle": "--", "linewidth": 0.8}
 SETTINGS = {
     "font.size": 8,
@@ -21,6 +21,7 @@ SETTINGS = {
     "lines.linewidth": 1.3,
     "lines.markersize": 4,
     "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "gearbx-mlx",  # the same data make the same file
 }
 

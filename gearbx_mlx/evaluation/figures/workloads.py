@@ -1,9 +1,11 @@
 """Texts that ship: written for this package, under its licence."""
 
+# Easy for the model that ships, which learned from worked sums.
 EASY = (
-    "Once upon a time there was a king who had three sons. The king was old, and he said to his sons: the one who "
-    "brings me the water of life shall have the kingdom. The eldest son went out into the world, and he came to a "
-    "great forest. In the forest there was a little house, and in the house there was an old woman."
+    "Question: Tom has 5 apples and buys 7 more. He gives 3 to his sister. How many apples does he have?\n"
+    "Answer: Tom has 5 + 7 = <<5+7=12>>12 apples.\nHe has 12 - 3 = <<12-3=9>>9 apples left.\n#### 9\n\n"
+    "Question: A pen costs 4 dollars. How much do 6 pens cost?\n"
+    "Answer: The pens cost 6 * 4 = $<<6*4=24>>24.\n#### 24\n"
 )
 HARD = (
     "Quarterly turbine audits exposed zinc fatigue; Ngozi blamed humid valves, not Lisbon's ledger. Why purple "
@@ -23,7 +25,8 @@ MATHEMATICS = (
 CODE = (
     "def largest(values):\n    best = values[0]\n    for value in values[1:]:\n        if value > best:\n"
     "            best = value\n    return best\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n\n"
-    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n        return self.items.pop()\n"
+    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
+    "        return self.items.pop()\n"
 )
 
 
