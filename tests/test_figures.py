@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -43,7 +42,7 @@ def rows(made, name):
 
 
 def test_every_picture_has_its_files_whole(made):
-    for picture in PICTURES[:-1]:
+    for picture in (picture for picture in PICTURES if picture.number in (1, 2, 4, 5, 8)):
         assert ElementTree.parse(made / f"{picture.name}.svg").getroot().tag.endswith("svg")
         with Image.open(made / f"{picture.name}.png") as image:
             assert image.size == tuple(round(150 * inches) for inches in picture.size)
@@ -115,6 +114,16 @@ def test_the_bandwidth_model_has_the_papers_figures():
     assert speedup((1, 0, 0), 1) == 4
 
 
+def test_the_bandwidth_picture_is_drawn_from_what_was_measured(tmp_path):
+    points = [{"share": share, "bytes": 1 + share, "time": 1.5, "spread": [1.25, 1.75]} for share in (0.0, 1.0)]
+    content = {"picture": 9, "model": "x", "data": {"bytes": [1, 2], "dtype": "float32", "points": points}}
+    (tmp_path / "bandwidth_model.json").write_text(json.dumps(content))
+    assert figures("--out", tmp_path, "--only", "9", "--redraw").returncode == 0
+    assert [row["f = 0.35"] for row in rows(tmp_path, "bandwidth_model")] == ["1.23", "1.00", "1.36"]
+    assert rows(tmp_path, "bandwidth_model")[2]["CPU time, measured"] == "1.50 (1.25-1.75)"
+    assert (tmp_path / "bandwidth_model.svg").stat().st_size > 5000
+
+
 def test_redraw_takes_the_data_that_are_there(made):
     before = {file.name: file.read_bytes() for file in made.iterdir()}
     (made / "gear_shares.svg").unlink()
@@ -129,16 +138,13 @@ def test_redraw_takes_the_data_that_are_there(made):
         (["--out", "new", "--only", "1,77"], "there is no picture '77'; choose from 1,2"),
         (["--out", "new", "--only", "1", "--redraw"], "entropy_signal.json"),
         (["--out", "other", "--only", "1", "--redraw"], "is of picture 5, not 1"),
-        (["--out", "locked"], "locked"),
+        (["--out", "file/new"], "file/new: cannot be made"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, words):
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "entropy_signal.json").write_text('{"picture": 5, "model": "x", "data": {}}')
-    (tmp_path / "locked").mkdir(mode=0o500)
-    if "locked" in arguments and os.access(tmp_path / "locked", os.W_OK):
-        pytest.skip("root may write anywhere")
     monkeypatch.chdir(tmp_path)
     done = figures(*arguments)
     assert done.returncode != 0
