@@ -14,7 +14,7 @@ from .subject import Subject
 BITS = (2, 4, 6, 8)
 
 
-def errors(weight: mx.array, bits: int) -> dict[str, float]:
+def errors(weight: mx.array, bits: int) -> dict[str, Any]:
     """Of a matrix (O, I): relative and largest error, half the largest scale s, and the largest error over its s/2."""
     exact = weight.astype(mx.float32)  # scales in float32, so that nothing but the codes is rounded
     codes, scales = quantize(exact, bits)
