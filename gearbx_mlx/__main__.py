@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "measure what shifting buys, against chance and the static gears",
     "sensitivity": "measure what the precision of each layer costs",
     "allocate": "find bits for every layer from these measurements",
+    "figures": "make the pictures of the paper from runs of a model",
     "benchmark": "time kernels, gears and routing on this machine",
     "server": "serve a model in gears, to clients of OpenAI's API",
     "lm_eval": "run lm-eval's tasks on a model in gears",

@@ -142,6 +142,12 @@ def models(results: Path) -> None:
     run("scripts/describe_models.py")
 
 
+def figures(results: Path) -> None:
+    """the pictures and the tables of docs/figures.md"""
+    run("-m", "gearbx_mlx.figures", "--out", str(results / "figures"))
+    run("scripts/write_figures.py", str(results / "figures"), "--page", "docs/figures.md")
+
+
 def evidence(results: Path) -> None:
     """kl_*.png, pair.png and the tables of docs/evidence.md and docs/pair.md; needs --results"""
     run("scripts/write_evidence.py", str(results), "docs/evidence.md", "docs/pair.md")
@@ -179,6 +185,7 @@ TASKS = {
         Task(threads, 8),
         Task(hints, 4),
         Task(ranks, 3),
+        Task(figures, 1),
         Task(evidence, 1, needs_results=True),
     )
 }
