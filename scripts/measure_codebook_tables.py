@@ -139,7 +139,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         for r in found["break_even"]
     ]
     head = ["type", "layers", "cos bulk", "cos outlier", "gain mean", "gain max", "MSE p50", "MSE p90"]
-    share = f"XFP's bytes: {found['xfp_break_even']:.2%} outliers\n\n"
+    share = f"With 18 bytes for an outlier, as in XFP: {found['xfp_break_even']:.2%} outliers.\n\n"
     return {
         "table_a1": table(head, quality),
         "table_b1": table(["component", "beyond 3 sigma", "max"], tails),

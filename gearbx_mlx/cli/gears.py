@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bit_selection.floors import Floors
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, FORMATS, has_codebooks
+from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, has_codebooks
 from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name
 from ..gears.ladder import Ladder
 from ..gears.names import (
@@ -79,10 +79,12 @@ class FormatSettings(Settings):
         chosen = {name: getattr(self, field) for field, name in CODEBOOK_FLAGS.items()}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         for field, name in CODEBOOK_FLAGS.items():
-            owner = "codebook-library" if name in OF_LIBRARY else "codebook or codebook-library"
-            fitting = has_codebooks(format) and (name not in OF_LIBRARY or split_name(format)[0] == "codebook-library")
-            if name in chosen and not fitting:
-                raise GearbxError(f"{flag_of(field)} is for format {owner}, and the format is {format}; give --format")
+            fitting = CODEBOOKS[1:] if name in OF_LIBRARY else CODEBOOKS
+            if name in chosen and split_name(format)[0] not in fitting:
+                raise GearbxError(
+                    f"{flag_of(field)} is for format {' or '.join(fitting)}, and the format is {format}; "
+                    f"give --format {fitting[0]}"
+                )
         return changed_name(format, chosen)
 
     @property

@@ -124,6 +124,7 @@ class ConvertSettings:
             raise GearbxError(
                 "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
             )
+        self.layout.named(self.layout.format or "affine")  # which has no choices
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
 
