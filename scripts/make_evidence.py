@@ -31,7 +31,7 @@ from gearbx_mlx.files.writing import write_text
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/pair.md", "docs/evidence.md")  # the small model is trained on the first
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
-OUTPUTS = ("--out", "--json")
+OUTPUTS = ("--out", "--json", "--mlx-path")
 FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
 NAMES = ("python", "gearbx_mlx")
 VARIABLE = re.compile(r"\w+=\S*")  # set for one command, as in OMP_NUM_THREADS=1

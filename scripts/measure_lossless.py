@@ -57,7 +57,6 @@ def parse_arguments():
     parser.add_argument("--top", default="16", choices=["8", "16"], help="Bits, for --calibrate without --gears.")
     parser.add_argument("--q-group-size", type=int, default=64)
     parser.add_argument("--format", default="planes", help="How gears are stored.")
-    parser.add_argument("--dtype", choices=["bfloat16"], help="Round the model to this type first.")
     parser.add_argument("--kernels", default="native")
     parser.add_argument("--activations", choices=ACTIVATIONS, default="float")
     parser.add_argument("--curve", help="Drafting file. Default: the one that ships for the model.")
@@ -70,13 +69,6 @@ def parse_arguments():
     parser.add_argument("--temp", type=float, default=0.8)
     parser.add_argument("--json", help="File to write.")
     return parser.parse_args()
-
-
-def load_model(args):
-    model, tokenizer = load(args.model)
-    if args.dtype:
-        model.set_dtype(getattr(mx, args.dtype))
-    return model, tokenizer
 
 
 def encode(tokenizer, prompt):
@@ -93,9 +85,7 @@ def calibrated(args):
     command += ["--gears", args.gears] if args.gears else ["--top", args.top]
     command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels, "--format", args.format]
     command += ["--activations", args.activations, "--max-tokens", str(args.max_tokens), "--out", str(file)]
-    command += ["--model", args.model] if args.model else []
-    command += ["--dtype", args.dtype] if args.dtype else []
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
     return str(file)
 
 
@@ -239,7 +229,7 @@ def compare_lengths(args, gearbox, tokenizer, prompts, texts, rule, draft):
 
 def compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, prompts, texts):
     """mlx-lm's own speculative decoding with a second copy of the model in the draft gear, by length of draft."""
-    second = Gearbox(load_model(args)[0], ladder, **settings)
+    second = Gearbox(load(args.model)[0], ladder, **settings)
     return {
         length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
         for length in map(int, args.speculative.split(","))
@@ -253,7 +243,7 @@ def main():
     ladder = Ladder(made.gears) if made else Ladder.parse(args.gears or "4,8,16")
     settings = {"kernels": args.kernels, "activations": args.activations, "group_size": args.q_group_size}
     settings["format"] = args.format
-    model, tokenizer = load_model(args)
+    model, tokenizer = load(args.model)
     gearbox = Gearbox(model, ladder, **settings)
     top = gearbox.ladder.top
     rule, draft = find_rule(gearbox, curve)
