@@ -33,7 +33,7 @@ PAGES = ("docs/pair.md", "docs/evidence.md")  # the small model is trained on th
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 OUTPUTS = ("--out", "--json", "--mlx-path")
 FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
-NAMES = ("python", "gearbx_mlx")
+MODULES = {"python": [], "gearbx_mlx": ["-m", "gearbx_mlx"], "mlx_lm.convert": ["-m", "mlx_lm", "convert"]}
 VARIABLE = re.compile(r"\w+=\S*")  # set for one command, as in OMP_NUM_THREADS=1
 
 
@@ -52,7 +52,7 @@ def page_commands(page: str) -> Iterator[str]:
     for match in INDENTED.finditer(page):
         for line in re.sub(r"\\\n\s+", "", match[1]).splitlines():
             words = [word for word in shlex.split(line) if not VARIABLE.fullmatch(word)]
-            if words[0] in NAMES and output_of(words) is not None:
+            if words[0] in MODULES and output_of(words) is not None:
                 yield line.strip()
 
 
@@ -67,8 +67,7 @@ def runnable(command: str, data: Path) -> list[str]:
     words = [str(ROOT / word) if word.startswith("scripts/") else word for word in words]
     variables = [word for word in words if VARIABLE.fullmatch(word)]
     program, *arguments = words[len(variables) :]
-    module = ["-m", "gearbx_mlx"] if program == "gearbx_mlx" else []
-    return ["env", *variables, sys.executable, *module, *arguments]
+    return ["env", *variables, sys.executable, *MODULES[program], *arguments]
 
 
 def code_digest() -> str:
