@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.metal import Launch, Prepared, build
 from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
@@ -85,7 +86,7 @@ def _codebook(case: Case, weight: mx.array) -> dict[str, mx.array]:
     """By the names of the kernel's buffers. Some rows have many outliers, some none."""
     often = mx.where(mx.arange(case.rows)[:, None] % 3 == 0, 0.2, 0.01)
     outlying = mx.random.uniform(shape=weight.shape) < mx.where(mx.arange(case.rows)[:, None] % 3 == 1, 0.0, often)
-    arrays = CODEBOOKS[case.format][0].encode(weight, case.bits, 2, np.array(outlying))
+    arrays = CODEBOOKS[case.format][0].encode(weight, case.bits, CodebookOptions(rounds=2), np.array(outlying))
     return {{"weight": "w0", "library": "codebook"}.get(name, name): array for name, array in arrays.items()}
 
 
