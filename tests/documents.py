@@ -57,6 +57,7 @@ SHORTER = {
     "benchmark w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
+    "benchmark mixture": "--shape 256x2 --tokens 6 --run 1 --trials 1",
     "benchmark batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",
     "benchmark server": "--tokens 8 --trials 1 --kernels native",
 }

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gearbx_mlx import Gearbox, Ladder, load
 from gearbx_mlx.commands.benchmark import machine
+from gearbx_mlx.commands.benchmark.mixture import plan_of
+from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -109,6 +112,42 @@ def test_routing(command, tmp_path):
     for row in rows:
         assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
         assert row["seconds_of_mlx_lm"] > 0
+
+
+def test_mixture(command, tmp_path):
+    file = tmp_path / "m.json"
+    arguments = "--model", DEMO_MODEL, "--tokens", 40, "--run", 5, "--trials", 3, "--json", file
+    done = command("benchmark", "mixture", *arguments)
+    assert done.status == 0, done.err
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["tokens"], row["shifts"]) == (40, 8)  # three rounds of three gears
+    assert row["spread"][0] <= row["speedup"] <= row["spread"][1]
+    model = load(DEMO_MODEL)[0]
+    read = [Gearbox(model, "4,8,16").weight_bytes_per_token(gear) for gear in Ladder.parse("4,8,16")]
+    assert row["of_bytes"] == pytest.approx(40 * read[2] / (22 * read[0] + 10 * read[1] + 8 * read[2]))
+    assert row["predicted_speedup"] > 0
+
+
+def test_a_mixture_of_the_papers_shares_has_its_bound():
+    """GEARBX 9: 55, 25 and 20 percent of the tokens, and bytes in the paper's ratios."""
+    plan = plan_of(Ladder.parse("4,8,16"), (0.55, 0.25, 0.20), 100, 10)
+    assert [sum(gear.bits == bits for gear in plan) for bits in (4, 8, 16)] == [55, 25, 20]
+    seconds = {"low": 0.25, "mid": 0.5, "high": 1.0}
+    counts = {name: sum(gear.name == name for gear in plan) for name in seconds}
+    assert dynamic_speedup(counts, seconds, "high", 0, 0.0) == pytest.approx(2.162, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--shares", "0.5,0.5"), "--shares has 2 numbers, and there are 3 gears; give one for each"),
+        (("--shares", "a,b,c"), "--shares 'a,b,c' are not numbers with commas between, such as 0.6,0.3,0.1"),
+        (("--shares", "0.5,0.5,0.5"), "shares must be parts of 1, one per gear, got 0.5, 0.5, 0.5"),
+    ],
+)
+def test_a_mixture_that_cannot_be(command, flags, message):
+    done = command("benchmark", "mixture", *flags)
+    assert (done.status, done.err) == (2, f"error: {message}\n")
 
 
 def test_decode(command, tmp_path):

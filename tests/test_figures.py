@@ -17,6 +17,14 @@ from gearbx_mlx.evaluation.figures import PICTURES
 from gearbx_mlx.evaluation.figures.bandwidth_model import speedup
 from gearbx_mlx.evaluation.figures.reconstruction_error import errors
 
+WIDTH, MLP, KEYS, BLOCKS = 256, 704, 128, 6  # of the model that ships
+SHAPES = [(WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH), (WIDTH, WIDTH), (MLP, WIDTH), (MLP, WIDTH), (WIDTH, MLP)]
+
+
+def linear_size():
+    """Weights of all linear layers but the head."""
+    return BLOCKS * sum(rows * columns for rows, columns in SHAPES)
+
 
 def figures(*arguments):
     line = [sys.executable, "-m", "gearbx_mlx.figures", *map(str, arguments)]
@@ -29,6 +37,15 @@ def made(tmp_path_factory):
     done = figures("--out", out, "--only", "1,2,4,5,8", "--max-tokens", 24)
     assert done.returncode == 0, done.stderr
     assert [*map(str, sorted(out.iterdir()))] == sorted(done.stdout.split())
+    return out
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The pictures that are timed or weighed."""
+    out = tmp_path_factory.mktemp("timed")
+    done = figures("--out", out, "--only", "3,6,7", "--max-tokens", 24)
+    assert done.returncode == 0, done.stderr
     return out
 
 
@@ -69,12 +86,10 @@ def test_synthetic_logits_are_in_three_bands(made):
 
 def test_bytes_are_those_of_the_formula(made):
     found = data(made, "memory_by_format")
-    width, mlp, keys = 256, 704, 128  # of the model that ships, 6 layers
-    shapes = [(width, width), (keys, width), (keys, width), (width, width), (mlp, width), (mlp, width), (width, mlp)]
-    size = 6 * sum(rows * columns for rows, columns in shapes)
+    size = linear_size()
     assert found["fp16"] == 2 * size
     by_name = {(row["format"], row["bits"]): row["measured"] for row in found["rows"]}
-    assert by_name["rowwise", 4] == size // 2 + 2 * 6 * sum(rows for rows, _ in shapes)
+    assert by_name["rowwise", 4] == size // 2 + 2 * BLOCKS * sum(rows for rows, _ in SHAPES)
     assert by_name["affine", 8] == size + 4 * size // 64
 
 
@@ -105,6 +120,28 @@ def test_shares_are_counts_of_the_gears(made):
     for row in rows(made, "gear_shares"):
         gears = data(made, "gear_shares")["workloads"][row["workload"]]["gears"]
         assert row["high"] == f"{gears.count('high') / len(gears):.0%}"
+
+
+def test_every_residency_keeps_the_bytes_of_its_gears(small):
+    found = data(small, "residency")["residencies"]
+    resident, host, disk = (found[name] for name in ("resident", "host", "disk"))
+    whole = resident["high"]["mlx"]
+    assert all(gear == {"mlx": whole, "host": 0} for gear in resident.values())
+    assert all(gear["mlx"] + gear["host"] == pytest.approx(whole, rel=0.02) for gear in host.values())
+    assert host["low"]["mlx"] < host["mid"]["mlx"] < host["high"]["mlx"]
+    # The originals of all linear layers in float32, but for the head, whose rows stay to be looked up.
+    assert whole - disk["low"]["mlx"] == pytest.approx(4 * linear_size(), rel=0.01)
+
+
+def test_parts_of_a_token_and_ways_of_a_pass_have_their_times(small):
+    for row in rows(small, "token_time"):
+        forward, entropy, gate, shifts = (
+            float(row[f"{part}, µs"]) for part in ("forward", "entropy", "monitor and gate", "shifts")
+        )
+        assert forward > entropy + gate + shifts > 0
+    ways = {(row["gear"], row["way"]): row["of dense"] for row in rows(small, "forward_latency")}
+    assert ways["high", "dequant cache"] == "1.00 (1.00 to 1.00)"
+    assert float(ways["low", "first pass, unpacking"].split()[0]) > 1
 
 
 def test_the_bandwidth_model_has_the_papers_figures():

@@ -10,6 +10,8 @@ import mlx.nn as nn
 from ..bit_selection.floors import Floors
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..errors import GearbxError, about
+from ..formats import RECONSTRUCTED, with_cache
+from ..formats.codebook_options import split_name
 from ..gears.activations import stored_dtype
 from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox
@@ -68,6 +70,8 @@ def settle_gears(
         filled = layout.filled(precision, f"{flags.manifest} was measured with")
     else:
         filled = layout.filled(None, "")
+    if flags.dequant_cache:
+        check_dequant_cache(model if saved is not None else None, filled["format"])
     if ladder is None and default is not None:
         ladder = quality_ladder(filled["format"] if saved is None else None, floors.wanted, default)
     return GearSettings(
@@ -77,6 +81,14 @@ def settle_gears(
         floors=floors.floors(filled["format"]),
         precision=precision,
     )
+
+
+def check_dequant_cache(geared: str | None, format: str) -> None:
+    """Raises GearbxError for a geared checkpoint, or a format that has packed weights of MLX's own."""
+    if geared is not None:
+        raise GearbxError(f"--dequant-cache: {geared} has its gears packed; leave it out, or give the original")
+    if split_name(format)[0] not in RECONSTRUCTED:
+        raise GearbxError(f"--dequant-cache: format {format} is multiplied packed; give --format {RECONSTRUCTED[0]}")
 
 
 def precision_beside(model: str | None, saved: Manifest, given: str | None) -> PrecisionManifest | None:
@@ -135,13 +147,13 @@ def make_gearbox(
     gearbox = Gearbox(
         model,
         settings.gears,
-        format=settings.format,
+        format=with_cache(settings.format) if settings.dequant_cache else settings.format,
         group_size=settings.group_size,
         low_model=low_model,
         residency=settings.residency,
         checkpoint=find(checkpoint or DEMO_MODEL) if settings.residency == "disk" else None,
         dtype=dtype,
-        kernels=settings.kernels,
+        kernels="mlx" if settings.dequant_cache else settings.kernels,
         activations=settings.activations,
         **layers,
     )

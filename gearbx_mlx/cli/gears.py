@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bit_selection.floors import Floors
 from ..errors import GearbxError
-from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, has_codebooks
+from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, RECONSTRUCTED, has_codebooks
 from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name
 from ..gears.ladder import Ladder
 from ..gears.names import (
@@ -176,6 +176,17 @@ class GearFlags(Settings):
         named=True,
     )
 
+    dequant_cache: bool = flag(
+        False,
+        "Unpack a gear's weights once after a shift, keep them, and let MLX multiply: for formats without packed "
+        f"weights of MLX ({', '.join(RECONSTRUCTED)}). It costs the memory of dense weights.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dequant_cache and self.kernels not in ("auto", "mlx"):
+            raise GearbxError(f"--dequant-cache lets MLX multiply; leave out --kernels {self.kernels}")
+
     @property
     def other_codes(self) -> bool:
         """Whether a file says which codes layers have."""
@@ -192,7 +203,8 @@ class GearSettings:
     """Everything that a gearbox is made with, once flags, checkpoint and manifest agree.
 
     ladder: None where the command has no default and none was given. floors: bits follow from them. precision: the
-    manifest whose tables the gears have. cap_bits: further bits that layers are stored at.
+    manifest whose tables the gears have. cap_bits: further bits that layers are stored at. dequant_cache: keep what was
+    unpacked until the gear is left.
     """
 
     ladder: Ladder | None
@@ -207,6 +219,7 @@ class GearSettings:
     manifest: str | None = None
     precision: "PrecisionManifest | None" = None
     cap_bits: tuple[int, ...] = ()
+    dequant_cache: bool = False
 
     @property
     def gears(self) -> Ladder:

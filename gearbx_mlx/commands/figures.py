@@ -19,7 +19,7 @@ from ..evaluation.figures.subject import Subject
 from ..files.context import context_length
 from ..files.reading import read_json
 from ..files.writing import make_directory, write_text
-from ..loading import model_name
+from ..loading import DEMO_MODEL, find, model_name
 from ..telemetry.report import get_pyplot
 
 KINDS = ("json", "csv", "svg", "png")
@@ -56,7 +56,8 @@ def subject_of(settings: ModelSettings, max_tokens: int) -> Subject:
     """Raises GearbxError for a model that cannot be loaded, or is quantized."""
     _, tokenizer, config = load_original(settings)
     longest = min(max_tokens, context_length(config) or max_tokens)
-    return Subject(model_name(settings.model), lambda: load_original(settings)[0], tokenizer, longest)
+    directory = find(settings.model or DEMO_MODEL)
+    return Subject(model_name(settings.model), lambda: load_original(settings)[0], directory, tokenizer, longest)
 
 
 def make(picture: Picture, subject: Subject | None, out: Path) -> list[Path]:

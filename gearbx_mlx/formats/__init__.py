@@ -3,6 +3,7 @@
 Importing this module loads neither mlx nor numpy: a format's own module is imported when the format is used.
 """
 
+import copy
 import functools
 import pkgutil
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
+RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices: codebook_options.py
 OF_MLX = ("planes", "exact", "affine")  # whose lowest gear is what mlx-lm quantizes to
 
@@ -39,6 +41,13 @@ def _load_format(name: str) -> "Format":
         raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
     kind = pkgutil.resolve_name(FORMATS[base])
     return kind(options=CodebookOptions.parse(text)) if text else kind()
+
+
+def with_cache(name: str) -> "Format":
+    """One of RECONSTRUCTED whose layers keep what they unpacked until their gear is left (GEARBX 7.1)."""
+    format = copy.copy(get_format(name))
+    format.cache = True  # type: ignore[attr-defined]
+    return format
 
 
 def has_codebooks(name: str | None) -> bool:

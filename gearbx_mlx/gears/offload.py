@@ -89,6 +89,12 @@ class Host:
                 slot.park()
                 del self._inside[identity]
 
+    @property
+    def bytes(self) -> int:
+        """Of all arrays that are outside of MLX."""
+        slots = {id(slot): slot for taken in self._parked.values() for slot in taken.values()}
+        return sum(slot.values.nbytes for slot in slots.values() if slot.values is not None)
+
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         back = {key: {n: s.fetch() for n, s in self._parked.get(key, {}).items()} for key in needed}
         for key, arrays in back.items():

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
@@ -11,6 +11,7 @@ from ...gears.names import GROUP_SIZES
 from ...kernels.names import KERNELS
 from ..device import device_flag
 from ..settings import Settings, add_flags, check_choice, flag, settings_of
+from ..shares import parse_shares
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
@@ -131,6 +132,25 @@ class RoutingBenchmark(ModelBenchmark):
 
 
 @dataclass(frozen=True)
+class MixtureBenchmark(ModelBenchmark):
+    """Tokens in all gears beside the top gear alone, as measured and as GEARBX 9 predicts."""
+
+    what: ClassVar[str] = "mixture"
+
+    tokens: int = flag(120, "Tokens in a trial.", least=1, most=MOST)
+    shares: str = flag("0.55,0.25,0.2", "Of the tokens in each gear, lowest gear first.")
+    run: int = flag(10, "Tokens in a gear between two shifts, about.", least=1, most=MOST)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shares_of()
+
+    def shares_of(self) -> list[float]:
+        """Raises GearbxError for what are no parts of 1."""
+        return parse_shares(self.shares)
+
+
+@dataclass(frozen=True)
 class BatchBenchmark(ModelBenchmark):
     """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model."""
 
@@ -243,22 +263,12 @@ Benchmark = (
     | DecodeBenchmark
     | TokenBenchmark
     | RoutingBenchmark
+    | MixtureBenchmark
     | BatchBenchmark
     | MetalBenchmark
     | ServerBenchmark
 )
-ALL = (
-    KernelBenchmark,
-    ThreadBenchmark,
-    W4A8Benchmark,
-    DecodeBenchmark,
-    TokenBenchmark,
-    RoutingBenchmark,
-    BatchBenchmark,
-    MetalBenchmark,
-    ServerBenchmark,
-)
-KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in ALL}
+KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchmark)}
 
 
 def parse_shape(text: str) -> tuple[int, int]:

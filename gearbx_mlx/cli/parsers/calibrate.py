@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from ...errors import GearbxError
 from ...evaluation.wish import Wish
-from ...routing.calibration import check_shares
 from ...routing.pass_costs import BYTES, COSTS, TIME
 from ..floors import FloorSettings
 from ..gate import GateSettings
@@ -14,6 +13,7 @@ from ..gears import GearFlags, LayoutSettings
 from ..model import ModelSettings
 from ..prompt import PromptSettings
 from ..settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
+from ..shares import parse_shares
 
 MODES = ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
 METHODS = SHARE, PERCENTILE, MEDIAN, MANUAL = "share", "percentile", "median", "manual"
@@ -91,22 +91,13 @@ class CalibrationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shares is not None:
-            check_shares(self.parts())
-
-    def parts(self) -> list[float]:
-        """--shares as numbers. Raises GearbxError for anything else."""
-        try:
-            return [float(part) for part in (self.shares or "").split(",")]
-        except ValueError as error:
-            raise GearbxError(
-                f"--shares '{self.shares}' are not numbers with commas between, such as 0.6,0.3,0.1"
-            ) from error
+            parse_shares(self.shares)
 
     def shares_of(self, gears: int) -> list[float]:
         """A share for each gear, lowest first. Raises GearbxError for another number of shares."""
         if self.shares is None:
             return [1 / gears] * gears
-        shares = self.parts()
+        shares = parse_shares(self.shares)
         if len(shares) != gears:
             raise GearbxError(f"--shares '{self.shares}': give {gears} parts, one for each gear")
         return shares

@@ -17,6 +17,7 @@ from ...cli.parsers.benchmark import (
     DecodeBenchmark,
     KernelBenchmark,
     MetalBenchmark,
+    MixtureBenchmark,
     RoutingBenchmark,
     ServerBenchmark,
     ThreadBenchmark,
@@ -30,6 +31,7 @@ from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .machine import machine_name
 from .metal import run_metal
+from .mixture import benchmark_mixture
 from .pictures import draw_threads, draw_token, picture_path
 from .routing import benchmark_routing
 from .server.command import run_server
@@ -47,11 +49,15 @@ COLUMNS = {
     "threads": ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio"),
     "token": ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token", "operations_per_layer"),
     "batch": (*("gear", "bits", "batch_size", "tokens_per_second", "tokens_per_second_of_mlx_lm", "ratio", "spread"),),
+    "mixture": (
+        *("tokens", "shifts", "milliseconds_of_a_shift", "speedup", "spread", "predicted_speedup", "of_bytes"),
+    ),
     "routing": ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread"),
 }
 
 
-Rows = KernelBenchmark | ThreadBenchmark | DecodeBenchmark | TokenBenchmark | RoutingBenchmark | BatchBenchmark
+Decoding = DecodeBenchmark | TokenBenchmark | RoutingBenchmark | BatchBenchmark | MixtureBenchmark
+Rows = KernelBenchmark | ThreadBenchmark | Decoding
 SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 PICTURES = {"threads": draw_threads, "token": draw_token}
 
@@ -98,4 +104,6 @@ def measure(settings: Rows) -> list[dict[str, Any]]:
         return benchmark_token(settings)
     if isinstance(settings, BatchBenchmark):
         return benchmark_batch(settings)
+    if isinstance(settings, MixtureBenchmark):
+        return benchmark_mixture(settings)
     return benchmark_routing(settings)

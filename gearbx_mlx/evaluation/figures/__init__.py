@@ -29,8 +29,11 @@ class Picture:
 PICTURES = (
     Picture(1, "entropy_signal", "Entropy signal"),
     Picture(2, "memory_by_format", "Memory by format"),
+    Picture(3, "forward_latency", "Forward latency"),
     Picture(4, "reconstruction_error", "Reconstruction error"),
     Picture(5, "routing_trace", "Routing trace"),
+    Picture(6, "token_time", "Time of a token"),
+    Picture(7, "residency", "Residency"),
     Picture(8, "gear_shares", "Gear shares by workload"),
     Picture(9, "bandwidth_model", "Bandwidth model"),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,11 +23,13 @@ class Subject:
 
     Attributes:
         load: returns a new copy of the dense model, for a picture that changes it.
+        directory: of its checkpoint.
         max_tokens: of a text, how many are read.
     """
 
     name: str
     load: Callable[[], nn.Module]
+    directory: Path
     tokenizer: Any
     max_tokens: int
 

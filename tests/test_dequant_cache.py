@@ -1,0 +1,55 @@
+"""--dequant-cache: a gear's weights are unpacked once, kept while it is engaged, and multiplied by MLX."""
+
+import pytest
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.formats import with_cache
+
+PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "12")
+
+
+@pytest.mark.parametrize("format", ["rowwise", "groupwise", "codebook", "codebook-library:sigma=2.5"])
+def test_the_text_is_that_without_the_cache(command, format):
+    name, _, choice = format.partition(":sigma=")
+    flags = ["--format", name, *(["--outlier-sigma", choice] if choice else []), "--gears", "4,16"]
+    kept = command("generate", *PROMPT, *flags, "--dequant-cache")
+    assert kept.status == 0, kept.err
+    assert kept.out == command("generate", *PROMPT, *flags, "--kernels", "mlx").out
+
+
+def test_what_is_unpacked_is_kept_for_the_gear_alone(fresh_demo):
+    gearbox = Gearbox(fresh_demo.model, "4,8,16", format=with_cache("rowwise"), kernels="mlx")
+    gearbox.shift("low")
+    layer = fresh_demo.model.model.layers[0].self_attn.q_proj
+    weight = layer.dense_weight()
+    assert layer.dense_weight() is weight
+    gearbox.shift("mid")
+    gearbox.shift("low")
+    assert fresh_demo.model.model.layers[0].self_attn.q_proj.dense_weight() is not weight
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--dequant-cache: format planes is multiplied packed; give --format rowwise"),
+        (("--format", "affine"), "--dequant-cache: format affine is multiplied packed; give --format rowwise"),
+        (
+            ("--format", "rowwise", "--kernels", "native"),
+            "--dequant-cache lets MLX multiply; leave out --kernels native",
+        ),
+    ],
+)
+def test_where_there_is_nothing_to_keep_it_is_refused_in_a_line(command, flags, message):
+    done = command("generate", *PROMPT, *flags, "--dequant-cache")
+    assert (done.status, done.err) == (2, f"error: {message}\n")
+
+
+def test_a_geared_checkpoint_is_refused(command, tmp_path):
+    out = tmp_path / "geared"
+    assert (
+        command("convert", "--format", "rowwise", "--gears", "4,16", "--manage", "attention", "--mlx-path", out).status
+        == 0
+    )
+    done = command("generate", "--model", out, *PROMPT, "--dequant-cache")
+    assert done.status == 2
+    assert done.err.startswith(f"error: --dequant-cache: {out} has its gears packed")
