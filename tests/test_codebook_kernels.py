@@ -42,6 +42,44 @@ def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(nat
     assert mx.array_equal(found[-1:], alone).item()
 
 
+def experts_kernel(native, module):
+    return native.codebook_experts if module is codebook else native.library_experts
+
+
+@pytest.mark.parametrize(("module", "bits"), CASES)
+def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, module, bits):
+    values = heavy(4, 9, 300)
+    values[1] = 0.5 * np.random.default_rng(1).standard_normal((9, 300))  # other tables, and fewer outliers
+    values[2, 3, ::20] = 2.0
+    arrays = module.encode(mx.array(values), bits)
+    weight = np.array(module.decode(arrays, bits, 300)).astype(np.float64)
+    x = mx.random.normal((40, 1, 300))
+    chosen = mx.random.randint(0, 4, (40, 2)).astype(mx.uint32)
+    y = experts_kernel(native, module)(x[:, None], **arrays, indices=chosen, bits=bits)
+    assert y.shape == (40, 2, 1, 9)
+    for token in range(40):
+        for k in range(2):
+            matrix, vector = weight[chosen[token, k].item()], np.array(x[token, 0])
+            bound = np.abs(matrix) @ np.abs(vector)
+            assert (np.abs(np.array(y[token, k, 0]) - matrix @ vector) <= 1e-5 * bound + 1e-6).all()
+            one = {name: array[chosen[token, k].item()] for name, array in arrays.items()}
+            assert mx.array_equal(y[token, k], kernel(native, module)(x[token], **one, bits=bits)).item()
+
+
+def test_an_expert_that_does_not_exist_gives_nan_and_arrays_that_do_not_fit_are_refused(native):
+    arrays = codebook.encode(mx.array(heavy(2, 4, 100)), 3)
+    y = native.codebook_experts(mx.ones((1, 1, 100)), **arrays, indices=mx.array([[1, 2]]), bits=3)
+    assert mx.isfinite(y[0, 0]).all().item()
+    assert mx.isnan(y[0, 1]).all().item()
+    short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:1]}
+    with pytest.raises(ValueError, match="an outlier offset for each row"):
+        native.codebook_experts(mx.ones((1, 1, 100)), **short, indices=mx.array([[1]]), bits=3)
+    with pytest.raises(ValueError, match="a matrix for each expert"):
+        native.codebook_experts(
+            mx.ones((1, 1, 100)), **codebook.encode(mx.array(heavy(4, 100)), 3), indices=mx.array([[0]]), bits=3
+        )
+
+
 @pytest.mark.parametrize(("module", "bits"), CASES)
 def test_many_outliers_at_their_places(native, module, bits):
     values = heavy(8, 1000) * 0.01
@@ -81,6 +119,19 @@ def test_a_model_differs_from_mlx_in_last_bits_only(native, format, dtype):
     if format == "codebook":
         assert type(fast.model.layers[0].mlp.up_proj) is NativeCodebookLinear
     assert "q_proj: 2, 4, 16; native" in fast.describe()
+
+
+@pytest.mark.parametrize("format", ["codebook", "codebook-library"])
+def test_a_mixture_of_experts_differs_from_mlx_in_last_bits_only(native, format):
+    stock, fast = (
+        Gearbox(tiny_model("qwen3_moe"), "2,4,16", format=format, kernels=kernels) for kernels in ("mlx", "native")
+    )
+    assert "switch_mlp.up_proj: 2, 4, 16; native" in fast.describe()
+    for gear in ("low", "mid"):
+        stock.shift(gear)
+        fast.shift(gear)
+        for tokens in (PROMPT, mx.arange(40)[None]):
+            assert mx.allclose(fast.model(tokens), stock.model(tokens), rtol=1e-4, atol=1e-5).item()
 
 
 def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):

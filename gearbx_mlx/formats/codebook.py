@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.candidates import Kind
+from ..kernels.experts import codebook_experts
 from ..kernels.products import codebook_product
 from .base import Copies, StoredArray
 from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
@@ -30,7 +31,7 @@ from .codebook_outliers import (
     take_out,
 )
 from .codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
-from .native import Native
+from .native import Native, with_expert_bias
 from .reconstruct import (
     Arrays,
     Reconstructed,
@@ -144,6 +145,14 @@ class NativeProduct(Native, ReconstructedLinear):
         return Kind(f"{form} {self.bits}", self.weight_shape, stock=False, rounded=False)
 
 
+class NativeExperts(Native, ReconstructedSwitchLinear):
+    """A SwitchLinear over codebooks, with native CPU kernels that read the packed rows of the experts in use."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = codebook_experts(x, self.packed(), self.bits, indices)
+        return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
+
+
 class CodebookLinear(_Rows, ReconstructedLinear):
     """A linear layer over one codebook per row."""
 
@@ -154,6 +163,10 @@ class NativeCodebookLinear(_Rows, NativeProduct):
 
 class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
     """A SwitchLinear over one codebook per row."""
+
+
+class NativeCodebookSwitchLinear(_Rows, NativeExperts):
+    """A SwitchLinear over one codebook per row, with native kernels."""
 
 
 class CodebookMultiLinear(_Rows, ReconstructedMultiLinear):
@@ -173,8 +186,9 @@ class CodebookFormat(Copies, abc.ABC):
     linear: type[CodebookModule]
     native_linear: type[CodebookModule]
     experts: type[CodebookModule]
+    native_switch: type[CodebookModule]
     heads: type[CodebookModule]
-    native, native_experts = True, False
+    native = native_experts = True
     scales: frozenset[str] = frozenset()  # always float16
     by_rows = False  # what counts as an outlier depends on the whole matrix
 
@@ -223,8 +237,9 @@ class CodebookFormat(Copies, abc.ABC):
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         self.check_places(arrays, dense.weight.shape[-1])
-        linear = self.native_linear if self.native and isinstance(dense, Native) else self.linear
-        kind = kind_for(dense, linear, self.experts, self.heads)
+        native = self.native and isinstance(dense, Native)
+        linear, experts = (self.native_linear, self.native_switch) if native else (self.linear, self.experts)
+        kind = kind_for(dense, linear, experts, self.heads)
         return kind(dense, bits, arrays, self.cache)
 
     def bytes_read(
@@ -240,7 +255,7 @@ class Codebook(CodebookFormat):
     name = "codebook"
     layer_bits = tuple(LAYOUT)
     linear, native_linear = CodebookLinear, NativeCodebookLinear
-    experts, heads = CodebookSwitchLinear, CodebookMultiLinear
+    experts, native_switch, heads = CodebookSwitchLinear, NativeCodebookSwitchLinear, CodebookMultiLinear
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
         if (options.library, options.group) != (DEFAULTS.library, DEFAULTS.group):

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from .base import StoredArray
-from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeProduct, bulk
+from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeExperts, NativeProduct, bulk
 from .codebook_lloyd import SortedRows, lloyd, nearest
 from .codebook_options import CodebookOptions
 from .codebook_outliers import DEFAULTS, Outliers, find_all, row_blocks, take_out
@@ -214,6 +214,10 @@ class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
     """A SwitchLinear with a library of codebooks for each expert."""
 
 
+class NativeLibrarySwitchLinear(_Library, NativeExperts):
+    """A SwitchLinear with a library of codebooks for each expert, with native kernels."""
+
+
 class LibraryMultiLinear(_Library, ReconstructedMultiLinear):
     """A MultiLinear with a library of codebooks for each head."""
 
@@ -223,11 +227,12 @@ class CodebookLibrary(CodebookFormat):
 
     name = "codebook-library"
     layer_bits = BITS
-    linear, native_linear, experts, heads = LibraryLinear, NativeLibraryLinear, LibrarySwitchLinear, LibraryMultiLinear
+    linear, native_linear = LibraryLinear, NativeLibraryLinear
+    experts, native_switch, heads = LibrarySwitchLinear, NativeLibrarySwitchLinear, LibraryMultiLinear
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
         super().__init__(cache, options)
-        self.native = (options.library, options.group) == (LIBRARY, GROUP)
+        self.native = self.native_experts = (options.library, options.group) == (LIBRARY, GROUP)
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.options)

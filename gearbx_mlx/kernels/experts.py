@@ -1,7 +1,7 @@
 """Products of mixtures of experts: a native CPU kernel, or MLX's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import mlx.core as mx
@@ -38,6 +38,15 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     if module is None:
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)
     return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
+    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return None
+    product = module.library_experts if "library" in arrays else module.codebook_experts
+    return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
 def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:

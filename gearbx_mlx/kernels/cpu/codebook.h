@@ -3,11 +3,13 @@
 
 #pragma once
 
-#include <stdint.h>
+#include "products.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+enum { GEARBX_CODEBOOK_GROUP = 128, GEARBX_CODEBOOK_LIBRARY = 32 };  // columns of a group, codebooks of a library
 
 // A weight is an entry of a codebook, or an outlier. Floating values are fp16, as raw bits.
 //
@@ -29,12 +31,20 @@ typedef struct {
   const uint16_t* outliers;         // values, row after row
   const uint16_t* outlier_columns;
   const uint32_t* outlier_offsets;  // (rows + 1)
+  int64_t most_outliers;            // of experts: the length of each one's lists of outliers, padding included
 } gearbx_codebook;
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32. The weights are read
 // once for every 16 vectors. The bits of a vector's result do not depend on other vectors.
 void gearbx_codebook_product(const gearbx_codebook* matrix, const float* x, int64_t vectors, float* y);
 
+// As gearbx_stack_experts. Each expert has its own codebooks, or its own library, and its own outliers.
+void gearbx_codebook_experts(const gearbx_codebook* first, const gearbx_pairs* pairs, const float* x, float* y);
+
 #ifdef __cplusplus
+}
+
+namespace gearbx {
+inline int64_t inputs_of(const gearbx_codebook& m) { return m.columns; }
 }
 #endif

@@ -12,7 +12,7 @@
 
 namespace gearbx {
 
-constexpr int GROUP = 128, LIBRARY = 32;
+constexpr int GROUP = GEARBX_CODEBOOK_GROUP, LIBRARY = GEARBX_CODEBOOK_LIBRARY;
 
 // One codebook per row. A block is W registers of eight words; its codes fill whole registers of bytes.
 template <int B>

@@ -1,34 +1,42 @@
 // Products over codebooks as operations of MLX's graph.
 
 #include "codebook.h"
-#include "graph.h"
+#include "experts.h"
 
 namespace gearbx {
 namespace {
 
 enum { X, WEIGHT, CODEBOOK, OUTLIERS, COLUMNS, OFFSETS, ENTRIES, SCALES, MIDPOINTS };  // inputs; three are a library's
 
+// The matrix, or the first one of experts.
+gearbx_codebook matrix_of(const std::vector<mx::array>& inputs, bool library, int bits, int rows) {
+  const auto halves = [&](int i) { return static_cast<const uint16_t*>(inputs[i].data<void>()); };
+  const int words_of_bits = bits == 5 ? 2 : 1;  // in a word of the kernels: the arrays of 5 bits have words of 16 bits
+  gearbx_codebook m = {};
+  m.rows = rows;
+  m.columns = inputs[X].shape(-1);
+  m.bits = bits;
+  m.row_words = inputs[WEIGHT].shape(-1) / words_of_bits;
+  m.weights = static_cast<const uint32_t*>(inputs[WEIGHT].data<void>());
+  m.codebook = halves(CODEBOOK);
+  m.outliers = halves(OUTLIERS);
+  m.outlier_columns = halves(COLUMNS);
+  m.outlier_offsets = inputs[OFFSETS].data<uint32_t>();
+  m.most_outliers = inputs[OUTLIERS].shape(-1);
+  if (library) {
+    m.entries = inputs[ENTRIES].data<uint8_t>();
+    m.scales = halves(SCALES);
+    m.midpoints = halves(MIDPOINTS);
+  }
+  return m;
+}
+
 class CodebookMatvec : public Operation {
  public:
-  CodebookMatvec(mx::Stream s, int bits) : Operation(s), bits_(bits) {}
+  CodebookMatvec(mx::Stream s, bool library, int bits) : Operation(s), library_(library), bits_(bits) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const auto halves = [&](int i) { return static_cast<const uint16_t*>(inputs[i].data<void>()); };
-    gearbx_codebook m = {};
-    m.rows = outputs[0].shape(-1);
-    m.columns = inputs[X].shape(-1);
-    m.bits = bits_;
-    m.row_words = static_cast<int64_t>(inputs[WEIGHT].nbytes()) / 4 / m.rows;
-    m.weights = static_cast<const uint32_t*>(inputs[WEIGHT].data<void>());
-    m.codebook = halves(CODEBOOK);
-    m.outliers = halves(OUTLIERS);
-    m.outlier_columns = halves(COLUMNS);
-    m.outlier_offsets = inputs[OFFSETS].data<uint32_t>();
-    if (inputs.size() > ENTRIES) {
-      m.entries = inputs[ENTRIES].data<uint8_t>();
-      m.scales = halves(SCALES);
-      m.midpoints = halves(MIDPOINTS);
-    }
+    const gearbx_codebook m = matrix_of(inputs, library_, bits_, outputs[0].shape(-1));
     dispatch(inputs, outputs[0], [m, n = vectors_of(inputs[0])](const float* x, float* y) {
       gearbx_codebook_product(&m, x, n, y);
     });
@@ -36,55 +44,116 @@ class CodebookMatvec : public Operation {
 
   const char* name() const override { return "GearbxCodebookMatvec"; }
   bool is_equivalent(const mx::Primitive& other) const override {
-    return bits_ == static_cast<const CodebookMatvec&>(other).bits_;
+    const auto& o = static_cast<const CodebookMatvec&>(other);
+    return library_ == o.library_ && bits_ == o.bits_;
   }
 
  private:
+  bool library_;
   int bits_;
 };
 
-void require_array(const mx::array& a, mx::Dtype dtype, const mx::Shape& shape, const char* what) {
+class CodebookExperts : public Experts {
+ public:
+  CodebookExperts(mx::Stream s, std::vector<int32_t> vectors, bool library, int bits)
+      : Experts(s, std::move(vectors)), library_(library), bits_(bits) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    multiply(inputs, outputs[0], matrix_of(inputs, library_, bits_, outputs[0].shape(-1)), gearbx_codebook_experts);
+  }
+
+  const char* name() const override { return "GearbxCodebookExperts"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const CodebookExperts&>(other);
+    return library_ == o.library_ && bits_ == o.bits_ && vectors_ == o.vectors_;
+  }
+
+ private:
+  bool library_;
+  int bits_;
+};
+
+// Requires an array of this type and shape, with the number of experts before it if there are experts.
+void require_array(const mx::array& a, mx::Dtype dtype, mx::Shape shape, const mx::Shape& experts, const char* what) {
+  shape.insert(shape.begin(), experts.begin(), experts.end());
   require(a.dtype() == dtype && a.shape() == shape, what);
 }
 
-mx::array product(const std::vector<mx::array>& arrays, int rows, int bits) {
-  const auto s = mx::default_stream(mx::Device::cpu);
-  const mx::array &x = arrays[X], &outliers = arrays[OUTLIERS], &columns = arrays[COLUMNS];
-  require(outliers.dtype() == mx::float16 && columns.dtype() == mx::uint16 && outliers.ndim() == 1 &&
-              outliers.shape() == columns.shape(),
-          "outliers must be float16 values with as many uint16 columns");
-  require_array(arrays[OFFSETS], mx::uint32, {rows + 1}, "there must be an outlier offset for each row, and one more");
+// Checks the arrays of a matrix, or of experts, and puts their rows in order. Returns the inputs after x.
+std::vector<mx::array> checked(const mx::array& x, const std::vector<mx::array>& arrays, int bits, int dimensions,
+                               mx::Stream s) {
+  const bool library = arrays.size() >= MIDPOINTS;
+  const mx::array &weight = arrays[WEIGHT - 1], &outliers = arrays[OUTLIERS - 1], &columns = arrays[COLUMNS - 1];
+  require(bits >= 2 && bits <= (library ? 4 : 6),
+          library ? "libraries have codes of 2 to 4 bits" : "codebooks have codes of 2 to 6 bits");
+  require(static_cast<int>(weight.ndim()) == dimensions && x.ndim() >= 1,
+          dimensions == 2 ? "packed codes must be a matrix" : "packed codes must be a matrix for each expert");
+  const int rows = weight.shape(-2), groups = (x.shape(-1) + GEARBX_CODEBOOK_GROUP - 1) / GEARBX_CODEBOOK_GROUP;
+  const mx::Shape experts(weight.shape().begin(), weight.shape().end() - 2);
+  const auto has = [&](int i, mx::Dtype dtype, mx::Shape shape, const char* what) {
+    require_array(arrays[i - 1], dtype, std::move(shape), experts, what);
+  };
+  const int codes = bits == 5 ? 6 : 32 / bits, words = (x.shape(-1) + codes - 1) / codes * (bits == 5 ? 2 : 1);
+  has(WEIGHT, bits == 5 ? mx::uint16 : mx::uint32, {rows, library ? groups * 4 * bits : words},
+      "packed codes do not fit the width of x");
+  if (library) {
+    has(CODEBOOK, mx::float16, {GEARBX_CODEBOOK_LIBRARY, 1 << bits}, "a library must have 32 float16 codebooks");
+    has(ENTRIES, mx::uint8, {rows, groups}, "there must be a uint8 entry for each group");
+    has(SCALES, mx::float16, {rows, groups}, "there must be a float16 scale for each group");
+    has(MIDPOINTS, mx::float16, {rows, groups}, "there must be a float16 mid-point for each group");
+  } else {
+    has(CODEBOOK, mx::float16, {rows, 1 << bits}, "there must be a float16 codebook for each row");
+  }
+  require(outliers.ndim() == experts.size() + 1, "outliers must be float16 values with as many uint16 columns");
+  has(OUTLIERS, mx::float16, {outliers.shape(-1)}, "outliers must be float16 values with as many uint16 columns");
+  has(COLUMNS, mx::uint16, {outliers.shape(-1)}, "outliers must be float16 values with as many uint16 columns");
+  has(OFFSETS, mx::uint32, {rows + 1}, "there must be an outlier offset for each row, and one more");
   check_x(x, x.shape(-1));
   std::vector<mx::array> inputs = {in_float32(x, s)};
-  for (size_t i = WEIGHT; i < arrays.size(); i++) inputs.push_back(in_rows(arrays[i], s));
-  return output(x.shape(), rows, std::make_shared<CodebookMatvec>(s, bits), std::move(inputs));
+  for (const mx::array& array : arrays) inputs.push_back(in_rows(array, s));
+  return inputs;
+}
+
+mx::array matvec(const mx::array& x, const std::vector<mx::array>& arrays, int bits) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  auto inputs = checked(x, arrays, bits, 2, s);
+  return output(x.shape(), arrays[0].shape(0), std::make_shared<CodebookMatvec>(s, arrays.size() >= MIDPOINTS, bits),
+                std::move(inputs));
+}
+
+mx::array experts(const mx::array& x, const std::vector<mx::array>& arrays, int bits, mx::array indices) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  auto inputs = checked(x, arrays, bits, 3, s);
+  const auto pairs = broadcast(x, indices, s);
+  inputs.push_back(indices);
+  const bool library = arrays.size() >= MIDPOINTS;
+  return finish(x, pairs, arrays[0].shape(1),
+                std::make_shared<CodebookExperts>(s, vectors_of_pairs(x, pairs), library, bits), std::move(inputs));
 }
 
 mx::array codebook_matvec(const mx::array& x, const mx::array& weight, const mx::array& codebook,
                           const mx::array& outliers, const mx::array& columns, const mx::array& offsets, int bits) {
-  require(bits >= 2 && bits <= 6, "codebooks have codes of 2 to 6 bits");
-  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes must be a matrix");
-  const int codes = bits == 5 ? 6 : 32 / bits;
-  const auto row_bytes = static_cast<int64_t>(weight.shape(1)) * static_cast<int64_t>(weight.itemsize());
-  require(weight.dtype() == (bits == 5 ? mx::uint16 : mx::uint32) && row_bytes == (x.shape(-1) + codes - 1) / codes * 4,
-          "packed codes do not fit the width of x");
-  const int rows = weight.shape(0);
-  require_array(codebook, mx::float16, {rows, 1 << bits}, "there must be a float16 codebook for each row");
-  return product({x, weight, codebook, outliers, columns, offsets}, rows, bits);
+  return matvec(x, {weight, codebook, outliers, columns, offsets}, bits);
 }
 
 mx::array library_matvec(const mx::array& x, const mx::array& weight, const mx::array& library,
                          const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
                          const mx::array& entries, const mx::array& scales, const mx::array& midpoints, int bits) {
-  require(bits >= 2 && bits <= 4, "libraries have codes of 2 to 4 bits");
-  require(weight.ndim() == 2 && x.ndim() >= 1, "packed codes must be a matrix");
-  const int rows = weight.shape(0), groups = (x.shape(-1) + 127) / 128;
-  require_array(weight, mx::uint32, {rows, groups * 4 * bits}, "packed codes do not fit the width of x");
-  require_array(library, mx::float16, {32, 1 << bits}, "a library must have 32 float16 codebooks");
-  require_array(entries, mx::uint8, {rows, groups}, "there must be a uint8 entry for each group");
-  require_array(scales, mx::float16, {rows, groups}, "there must be a float16 scale for each group");
-  require_array(midpoints, mx::float16, {rows, groups}, "there must be a float16 mid-point for each group");
-  return product({x, weight, library, outliers, columns, offsets, entries, scales, midpoints}, rows, bits);
+  return matvec(x, {weight, library, outliers, columns, offsets, entries, scales, midpoints}, bits);
+}
+
+mx::array codebook_experts(const mx::array& x, const mx::array& weight, const mx::array& codebook,
+                           const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
+                           mx::array indices, int bits) {
+  return experts(x, {weight, codebook, outliers, columns, offsets}, bits, std::move(indices));
+}
+
+mx::array library_experts(const mx::array& x, const mx::array& weight, const mx::array& library,
+                          const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
+                          const mx::array& entries, const mx::array& scales, const mx::array& midpoints,
+                          mx::array indices, int bits) {
+  return experts(x, {weight, library, outliers, columns, offsets, entries, scales, midpoints}, bits,
+                 std::move(indices));
 }
 
 }  // namespace
@@ -94,6 +163,10 @@ void bind_codebooks(nb::module_& m) {
         "outlier_offsets"_a, "bits"_a);
   m.def("library_matvec", &library_matvec, "x"_a, "weight"_a, "library"_a, "outliers"_a, "outlier_columns"_a,
         "outlier_offsets"_a, "entries"_a, "scales"_a, "midpoints"_a, "bits"_a);
+  m.def("codebook_experts", &codebook_experts, "x"_a, "weight"_a, "codebook"_a, "outliers"_a, "outlier_columns"_a,
+        "outlier_offsets"_a, "indices"_a, "bits"_a);
+  m.def("library_experts", &library_experts, "x"_a, "weight"_a, "library"_a, "outliers"_a, "outlier_columns"_a,
+        "outlier_offsets"_a, "entries"_a, "scales"_a, "midpoints"_a, "indices"_a, "bits"_a);
 }
 
 }  // namespace gearbx

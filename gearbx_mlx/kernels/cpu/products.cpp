@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "chunks.h"
+#include "codebook.h"
 #include "exact.h"
 #include "integer.h"
 
@@ -19,6 +20,7 @@ void multiply(const gearbx_stack& m, const float* x, int n, float* y) {
 }
 void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_dense_product(&m, x, n, y); }
 void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
+void multiply(const gearbx_codebook& m, const float* x, int n, float* y) { gearbx_codebook_product(&m, x, n, y); }
 
 // How many vectors the kernel of a matrix takes at once.
 template <class Matrix>
@@ -61,6 +63,22 @@ gearbx_exact expert(const gearbx_exact& first, int64_t number) {
   m.scales += groups;
   m.low += rows * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
   m.offsets += rows;
+  return m;
+}
+
+gearbx_codebook expert(const gearbx_codebook& first, int64_t number) {
+  gearbx_codebook m = first;
+  const int64_t groups = number * m.rows * ((m.columns + GEARBX_CODEBOOK_GROUP - 1) / GEARBX_CODEBOOK_GROUP);
+  m.weights += number * m.rows * m.row_words;
+  m.codebook += (number * (m.entries ? GEARBX_CODEBOOK_LIBRARY : m.rows)) << m.bits;
+  if (m.entries) {
+    m.entries += groups;
+    m.scales += groups;
+    m.midpoints += groups;
+  }
+  m.outliers += number * m.most_outliers;
+  m.outlier_columns += number * m.most_outliers;
+  m.outlier_offsets += number * (m.rows + 1);
   return m;
 }
 
@@ -125,6 +143,9 @@ void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, 
   gearbx::experts_product(*first, *pairs, x, y);
 }
 void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, const float* x, float* y) {
+  gearbx::experts_product(*first, *pairs, x, y);
+}
+void gearbx_codebook_experts(const gearbx_codebook* first, const gearbx_pairs* pairs, const float* x, float* y) {
   gearbx::experts_product(*first, *pairs, x, y);
 }
 void gearbx_exact_experts(const gearbx_exact* first, const gearbx_pairs* pairs, const float* x, float* y) {
