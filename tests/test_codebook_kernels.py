@@ -6,7 +6,7 @@ from conftest import PROMPT, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, GearbxWarning
 from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.codebook import NativeCodebookLinear
 from gearbx_mlx.kernels import cpu
@@ -132,6 +132,17 @@ def test_a_mixture_of_experts_differs_from_mlx_in_last_bits_only(native, format)
         fast.shift(gear)
         for tokens in (PROMPT, mx.arange(40)[None]):
             assert mx.allclose(fast.model(tokens), stock.model(tokens), rtol=1e-4, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("format", ["codebook", "codebook-library"])
+def test_activations_stay_as_they_are_and_whoever_asks_for_less_is_warned(native, format):
+    with pytest.warns(GearbxWarning, match="codebooks take activations as they are"):
+        rounded = Gearbox(tiny_model(), "4,16", format=format, kernels="native", activations="int8")
+    as_they_are = Gearbox(tiny_model(), "4,16", format=format, kernels="native", activations="float")
+    assert "activations of" not in rounded.describe()
+    for gearbox in (rounded, as_they_are):
+        gearbox.shift("low")
+    assert mx.array_equal(rounded.model(PROMPT), as_they_are.model(PROMPT)).item()
 
 
 def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):

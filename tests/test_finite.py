@@ -3,8 +3,20 @@
 import mlx.core as mx
 import pytest
 from conftest import save_model, stream_pair, tiny_model
+from http_server import served
 
-from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Observer, Route, Static, TelemetryOnly, stream_generate
+from gearbx_mlx import (
+    Gearbox,
+    GearbxError,
+    Kickdown,
+    Lossless,
+    Observer,
+    Route,
+    Static,
+    TelemetryOnly,
+    batch_generate,
+    stream_generate,
+)
 
 PROMPT = [1, 5, 9, 2, 7]
 NORM = "model.layers.1.input_layernorm"
@@ -85,3 +97,23 @@ def test_generate_names_the_weight_in_one_line(command, tmp_path):
     result = command("generate", "--model", tmp_path / "model", "-m", 5)
     assert result.status == 2
     assert result.err.splitlines()[-1].startswith(f"error: {NORM}: its weight is not finite")
+
+
+@pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "static"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_server_names_the_weight_and_serves_on(tmp_path, mode, stream):
+    save_model(with_value(float("nan"), vocab_size=4096), tmp_path / "model")
+    with served(model=str(tmp_path / "model"), gears="4,16", mode=mode, log_level="ERROR") as client:
+        for _ in range(2):
+            answer = client.post("/v1/completions", json={"prompt": "One day", "max_tokens": 5, "stream": stream})
+            assert f"{NORM}: its weight is not finite" in answer.text
+        assert client.get("/health").status_code == 200
+
+
+def test_a_batch_names_the_weight(demo):
+    for mode in (Route(), Lossless(draft_length=2)):
+        model = with_value(float("nan"))
+        with pytest.raises(GearbxError, match=NORM):
+            batch_generate(
+                model, demo.tokenizer, [PROMPT, PROMPT], max_tokens=5, gearbox=Gearbox(model, "4,16"), mode=mode
+            )

@@ -14,7 +14,7 @@ class Affine(Copies):
 
     name = "affine"
     layer_bits: tuple[int, ...] = ()
-    native = native_experts = True
+    native = native_experts = rounds = True
     scales = frozenset({"scales", "biases"})
 
     def check(self, bits: int) -> None:

@@ -33,6 +33,7 @@ class Format(Protocol):
     name: str
     native: bool  # whether native kernels compute its linear layers
     native_experts: bool  # whether native kernels compute its mixtures of experts
+    rounds: bool  # whether native CPU kernels may round the activations that its packed weights meet
     scales: frozenset[str]  # parameters of its modules that have the `dtype` of `modules`
     viewed: frozenset[str]  # parameters that are the bits of stored halves, as uint16
     ladders: tuple[tuple[int, ...], ...]  # the only ones, whose top gears it makes too; empty: any, without 16 bits

@@ -189,6 +189,7 @@ class CodebookFormat(Copies, abc.ABC):
     native_switch: type[CodebookModule]
     heads: type[CodebookModule]
     native = native_experts = True
+    rounds = False  # an entry of a table is fp16
     scales: frozenset[str] = frozenset()  # always float16
     by_rows = False  # what counts as an outlier depends on the whole matrix
 

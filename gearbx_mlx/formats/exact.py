@@ -142,7 +142,7 @@ class Exact:
 
     name = "exact"
     layer_bits: tuple[int, ...] = ()
-    native = native_experts = True
+    native = native_experts = rounds = True
     scales = NestedPlanes.scales
     viewed = frozenset({"group_scales", "group_biases"})
     ladders: tuple[tuple[int, ...], ...] = tuple(WIDTHS)

@@ -99,7 +99,7 @@ class Groupwise(Copies):
 
     name = "groupwise"
     layer_bits: tuple[int, ...] = ()
-    native, native_experts = True, False
+    native, native_experts, rounds = True, False, True
     scales: frozenset[str] = frozenset()  # always float32
 
     def __init__(self, cache: bool = False):

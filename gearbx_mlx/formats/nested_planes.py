@@ -113,7 +113,7 @@ class NestedPlanes(Copies):
 
     name = "planes"
     layer_bits: tuple[int, ...] = ()
-    native = native_experts = True
+    native = native_experts = rounds = True
     scales = frozenset({"scales", "biases", "plane_biases"})
 
     def check(self, bits: int) -> None:

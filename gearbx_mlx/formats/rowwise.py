@@ -147,7 +147,7 @@ class Rowwise(Copies):
 
     name = "rowwise"
     layer_bits: tuple[int, ...] = ()
-    native, native_experts = True, False
+    native, native_experts, rounds = True, False, True
     scales = frozenset({"scales"})
 
     def __init__(self, cache: bool = False):

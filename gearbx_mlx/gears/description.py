@@ -46,7 +46,7 @@ def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tupl
     if format is not None and not (format.native_experts if experts else format.native):
         what = f"experts in {format.name}" if experts else format.name
         return "mlx, native at 16 bits", f"no native kernel for {what}"
-    return "native", choice.reason
+    return "native", choice.why(format is None or format.rounds)
 
 
 def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:

@@ -102,7 +102,9 @@ class Gearbox(GearCosts):
         if self.format.ladders:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
-        self.kernels = choose_kernels(kernels, bool(quantized), activations, bool(self.format.ladders))
+        self.kernels = choose_kernels(
+            kernels, bool(quantized), activations, bool(self.format.ladders), self.format.rounds
+        )
         self._places = places_of(model)
         use_kernels(model, self.kernels)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))

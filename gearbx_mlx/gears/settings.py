@@ -41,7 +41,9 @@ def check_tables(
     return {ladder.find(name).bits: table for name, table in tables.items()}
 
 
-def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: bool = False) -> Choice:
+def choose_kernels(
+    kernels: str, quantized: bool, activations: str, ours_alone: bool = False, rounds: bool = True
+) -> Choice:
     """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
     Args:
@@ -49,6 +51,7 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
             MLX's kernels, so that the model is mlx-lm bit for bit, where MLX has a kernel for the top gear.
         quantized: whether the ladder has quantized gears.
         ours_alone: whether MLX has no kernel for the top gear.
+        rounds: whether kernels of the format may round activations.
 
     Raises:
         GearbxError: a name that does not exist.
@@ -62,6 +65,11 @@ def choose_kernels(kernels: str, quantized: bool, activations: str, ours_alone: 
     choice = choose(kernels, activations)
     if kernels != "mlx" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    elif activations == "int8" and choice.x_bits and not rounds:
+        what = (
+            "codebooks take activations as they are; int8 rounds only those of other packed weights, if there are any"
+        )
+        warnings.warn(what, GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:
         warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
     return choice

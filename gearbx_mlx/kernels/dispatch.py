@@ -56,6 +56,11 @@ class Choice:
     ours_alone: bool = False
     anew: bool = False
 
+    def why(self, rounds: bool) -> str:
+        """The reason for a layer. rounds: whether the activations that its packed weights meet may be rounded."""
+        how = f"; packed weights by activations of {self.x_bits} bits" if self.x_bits and rounds else ""
+        return self.reason + how
+
 
 def choose(kernels: str, activations: str = "int16") -> Choice:
     """Choose native kernels or MLX's for a model on this machine; compiles the CPU kernels if they are needed.
@@ -78,11 +83,8 @@ def choose(kernels: str, activations: str = "int16") -> Choice:
     reason = cpu.why_not()
     if reason is not None:
         return Choice(False, reason)
-    notes = [f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"]
-    x_bits = ACTIVATIONS[activations]
-    if x_bits:
-        notes.append(f"packed weights by activations of {x_bits} bits")
-    return Choice(True, "; ".join(notes), x_bits, **how)
+    how_many = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
+    return Choice(True, how_many, ACTIVATIONS[activations], **how)
 
 
 def on_cpu() -> bool:
