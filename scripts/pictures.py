@@ -64,6 +64,7 @@ def codebook(results: Path) -> None:
         run("scripts/measure_codebook.py", what, "--page", "docs/codebook.md")
     tables = str(results / "codebook_tables.json")
     run("scripts/measure_codebook_tables.py", "--results", tables, "--page", "docs/codebook.md")
+    run("scripts/time_codebook_experts.py", "--page", "docs/codebook.md")
     groups = str(results / "codebook_groups.json")  # with other models' rows where it has been made with --model
     run("scripts/measure_codebook_groups.py", "--results", groups, "--page", "docs/codebook.md")
 

@@ -6,6 +6,7 @@
 | product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time, or 512 rounded ones            |
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
+| mixture of experts over codebooks, Metal           | native, for up to 256 pairs of a vector and an expert        |
 | attention, rotary positions; Metal: with `native`  | native; on Metal up to 16 tokens                             |
 | norm, SwiGLU, GeGLU, CPU                           | native                                                       |
 | a whole transformer block of a known form, CPU     | native                                                       |
@@ -18,8 +19,8 @@ BLAS and scalar quantized products, which take 25 to 40 times as long for many v
 
 `choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
 product (`candidates.py`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number of
-vectors. For other operations the number of vectors decides at each call (experts: `experts.py`; on Metal they stay with
-MLX).
+vectors. For other operations the number of vectors decides at each call (experts: `experts.py`; on Metal all but
+those of codebooks stay with MLX).
 """
 
 import sys

@@ -6,8 +6,9 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from . import reference
+from . import metal, reference
 from .dispatch import cpu_kernels, on_cpu
+from .metal_codebooks import experts_launch
 from .metal_rows import MOST_EXPERTS, uses_order
 
 
@@ -42,6 +43,9 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
 
 def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
     """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
+        launch = experts_launch(x, arrays, bits, indices)
+        return None if launch is None else launch.run()
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return None

@@ -28,6 +28,7 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
         "ROW_SCALE": "(row)",
         "PLACE": "(i)",
         "TABLE": "(row, group)",
+        "GROUP_ARRAYS": "(DO)",
     }
     return tuple((name + parameters.get(name, ""), value) for name, value in macros.items())
 

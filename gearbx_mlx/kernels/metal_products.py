@@ -32,7 +32,8 @@ class Spec:
     """Everything that the text of a product's kernel depends on.
 
     dtype: of activations and product. ragged: the last step of a row has fewer columns. staged: elements of x in
-    threadgroup memory. Rows and columns are no part of it: Metal's compiler would have a kernel for each shape.
+    threadgroup memory. experts: each vector has a matrix of its own, one of several. Rows and columns are no part of
+    it: Metal's compiler would have a kernel for each shape.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class Spec:
     dtype: mx.Dtype
     ragged: bool = False
     staged: int = 0
+    experts: bool = False
 
     text = "matvec"  # its file in metal/
     strided = False  # inputs are contiguous
@@ -51,12 +53,18 @@ class Spec:
         """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
         kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
         variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}"
+        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}{'e' if self.experts else ''}"
         return f"gearbx_{kind}_{variant}_{flags}"
 
     @property
     def input_names(self) -> list[str]:
-        return ["x", *self.layout.arrays, *(["bias"] if self.has_bias else []), "sizes"]
+        return [
+            "x",
+            *self.layout.arrays,
+            *(["bias"] if self.has_bias else []),
+            *(["experts"] if self.experts else []),
+            "sizes",
+        ]
 
     @property
     def read_once(self) -> list[str]:
@@ -75,6 +83,7 @@ class Spec:
             "ROWS": self.variant.rows,
             "SIMD_GROUPS": self.variant.simd_groups,
             "HAS_BIAS": int(self.has_bias),
+            "EXPERTS": int(self.experts),
             "RAGGED": int(self.ragged),
             "STAGED": self.staged,
             "CODES": self.layout.codes,
