@@ -56,6 +56,8 @@ def sensitivity(results: Path) -> None:
     run("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--compare", "--out", manifest)
     run("-m", "gearbx_mlx.allocate", "--manifest", manifest, "--gears", "4,5,16")
     run("scripts/measure_allocation.py", str(results), "docs/sensitivity.md")
+    models = [str(results / name) for name in ("stories260K", "babyllama105") if (results / name).is_dir()]
+    run("scripts/measure_small_parts.py", "--models", *models, "--page", "docs/sensitivity.md")
 
 
 def codebook(results: Path) -> None:
