@@ -8,12 +8,14 @@ Both read the same packed arrays. Trials of the two alternate, so that other wor
 import argparse
 import statistics
 import time
+from datetime import date
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 from pages import fill, table
 
+from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import cpu
@@ -62,7 +64,7 @@ def main() -> None:
         raise SystemExit(f"no native kernels: {cpu.why_not()}")
     lines = [[f"{name}, {bits} bits", *map(cell, ratios(name, bits, args.trials))] for name, bits in CASES]
     heads = [f"{tokens} token{'s' * (tokens > 1)}" for tokens in TOKENS]
-    found = table(["times as fast as reconstructing", *heads], lines)
+    found = f"{date.today()}, {machine_name()}.\n\n" + table(["times as fast as reconstructing", *heads], lines)
     print(found)
     if args.page:
         fill(args.page, {"experts": lambda: found})

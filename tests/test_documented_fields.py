@@ -46,7 +46,8 @@ def runs(tmp_path_factory):
 
 
 def test_every_field_of_the_summary_is_described(runs):
-    assert {name for run in runs for name in run.summary} == described_fields("The summary")
+    energy = {"energy_joules_per_token", "energy_of"}  # which few machines report
+    assert {name for run in runs for name in run.summary} | energy == described_fields("The summary")
 
 
 def test_every_field_of_the_trace_is_described(runs):

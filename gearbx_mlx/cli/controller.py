@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..errors import GearbxError, about
 from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
+from ..gears.names import WHOLE
 from ..machine.scripted import Scripted
 from .settings import Settings, flag, flag_of
 from .sizes import parse_bytes
@@ -112,8 +113,10 @@ class ControllerSettings(Settings):
             )
         if given is not None:
             return given
+        if not self.wanted or format == WHOLE:  # whose layers have the widths of its ladder alone
+            return ()
         if stored is not None:
-            return tuple(bits for bits in stored if bits < ladder.top.bits) if self.wanted else ()
-        if not self.wanted or format != NESTED:
+            return tuple(bits for bits in stored if bits < ladder.top.bits)
+        if format != NESTED:
             return ()
         return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
