@@ -1,6 +1,6 @@
 """XFP 6.1 and Table 9: right answers in three seeds, strict and flexible, by format, for docs/codebook.md.
 
-    python scripts/measure_codebook_seeds.py tests/data/gsm8k_held_out.jsonl --results seeds.json [--page docs/codebook.md]
+    python scripts/measure_codebook_seeds.py DATA.jsonl --results seeds.json [--page docs/codebook.md]
 
 The demo model writes an answer to each problem of a file in GSM8K's form, sampled at --temp, once with each seed. As in
 lm-eval, *strict* compares the number after ####, *flexible* the last number of the text. Runs that `--results` has are

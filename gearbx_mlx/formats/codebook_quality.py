@@ -78,11 +78,11 @@ def sample(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]:
     return rows[mx.array(chosen)].astype(mx.float32), mx.array(outlying[chosen])
 
 
-def some_experts(weight: mx.array) -> mx.array:
-    """Four evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is returned as it is."""
-    if weight.ndim == 2 or len(weight) <= EXPERTS_JUDGED:
+def some_experts(weight: mx.array, count: int = EXPERTS_JUDGED) -> mx.array:
+    """So many evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is returned as it is."""
+    if weight.ndim == 2 or len(weight) <= count:
         return weight
-    return weight[mx.arange(EXPERTS_JUDGED) * len(weight) // EXPERTS_JUDGED]
+    return weight[mx.arange(count) * len(weight) // count]
 
 
 def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
@@ -110,9 +110,9 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
         yield bits, made[0], made[1]
 
 
-def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
-    """The quality of a matrix (O, I), or of four experts of (E, O, I), at each of the format's bits, ascending."""
-    judged = some_experts(weight)
+def qualities(format: CodebookFormat, weight: mx.array, experts: int = EXPERTS_JUDGED) -> Iterator[Quality]:
+    """The quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits, ascending."""
+    judged = some_experts(weight, experts)
     mask = find_all(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
