@@ -146,7 +146,7 @@ class NativeProduct(Native, ReconstructedLinear):
 
 
 class NativeExperts(Native, ReconstructedSwitchLinear):
-    """A SwitchLinear over codebooks, with native CPU kernels that read the packed rows of the experts in use."""
+    """A SwitchLinear over codebooks, with native kernels that read the packed rows of the experts in use."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = codebook_experts(x, self.packed(), self.bits, indices)
