@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx.routing.draft_costs import CostRule
 from gearbx_mlx.routing.lookup import LONGEST, PRIOR, SHORTEST, Lookup, LookupAgreement
-from gearbx_mlx.routing.pass_costs import FIRST_PASSES, MOST_ROWS, REMEMBERED, Costs, LearnedCosts
+from gearbx_mlx.routing.pass_costs import FIRST_PASSES, MOST_ROWS, REMEMBERED, ROW_SHARE, Costs, LearnedCosts
 from gearbx_mlx.routing.rounds import PROBED, Rounds
 
 
@@ -197,8 +197,8 @@ class TestNeverMuchSlower:
         assert ratio < 0.6
 
 
-def measured(seconds, draft=0.3, times=REMEMBERED + FIRST_PASSES):
-    found = LearnedCosts()
+def measured(seconds, draft=0.3, times=REMEMBERED + FIRST_PASSES, texts=1):
+    found = LearnedCosts(texts=texts)
     for _ in range(times):
         found.add_draft(draft)
         for rows, value in seconds.items():
@@ -219,6 +219,12 @@ class TestLearnedCosts:
         rows = (1, 2, 3, 4, 5, 7, 9, 16)
         assert [found.verification(row) for row in rows] == [1, 1.375, 1.75, 1.75, 1.75, 2.875, 4, 4]
         assert found.draft() == 0.3
+
+    def test_of_one_text_more_rows_than_were_measured_cost_no_more_and_of_several_their_share(self):
+        assert measured({1: 2.0, 3: 3.0}).verification(16) == 3.0
+        found = measured({1: 2.0, 3: 3.0}, texts=4)
+        assert [found.verification(rows) for rows in (1, 2, 3)] == [2.0, 2.5, 3.0]
+        assert found.verification(5) == pytest.approx(3.0 + 2 * 4 * ROW_SHARE * 2.0)
 
     def test_are_medians_of_the_latest_passes(self):
         found = measured({1: 1.0})

@@ -148,19 +148,22 @@ class LearnedCosts:
     """Seconds, measured while a text is written.
 
     Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
-    regression, where a kind of pass weighs by how often it was measured. Until several numbers of rows are known, a
-    pass over many costs as much as one over few: so that they are tried.
+    regression, where a kind of pass weighs by how often it was measured. Beyond the most rows that were measured, more
+    cost as much: so that they are tried. Where several texts share the passes, each row has its `ROW_SHARE` there, or a
+    trial of long drafts would cost as much as many tokens.
 
     Args:
         seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
+        texts: that share the passes; rows are those of one of them.
     """
 
     measured, row_share = True, 0.0
 
-    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None):
+    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1):
+        self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
         self._rows: dict[int, LatestTimes] = {}
-        self._costs = [1.0] * MOST_ROWS
+        self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
             self._draft.add(seconds[0])
             for rows, value in enumerate(seconds[1], 1):
@@ -196,4 +199,6 @@ class LearnedCosts:
         if known:
             rows, falling, weights = zip(*known)
             seconds = [-value for value in pool_adjacent_violators(falling, weights)]
-            self._costs = np.interp(range(1, MOST_ROWS + 1), rows, seconds).tolist()
+            every = np.arange(1, MOST_ROWS + 1)
+            untried = np.maximum(every - rows[-1], 0) * self._untried * seconds[0]
+            self._costs = (np.interp(every, rows, seconds) + untried).tolist()

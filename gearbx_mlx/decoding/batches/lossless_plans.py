@@ -100,11 +100,11 @@ class BatchPlans:
 
     def _make(self, rows: int) -> BatchPlan:
         unit = self._unit(rows)
-        costs: PassCosts = bytes_of_batch(self.gearbox, self.draft, rows) if unit == BYTES else LearnedCosts()
+        costs: PassCosts = bytes_of_batch(self.gearbox, self.draft, rows) if unit == BYTES else LearnedCosts(texts=rows)
         if not isinstance(self.rule, ProductRule):
             return BatchPlan(EachRule(self.rule), costs)
         rule = BatchCostRule(self.rule.agreement, costs)
-        return BatchPlan(rule, costs, None if unit == BYTES else Stretches())
+        return BatchPlan(rule, costs, None if unit == BYTES else Stretches(texts=rows))
 
 
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()
