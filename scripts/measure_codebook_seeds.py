@@ -61,7 +61,8 @@ def measure(rows: Sequence[dict[str, str]], file: Path, temp: float) -> dict[str
         for format, bits in progress.track(GEARS, description="gears"):
             model, tokenizer = load()
             ladder = "4,16" if format == "original" else f"{bits},16"
-            gearbox = Gearbox(model, ladder, format="planes" if format == "original" else format)
+            form = "planes" if format == "original" else format
+            gearbox = Gearbox(model, ladder, format=form, kernels="native")
             for seed in SEEDS:
                 name = f"{format} {bits}, seed {seed}, temp {temp}, {len(rows)} problems"
                 if name not in found:
