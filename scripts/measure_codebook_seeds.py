@@ -60,9 +60,8 @@ def measure(rows: Sequence[dict[str, str]], file: Path, temp: float) -> dict[str
     with progress_bar() as progress:
         for format, bits in progress.track(GEARS, description="gears"):
             model, tokenizer = load()
-            ladder = "4,16" if format == "original" else f"{bits},16"
-            form = "planes" if format == "original" else format
-            gearbox = Gearbox(model, ladder, format=form, kernels="native")
+            ladder, stored = ("4,16", "planes") if format == "original" else (f"{bits},16", format)
+            gearbox = Gearbox(model, ladder, format=stored, kernels="native")
             for seed in SEEDS:
                 name = f"{format} {bits}, seed {seed}, temp {temp}, {len(rows)} problems"
                 if name not in found:
