@@ -25,6 +25,8 @@ import httpx
 from pages import fill, table
 from rich.progress import track
 
+from gearbx_mlx.commands.benchmark.machine import machine_name
+
 WORDS = 40
 PAUSE = 0.002  # seconds between two words of the server that answers at once
 MESSAGES = [{"role": "user", "content": "Good morning!"}]
@@ -190,7 +192,8 @@ def main() -> None:
     parser.add_argument("--model", help="The model's name there.")
     args = parser.parse_args()
     with contextlib.nullcontext(args.server) if args.server else server_at_once() as direct:
-        text = table(HEAD, measure(direct, args.trials, args.model))
+        rows = measure(direct, args.trials, args.model)
+    text = table(HEAD, rows) + f"\n{machine_name()}, {time.strftime('%Y-%m-%d')}\n"
     print(text)
     if args.page:
         fill(args.page, {"proxy": lambda: text})
