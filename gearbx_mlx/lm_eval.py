@@ -15,9 +15,7 @@ def run() -> None:
     try:
         body = import_module("gearbx_mlx.commands.lm_eval")
     except ModuleNotFoundError as error:
-        raise GearbxError(
-            f"lm_eval needs {error.name}, which is not installed: pip install 'gearbx-mlx[lm-eval]'"
-        ) from error
+        raise GearbxError(f"lm_eval needs {error.name}, which is not installed: pip install lm-eval") from error
     with import_module("gearbx_mlx.kernels.device").wired_memory():
         body.main()
 

@@ -1,20 +1,19 @@
 """Programs in C over the CPU kernels, without Python and MLX: built with sanitizers, or for another processor."""
 
-import fcntl
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import object_store
 import pytest
 import zig
 
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
+from gearbx_mlx.kernels.target import processor_features
 
 OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 SANITIZED = [
@@ -32,28 +31,25 @@ I8MM = GCC, ["-march=armv8.2-a+dotprod+i8mm"]  # products of unsigned codes with
 EMULATOR = "qemu-aarch64"
 
 
-def build(check: Path, program: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
-    """Compile `check`, and link it with all sources of the kernels that know nothing of MLX, into `program`."""
+def build(check: Path, compiler: Sequence[str], flags: Sequence[str]) -> Path:
+    """`check`, compiled and linked with all sources of the kernels that know nothing of MLX."""
     common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{SOURCES}", *flags]
     language = ["-x", "c", "-std=c11"] if check.suffix == ".c" else ["-std=c++20"]
-    compile_all([[*compiler, *language, *common, "-c", str(check), "-o", f"{program}.o"]])
-    objects = [f"{program}.o", *kernels(program.parents[1], [*compiler, "-std=c++20", *common])]
-    compile_all([[*compiler, *common, "-pthread", *objects, "-o", str(program)]])
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    made_of = [version, processor_features(), compiler, common, *sorted(SOURCES.glob("*.h"))]
+    kernels = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
 
+    def make_kernels(folder: Path) -> None:
+        command = [*compiler, "-std=c++20", *common, "-c"]
+        compile_all([[*command, str(file), "-o", str(folder / f"{file.stem}.o")] for file in kernels])
 
-def kernels(directory: Path, command: Sequence[str]) -> list[str]:
-    """The kernels' object files, compiled once in a session for each command, since that takes most of the time."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # which has a directory of its own in that of the session
-        directory = directory.parent
-    held = directory / f"kernels-{zlib.crc32(' '.join(command).encode()):08x}"
-    sources = [file for file in sorted(SOURCES.glob("*.cpp")) if not file.stem.endswith("primitive")]
-    with open(f"{held}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not held.exists():
-            made = Path(tempfile.mkdtemp(dir=directory))
-            compile_all([[*command, "-c", str(file), "-o", str(made / f"{file.stem}.o")] for file in sources])
-            made.rename(held)
-    return [str(held / f"{file.stem}.o") for file in sources]
+    def make_program(folder: Path) -> None:
+        objects = sorted(map(str, object_store.kept([*made_of, *kernels], make_kernels).glob("*.o")))
+        compile_all([[*compiler, *language, *common, "-c", str(check), "-o", str(folder / "check.o")]])
+        link = [str(folder / "check.o"), *objects, "-o", str(folder / "check")]
+        compile_all([[*compiler, *common, "-pthread", *link]])
+
+    return object_store.kept([*made_of, *kernels, check], make_program) / "check"
 
 
 def compile_all(commands: Sequence[Sequence[str]]) -> None:
@@ -74,17 +70,16 @@ def run(command: Sequence[str]) -> None:
     assert ", 0 wrong, 4 threads" in done.stdout
 
 
-def run_sanitized(check: Path, directory: Path, flags: Sequence[str]) -> None:
-    build(check, directory / "check", find_compiler(), ["-O1", *flags])
-    run([str(directory / "check")])
+def run_sanitized(check: Path, flags: Sequence[str]) -> None:
+    run([str(build(check, find_compiler(), ["-O1", *flags]))])
 
 
-def run_on_arm(check: Path, directory: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
+def run_on_arm(check: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """On an emulated 64-bit ARM; skipped where the compiler or the emulator is missing."""
     missing = [name for name in (EMULATOR, compiler[0]) if not shutil.which(name)]
     if compiler == CLANG and not zig.find_zig():
         missing.append("zig (pip install ziglang)")
     if missing:
         pytest.skip(f"NEON WAS NOT CHECKED: {', '.join(missing)} is not installed")
-    build(check, directory / "check", compiler, ["-O2", "-static", "-DEMULATED", *flags])
-    run([EMULATOR, "-cpu", "max", str(directory / "check")])
+    program = build(check, compiler, ["-O2", "-static", "-DEMULATED", *flags])
+    run([EMULATOR, "-cpu", "max", str(program)])

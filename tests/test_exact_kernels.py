@@ -182,5 +182,5 @@ def test_shapes_types_and_strides_of_activations(native):
 
 
 @pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
-def test_the_core_without_wide_registers(tmp_path):
-    programs.run_sanitized(CHECK, tmp_path, ["-fsanitize=address,undefined", "-march=haswell"])
+def test_the_core_without_wide_registers():
+    programs.run_sanitized(CHECK, ["-fsanitize=address,undefined", "-march=haswell"])

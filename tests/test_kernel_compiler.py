@@ -99,7 +99,7 @@ def test_a_compiler_that_takes_too_long(afresh, script):
 def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_path):
     script("#!/bin/sh\nexit 1\n")
 
-    def interrupt() -> None:
+    def interrupt(files: int) -> None:
         raise KeyboardInterrupt
 
     afresh.setattr(cpu, "while_compiling", interrupt)

@@ -148,7 +148,7 @@ class TestReaders:
         found, absent = this_machine()
         assert not found
         assert absent["heat"].startswith("no thermal zone")
-        missing = "psutil is not installed; install it with: pip install 'gearbx-mlx[machine]'"
+        missing = "psutil is not installed; install it with: pip install psutil"
         assert absent["battery"] == absent["memory"] == missing
 
     def test_psutil_itself(self):

@@ -11,15 +11,15 @@ every_check = pytest.mark.parametrize("check", CHECKS, ids=[check.stem for check
 
 @every_check
 @pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_under_sanitizers(tmp_path, check, flags):
-    programs.run_sanitized(check, tmp_path, flags)
+def test_under_sanitizers(check, flags):
+    programs.run_sanitized(check, flags)
 
 
 @every_check
 @pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
-def test_on_an_emulated_arm_processor(tmp_path, check, compiler, flags):
-    programs.run_on_arm(check, tmp_path, compiler, flags)
+def test_on_an_emulated_arm_processor(check, compiler, flags):
+    programs.run_on_arm(check, compiler, flags)
 
 
-def test_core_on_an_emulated_arm_processor_with_i8mm(tmp_path):
-    programs.run_on_arm(CHECKS[0].with_name("check_core.c"), tmp_path, *programs.I8MM)
+def test_core_on_an_emulated_arm_processor_with_i8mm():
+    programs.run_on_arm(CHECKS[0].with_name("check_core.c"), *programs.I8MM)

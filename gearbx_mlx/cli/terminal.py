@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from .signals import INTERRUPTED
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
-COMPILING = "compiling kernels for this CPU: once, and then kept"
+COMPILING = "compiling kernels for this CPU"
 MEASURING = "measuring which kernels are fastest here"
 
 messages = Console(stderr=True, highlight=False)
@@ -113,10 +114,20 @@ def print_unforeseen(error: Exception) -> None:
 
 
 def show_compiling() -> None:
-    """Let a spinner turn while CPU kernels are compiled, which takes half a minute, once for a machine."""
+    """Say on stderr, in a pipe too, that CPU kernels are compiled, how far that is, and how long it took."""
     from ..kernels import cpu  # imports mlx, which --help does not wait for
 
-    cpu.while_compiling = lambda: spinner(COMPILING)
+    cpu.while_compiling = compiling
+
+
+@contextmanager
+def compiling(files: int) -> Iterator[Callable[[], None]]:
+    """A progress bar for as many files; gives what is called after each."""
+    began = time.monotonic()
+    note(f"{COMPILING}: this happens once, and takes about half a minute")
+    with progress_bar() as progress:
+        yield partial(progress.advance, progress.add_task(COMPILING, total=files))
+    note(f"compiled in {time.monotonic() - began:.0f} s, and kept")
 
 
 def measuring() -> AbstractContextManager:

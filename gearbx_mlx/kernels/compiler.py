@@ -1,6 +1,7 @@
 """Compile the CPU kernels in `cpu/` with the C++ compiler of this machine, as a Python extension over MLX.
 
-The sources are compiled side by side, against the headers and the library of the installed MLX.
+The kernels are compiled side by side, for speed. What binds them to MLX and Python takes longer to read than to
+compile, because of the headers of both, and runs once per operation: it is compiled together, for size.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
+COLD = ("-Os",)  # for the bindings
 # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
 DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
@@ -34,7 +37,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compile: every source with `command`, then all objects into one library with `link` added.
+    """How to compile: each kernel and all bindings with `command`, then the objects into one library with `link` added.
 
     compiler: its command, empty where there is none. flags: its further arguments. processor: what `native` stands for
     among them, empty where they name one; machines with different ones may share a home directory and its cache.
@@ -42,9 +45,19 @@ class Recipe:
 
     compiler: list[str]
     flags: list[str]
-    sources: list[Path]
+    kernels: list[Path]
+    bindings: list[Path]
     link: list[str]
     processor: str
+
+    @property
+    def runs(self) -> int:
+        """How often the compiler runs: for each kernel, for the bindings, and to link."""
+        return len(self.kernels) + 2
+
+    @property
+    def sources(self) -> list[Path]:
+        return [*self.kernels, *self.bindings]
 
     @property
     def command(self) -> list[str]:
@@ -122,14 +135,16 @@ def make_recipe(compiler: list[str], target: Target | None = None) -> Recipe:
     if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]
     processor = processor_features() if target.processor_flag.endswith("native") else ""
-    sources = [*sorted(SOURCES.glob("*.cpp")), nanobind_source / "nb_combined.cpp"]
-    return Recipe(compiler, flags, sources, link, processor)
+    sources = sorted(SOURCES.glob("*.cpp"))
+    bindings = [source for source in sources if source.stem.endswith("primitive")]
+    kernels = [source for source in sources if source not in bindings]
+    return Recipe(compiler, flags, kernels, [*bindings, nanobind_source / "nb_combined.cpp"], link, processor)
 
 
 def hash_recipe(recipe: Recipe) -> str:
     """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    texts = (*recipe.flags, *map(str, recipe.sources), *recipe.link)
+    texts = (*recipe.flags, *COLD, *map(str, recipe.sources), *recipe.link)
     for text in (*texts, recipe.processor, version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
     for path in sorted(SOURCES.iterdir()):
@@ -143,18 +158,27 @@ def hash_compiler(recipe: Recipe) -> str:
     return hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
 
 
-def compile_library(recipe: Recipe, library: Path) -> None:
+def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] = lambda: None) -> None:
     """Compile the sources into `library`; the object files stay beside it.
+
+    Args:
+        compiled: called after each of the recipe's runs of the compiler.
 
     Raises:
         Unavailable: the compiler cannot be run, fails, takes too long, or writes no library.
     """
-    objects = [library.with_name(f"{source.stem}.o") for source in recipe.sources]
+    bindings = library.with_name("bindings.cpp")
+    bindings.write_text("".join(f'#include "{source}"\n' for source in recipe.bindings))
+    units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # the longest one first
+    objects = {source: str(library.with_name(f"{source.stem}.o")) for source in units}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = ([*recipe.command, "-c", str(s), "-o", str(o)] for s, o in zip(recipe.sources, objects))
+        commands = ([*recipe.command, *own, "-c", str(s), "-o", objects[s]] for s, own in units.items())
         for _ in pool.map(run_compiler, commands):
-            pass
-    run_compiler([*recipe.command, "-shared", *map(str, objects), *recipe.link, "-o", str(library)])
+            compiled()
+    # Of an inline function in several objects, the linker keeps the first: the bindings' slower one is the last.
+    linked = [*(objects[kernel] for kernel in recipe.kernels), objects[bindings]]
+    run_compiler([*recipe.command, "-shared", *linked, *recipe.link, "-o", str(library)])
+    compiled()
     if not library.is_file():
         raise Unavailable(f"{Path(recipe.command[0]).name} reported success and wrote no CPU kernels")
 

@@ -37,8 +37,8 @@ from .self_test import check_kernels
 
 NAME = "_gearbx_cpu"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-# Surrounds a compilation, which takes seconds: a command puts its spinner here.
-while_compiling: Callable[[], AbstractContextManager] = nullcontext
+# Surrounds a compilation of so many files, and gives what is called after each: a command puts its progress bar here.
+while_compiling: Callable[[int], AbstractContextManager[Callable[[], None]]] = lambda files: nullcontext(lambda: None)
 
 
 def native() -> ModuleType | None:
@@ -132,8 +132,8 @@ def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:
 
 
 def _compile(recipe: Recipe, library: Path) -> None:
-    with while_compiling():
-        compile_library(recipe, library)
+    with while_compiling(recipe.runs) as compiled:
+        compile_library(recipe, library, compiled)
 
 
 def _load(library: Path) -> ModuleType:

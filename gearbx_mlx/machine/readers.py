@@ -13,7 +13,6 @@ from .state import THERMAL, MachineState
 
 ZONES = Path("/sys/class/thermal")
 CLOSE = 10_000  # millidegrees Celsius below the trip point
-INSTALL = "install it with: pip install 'gearbx-mlx[{extra}]'"
 
 
 class Reader(Protocol):
@@ -26,12 +25,12 @@ class Reader(Protocol):
         ...
 
 
-def optional(module: str, package: str, extra: str) -> ModuleType:
-    """The module of a library. Raises GearbxError if the extra that installs it is missing."""
+def optional(module: str, package: str) -> ModuleType:
+    """The module of a library. Raises GearbxError if the package that has it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise GearbxError(f"{package} is not installed; {INSTALL.format(extra=extra)}") from error
+        raise GearbxError(f"{package} is not installed; install it with: pip install {package}") from error
 
 
 class MacThermal:
@@ -46,7 +45,7 @@ class MacThermal:
     def __init__(self) -> None:
         if platform.system() != "Darwin":
             raise GearbxError("NSProcessInfo exists on macOS only")
-        self._process = optional("Foundation", "pyobjc-framework-Cocoa", "macos").NSProcessInfo.processInfo()
+        self._process = optional("Foundation", "pyobjc-framework-Cocoa").NSProcessInfo.processInfo()
 
     def read(self) -> MachineState:
         return MachineState(thermal=THERMAL[int(self._process.thermalState())])
@@ -133,7 +132,7 @@ class Battery:
     name = "battery"
 
     def __init__(self) -> None:
-        self._psutil = optional("psutil", "psutil", "machine")
+        self._psutil = optional("psutil", "psutil")
         if not hasattr(self._psutil, "sensors_battery") or self._psutil.sensors_battery() is None:
             raise GearbxError("there is none")
 
@@ -155,7 +154,7 @@ class Memory:
     name = "memory"
 
     def __init__(self) -> None:
-        self._psutil = optional("psutil", "psutil", "machine")
+        self._psutil = optional("psutil", "psutil")
 
     def read(self) -> MachineState:
         return MachineState(memory=share(self._psutil.virtual_memory().percent))
@@ -176,7 +175,7 @@ class OwnMemory:
 
     def __init__(self, limit: int, held: Callable[[], int] = lambda: 0):
         self.limit, self._held = limit, held
-        self._process = optional("psutil", "psutil", "machine").Process()
+        self._process = optional("psutil", "psutil").Process()
 
     def bytes(self) -> int:
         """In use now."""

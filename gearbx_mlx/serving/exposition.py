@@ -13,7 +13,5 @@ def exposition(metrics: Metrics) -> tuple[bytes, str]:
     try:
         from .prometheus import exposed
     except ImportError as error:
-        raise GearbxError(
-            "metrics need prometheus_client; install it with: pip install 'gearbx-mlx[server]'"
-        ) from error
+        raise GearbxError("metrics need prometheus_client; install it with: pip install prometheus_client") from error
     return exposed(metrics)

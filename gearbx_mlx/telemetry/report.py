@@ -23,7 +23,7 @@ def get_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise GearbxError("pictures need matplotlib; install it with: pip install 'gearbx-mlx[plots]'") from error
+        raise GearbxError("pictures need matplotlib; install it with: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

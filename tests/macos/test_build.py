@@ -67,7 +67,7 @@ def test_a_function_that_mlx_lacks_is_found_out(mac, tmp_path):
         "namespace mlx::core { int no_such_function(); }\n"
         '[[gnu::visibility("default")]] int call() { return mlx::core::no_such_function(); }\n'
     )
-    compile_library(replace(mac.recipe, sources=[source]), tmp_path / "calls.so")
+    compile_library(replace(mac.recipe, kernels=[source], bindings=[]), tmp_path / "calls.so")
     assert unresolved(read_library(tmp_path / "calls.so")) == {"__ZN3mlx4core16no_such_functionEv"}
 
 

@@ -2,18 +2,17 @@
 
 import ctypes
 import functools
-import hashlib
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+import object_store
 
 from .text import instance, parameters
 
 SHIM = Path(__file__).parent / "shim"
-_FOLDER = tempfile.TemporaryDirectory(prefix="metal_on_cpu_")  # of what is compiled; goes when the process ends
 OLDEST, NEWEST = 17, 30  # 16 cannot compute with __bf16
 
 # Metal rounds half-precision operations one by one, takes 0.1 for a float, and knows no other char than a signed one.
@@ -117,11 +116,18 @@ def _run(command: list[str]) -> None:
 
 
 @functools.cache
+def _version(clang: str) -> str:
+    return subprocess.run([clang, "--version"], capture_output=True, text=True).stdout
+
+
+@functools.cache
 def _load_runtime(clang: str) -> None:
     """One for all kernels, which find its functions in the process."""
-    made = Path(_FOLDER.name) / "runtime.so"
-    _run([clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-shared", str(SHIM / "runtime.cpp"), "-o", str(made)])
-    ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
+    command = [clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-shared", str(SHIM / "runtime.cpp"), "-o"]
+    made = object_store.kept(
+        [_version(clang), command, SHIM / "runtime.cpp"], lambda folder: _run([*command, str(folder / "runtime.so")])
+    )
+    ctypes.CDLL(str(made / "runtime.so"), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
@@ -146,9 +152,13 @@ def unroll(text: str) -> None:
 
 
 def _compiled(clang: str, text: str, flags: list[str]) -> Path:
-    stem = Path(_FOLDER.name) / hashlib.sha256(f"{text} {flags}".encode()).hexdigest()[:24]
-    source, made = stem.with_suffix(".cpp"), stem.with_suffix(".so")
-    source.write_text(translation_unit(text))
-    # Without the C++ library, which takes longer to link than the kernel to compile; libgcc converts half precision.
-    _run([clang, *flags, "-I", str(SHIM), "-shared", "-nostdlib", str(source), "-lgcc", "-o", str(made)])
-    return made
+    unit = translation_unit(text)
+
+    def make(folder: Path) -> None:
+        source = folder / "kernel.cpp"
+        source.write_text(unit)
+        # Without the C++ library, which takes longer to link than the kernel to compile; libgcc converts half precision.
+        link = ["-shared", "-nostdlib", str(source), "-lgcc", "-o", str(folder / "kernel.so")]
+        _run([clang, *flags, "-I", str(SHIM), *link])
+
+    return object_store.kept([_version(clang), flags, unit, SHIM / "metal_stdlib"], make) / "kernel.so"

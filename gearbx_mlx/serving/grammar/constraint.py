@@ -134,9 +134,7 @@ def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
     try:
         from llguidance.hf import from_tokenizer
     except ImportError as error:
-        raise GearbxError(
-            "response_format needs llguidance; install it with: pip install 'gearbx-mlx[server]'"
-        ) from error
+        raise GearbxError("response_format needs llguidance; install it with: pip install llguidance") from error
     try:
         return from_tokenizer(getattr(tokenizer, "_tokenizer", tokenizer), eos_token=sorted(ends))
     except Exception as error:

@@ -62,5 +62,5 @@ class ProxyMetrics:
     def text(self) -> bytes:
         """In Prometheus's text format. Raises GearbxError without `prometheus_client`."""
         if prometheus is None:
-            raise GearbxError("there are no metrics without prometheus_client; pip install 'gearbx-mlx[server]'")
+            raise GearbxError("there are no metrics without prometheus_client; pip install prometheus_client")
         return prometheus.generate_latest(self.registry)

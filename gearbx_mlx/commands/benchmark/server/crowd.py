@@ -80,7 +80,7 @@ def process_of(pid: int) -> Any:
     try:
         return import_module("psutil").Process(pid)
     except ImportError as error:
-        raise GearbxError("this needs psutil: pip install 'gearbx-mlx[machine]'") from error
+        raise GearbxError("this needs psutil: pip install psutil") from error
 
 
 class MemoryLog:

@@ -1,0 +1,49 @@
+"""What tests compile, kept by what it was made of: kernels for the CPU harness, and programs over the native kernels.
+
+A compiler takes most of the time of these tests, and its result depends on texts and flags alone. CI keeps the folder
+from one run to the next; GEARBX_TEST_OBJECTS names another one.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock
+
+FOLDER = Path(os.environ.get("GEARBX_TEST_OBJECTS") or platformdirs.user_cache_path("gearbx-mlx") / "test-objects")
+DAYS = 30  # that an object is kept without being used
+
+
+def kept(made_of: Iterable[object], make: Callable[[Path], None]) -> Path:
+    """The folder that `make` filled, in this session or an earlier one, from the same things.
+
+    Args:
+        made_of: all that the result depends on: texts, flags, the compiler's version; of a path, the file's bytes.
+        make: takes an empty folder. What it raises is passed on, and nothing is kept.
+    """
+    digest = hashlib.sha256()
+    for each in made_of:
+        digest.update((each.read_bytes() if isinstance(each, Path) else str(each).encode()) + b"\0")
+    folder = FOLDER / digest.hexdigest()[:32]
+    if not folder.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = folder.with_suffix(".unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(folder)
+    os.utime(folder)
+    return folder
+
+
+def forget_unused() -> None:
+    """Remove what no test has asked for in a month."""
+    for folder in FOLDER.glob("*"):
+        if folder.stat().st_mtime < time.time() - DAYS * 86400:
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
