@@ -37,8 +37,11 @@ from .self_test import check_kernels
 
 NAME = "_gearbx_cpu"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-# Surrounds a compilation of so many files, and gives what is called after each: a command puts its progress bar here.
-while_compiling: Callable[[int], AbstractContextManager[Callable[[], None]]] = lambda files: nullcontext(lambda: None)
+
+
+def while_compiling(files: int) -> AbstractContextManager[Callable[[], None]]:
+    """Surrounds a compilation, and gives what is called after each file: a command puts its progress bar here."""
+    return nullcontext(lambda: None)
 
 
 def native() -> ModuleType | None:

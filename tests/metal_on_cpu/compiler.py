@@ -157,7 +157,7 @@ def _compiled(clang: str, text: str, flags: list[str]) -> Path:
     def make(folder: Path) -> None:
         source = folder / "kernel.cpp"
         source.write_text(unit)
-        # Without the C++ library, which takes longer to link than the kernel to compile; libgcc converts half precision.
+        # Without the C++ library, which takes longer to link than a kernel to compile; libgcc converts half precision.
         link = ["-shared", "-nostdlib", str(source), "-lgcc", "-o", str(folder / "kernel.so")]
         _run([clang, *flags, "-I", str(SHIM), *link])
 
