@@ -118,12 +118,11 @@ def _load_kept(reason: str) -> ModuleType:
 
 def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:
     """The kernels of a cache entry, which is compiled if it is missing or damaged."""
-    if entry.is_whole():
-        with suppress(Unavailable):
-            return check_kernels(_load(entry.library))
-    elif reason := entry.read_failure():
-        raise Unavailable(reason)
+    if kept := _load_whole(entry):
+        return kept
     with entry.building() as unfinished:
+        if kept := _load_whole(entry):  # another process compiled it in the meantime
+            return kept
         _compile(recipe, unfinished)
         try:
             check_kernels(_load(unfinished))
@@ -132,6 +131,16 @@ def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:
             raise
         entry.store(unfinished)
     return _load(entry.library)
+
+
+def _load_whole(entry: Entry) -> ModuleType | None:
+    """The kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
+    if entry.is_whole():
+        with suppress(Unavailable):
+            return check_kernels(_load(entry.library))
+    elif reason := entry.read_failure():
+        raise Unavailable(reason)
+    return None
 
 
 def _compile(recipe: Recipe, library: Path) -> None:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+from filelock import FileLock
 
 from .process_directory import process_directory, remove_abandoned
 
 NAME = "gearbx-mlx"
 BUILDING, PRIVATE = ".building-", f"{NAME}-kernels-"  # how the names of a process's directories begin
+BUILDING_LOCK = ".lock"
 
 
 class CacheUnusable(Exception):
@@ -60,8 +62,11 @@ class Entry:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """A path for a new library, in a directory beside the cached ones that is removed afterwards."""
-        with process_directory(self.library.parent, BUILDING) as directory:
+        """A path for a new library, in a directory beside the cached ones that is removed afterwards.
+
+        One process builds at a time. Those that wait for it should look again whether the library is whole.
+        """
+        with FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600), process_directory(self.library.parent, BUILDING) as directory:
             yield directory / self.library.name
 
     def store(self, unfinished: Path) -> None:
