@@ -4,8 +4,10 @@ import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
+import object_store
 import pytest
 from architectures import CONFIGS, as_initialised
 from architectures import VOCABULARY as VOCABULARY
@@ -151,6 +154,42 @@ def native(afresh):
     reason = cpu.why_not()
     assert reason is None, reason
     return cpu.native()
+
+
+MARKED = re.compile(r"^pytestmark = (\[.*?\]|.*?)$", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even import a file whose tests all stand behind a marker that `-m "not (...)"` leaves out.
+
+    Some need packages that take seconds to import.
+    """
+    asked = config.option.markexpr
+    if collection_path.suffix == ".py" and asked.startswith("not "):
+        marked = re.findall(r"mark\.(\w+)", " ".join(MARKED.findall(collection_path.read_text(encoding="utf-8"))))
+        return True if {*marked} & {*re.findall(r"\w+", asked)} else None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a function with the mark `some(n)`, n cases run by default, evenly spread; the others are marked `matrix`."""
+    cases = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("some"):
+            cases[item.nodeid.split("[")[0], mark.args[0]].append(item)
+    for (_, n), of_one in cases.items():
+        chosen = {len(of_one) * i // n for i in range(n)}
+        for index, item in enumerate(of_one):
+            if index not in chosen:
+                item.add_marker(pytest.mark.matrix)
+
+
+def pytest_sessionstart(session):
+    """Compile the native kernels before the workers start, which would each wait for the other."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        object_store.forget_unused()
+        cpu.why_not()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -11,6 +11,18 @@ from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.commands.server import serving
 
 WORD_PROBLEM = "Tom has 5 apples and buys 7 more."
+MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+TEMPLATE = (
+    "{% if tools %}Tools: {{ tools }}\n<tool_call>{{ '{tool_call.name}' }}</tool_call>\n{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}Answer:"
+)
 
 
 @contextlib.contextmanager

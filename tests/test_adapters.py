@@ -97,6 +97,7 @@ def far(a: mx.array, b: mx.array) -> float:
     return mx.abs(a - b).max().item()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "tied"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
@@ -110,6 +111,7 @@ def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
     assert far(model(PROMPT), expected) <= (2e-6 if architecture == "qwen2" else 0)  # a bias is added in another place
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("format", LADDERS)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -138,6 +140,7 @@ def test_an_affine_gear_is_mlx_lms_adapter_over_the_quantized_model(adapted, kin
     assert far(model(PROMPT), reference(PROMPT)) < 2e-6
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("geared", [False, True])
@@ -168,6 +171,7 @@ def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
     assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(
@@ -226,6 +230,7 @@ def test_fused_before_the_conversion_it_says_the_same(adapted, tmp_path, kind):
     assert far(logits, inside(PROMPT)) < 32 * 2.0**-24 * mx.abs(logits).max().item()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_every_mode_runs_and_lossless_writes_the_top_gears_text(adapted, kind, kernels):
@@ -311,6 +316,7 @@ def test_it_is_put_on_embeddings_that_are_packed_in_the_checkpoint(tmp_path, kin
         assert mx.array_equal(gearbox.model(PROMPT), expected.model(PROMPT))
 
 
+@pytest.mark.slow
 def test_it_is_trained_in_compiled_steps_and_not_removed(adapted):
     model = loaded(*adapted("lora"))
     Gearbox(model, "4,16").shift("low")

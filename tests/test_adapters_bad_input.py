@@ -36,6 +36,7 @@ class TestRefused:
         assert len(done.err.splitlines()) == 1
         assert all(str(word) in done.err for word in (adapter, *words)), done.err
 
+    @pytest.mark.some(10)
     @pytest.mark.parametrize(
         ("change", "words"),
         [

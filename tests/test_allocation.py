@@ -193,6 +193,7 @@ class TestCommand:
         assert made.gears[4].kl > made.gears[8].kl >= 0
         assert "uniform 4 bits: 4.500" in result.err
 
+    @pytest.mark.slow
     def test_targets(self, command, manifest, tmp_path):
         result = self.run(command, manifest, tmp_path, "--gears", "3,4,16", "--target-bpw", "4,6", "--exchanges", 0)
         assert result.status == 0, result.err

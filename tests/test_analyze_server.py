@@ -78,6 +78,7 @@ def test_it_writes_trace_summary_and_pictures(asked):
     assert f"{low:.2f} to {high:.2f} bits" in result.err
 
 
+@pytest.mark.slow
 def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked):
     """After two tokens: a shift acts as late as in mode route."""
     with fake_server(chatting(lambda body: chat_stream(*[PAIR] * 6), VOCABULARY)) as fake:
@@ -110,6 +111,7 @@ def normalised(logprobs: mx.array) -> list[float]:
     return sorted((exact - mx.logsumexp(exact)).tolist(), reverse=True)
 
 
+@pytest.mark.slow
 def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
     """Every token is listed, so that both bounds are the entropy; the gears are those of mode route."""
     names = [f"t{i}" for i in range(4096)]
@@ -127,6 +129,7 @@ def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
     assert result.summary["undecided_share"] == 0
 
 
+@pytest.mark.slow
 def test_every_field_is_described(asked):
     with fake_server(chatting(lambda body: chat_stream(PAIR), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
@@ -135,6 +138,7 @@ def test_every_field_is_described(asked):
     assert set(result.summary) == described_fields(heading, table=1, page="docs/servers.md")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("reply", "words", "came"),
     [
@@ -174,6 +178,7 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
     assert result.files == sorted(["trace.jsonl", "summary.json", *(PICTURES if came else ())])
 
 
+@pytest.mark.slow
 def test_pictures_of_an_earlier_run_go_and_every_prompt_that_was_asked_counts(asked):
     """Here the server fails at the first prompt, so that nothing is there to draw."""
     good, busy = chat_stream(PAIR), refused("busy", 503)
@@ -185,6 +190,7 @@ def test_pictures_of_an_earlier_run_go_and_every_prompt_that_was_asked_counts(as
     assert second.files == ["summary.json", "trace.jsonl"]
 
 
+@pytest.mark.slow
 def test_files_keep_the_prompts_before_the_one_that_failed(asked):
     replies = iter([chat_stream(PAIR), chat_stream(PAIR, PAIR), refused("overloaded", 503)])
     with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
@@ -232,6 +238,7 @@ def test_a_server_that_accepts_and_says_nothing(asked):
     assert "no token for 0.2 s; give it more time with --server-timeout" in errors(result)[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_stalls_in_the_midst(asked):
     first = [f"data: {json.dumps(chat_event(chat_entry(PAIR)))}\n\n".encode()]
     replies = iter([chat_stream(PAIR), Answer(slowly(first, 2), kind=EVENTS)])
@@ -253,6 +260,7 @@ def test_a_server_that_sends_and_sends_and_no_token_among_it(asked, noise):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_came(asked, tmp_path):
     """Ctrl-C comes when two tokens are written, and the server goes on to send nothing."""
     event = f"data: {json.dumps(chat_event(chat_entry(PAIR)))}\n\n".encode()
@@ -284,6 +292,7 @@ def test_an_answer_that_never_ends_ends_after_as_many_tokens_as_were_asked_for(a
     assert (result.status, len(result.records)) == (0, 16)
 
 
+@pytest.mark.slow
 def test_an_unknown_vocabulary_is_assumed_large_and_said(asked):
     with fake_server(chatting(lambda body: chat_stream(PAIR))) as fake:
         assumed = asked(fake.url + "/v1")
@@ -295,6 +304,7 @@ def test_an_unknown_vocabulary_is_assumed_large_and_said(asked):
     assert given.records[0]["entropy_low"] == assumed.records[0]["entropy_low"]
 
 
+@pytest.mark.slow
 def test_the_key_of_the_environment_is_sent_and_in_no_file(asked, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-environment")
     with fake_server(chatting(lambda body: chat_stream(PAIR))) as fake:
@@ -346,6 +356,7 @@ def mlx_lm_url():
 class TestMlxLmServer:
     """The demo model, which lists 11 log-probabilities in bfloat16, and none in streams."""
 
+    @pytest.mark.slow
     def test_bounds_bracket_the_entropies_of_the_same_text(self, asked, command, mlx_lm_url, tmp_path):
         flags = "--ignore-chat-template", "--max-tokens", 40, "--initial-gear", "low"
         remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
@@ -361,6 +372,7 @@ class TestMlxLmServer:
         assert remote.summary["top_logprobs"] == 11
         assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
 
+    @pytest.mark.slow
     def test_chats_are_answered_too(self, asked, mlx_lm_url):
         result = asked(mlx_lm_url + "/v1", "--vocab-size", 4096)
         assert result.status == 0, result.err

@@ -41,7 +41,15 @@ def logits(model: nn.Module) -> np.ndarray:
     return np.array(model(mx.array([PROMPT]))[0].astype(mx.float32))
 
 
-@pytest.fixture(scope="module", params=installed())
+# By default one of each kind: dense, experts, latent attention, states, windows, wrapped, with tables of its own.
+FEW = {
+    *("llama", "phi3", "gpt2", "gemma3_text", "gemma3n", "olmo2", "cohere2"),
+    *("qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "falcon_h1", "rwkv7"),
+}
+CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in installed()]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def built(request, demo):
     """A model in a gearbox, with the logits that it has without one; tests leave it in any gear."""
     name = request.param

@@ -50,6 +50,7 @@ def test_a_flipped_bit_is_found_when_its_gear_is_engaged(geared):
     gearbox.shift(16)  # whose arrays are whole
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_array_is_compared(tmp_path, format, tied):

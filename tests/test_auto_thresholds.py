@@ -33,6 +33,7 @@ def by_hand(model, tokens):
     return min(low, 0.06 * ceiling), min(high, 0.12 * ceiling)
 
 
+@pytest.mark.slow
 def test_they_are_the_percentiles_of_the_prompt_in_the_top_gear_with_caps(tokenizer):
     gearbox, tokens = new_gearbox(), tokenizer.encode(PROMPT)
     gearbox.shift("low")
@@ -43,6 +44,7 @@ def test_they_are_the_percentiles_of_the_prompt_in_the_top_gear_with_caps(tokeni
     assert found.thresholds == pytest.approx(by_hand(gearbox.model, tokens), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_short_prompt_leaves_it_to_three_short_prompts(tokenizer):
     found = auto_thresholds(new_gearbox(), tokenizer, [1, 2])
     low, high = found.thresholds
@@ -57,6 +59,7 @@ def test_they_are_found_once_for_a_gearbox(tokenizer):
     assert auto_thresholds(gearbox, tokenizer, "Once upon a time there was a king who had three sons.") is first
 
 
+@pytest.mark.slow
 def test_a_text_is_the_one_with_these_thresholds_given(tokenizer):
     gearbox = new_gearbox()
 
@@ -81,6 +84,7 @@ def test_another_word_is_refused(tokenizer):
         list(stream_generate(gearbox.model, tokenizer, PROMPT, 2, mode=Route(thresholds="easy"), gearbox=gearbox))
 
 
+@pytest.mark.slow
 def test_generate_says_what_it_found_and_analyze_writes_it(command, tmp_path):
     done = command("generate", "--thresholds", "auto", "--prompt", PROMPT, "-m", "4")
     assert done.status == 0, done.err

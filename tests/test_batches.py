@@ -57,6 +57,7 @@ def text_of(responses):
     return "".join(response.text for response in responses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gear", ["low", "high"])
 def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(written, alone, gear):
     batch = written(mode=Static(gear), max_tokens=ROOM, return_token_ids=True)

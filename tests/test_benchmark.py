@@ -22,6 +22,7 @@ def small_sums(monkeypatch):
     monkeypatch.setattr(machine, "READ", 2**20)
 
 
+@pytest.mark.slow
 def test_kernels(command, tmp_path):
     result = command(
         "benchmark",
@@ -62,6 +63,7 @@ def test_kernels(command, tmp_path):
     assert "| affine" in result.out
 
 
+@pytest.mark.slow
 def test_threads(command, tmp_path):
     file, picture = tmp_path / "t.json", tmp_path / "t.svg"
     sizes = "--rows", 64, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
@@ -114,6 +116,7 @@ def test_routing(command, tmp_path):
         assert row["seconds_of_mlx_lm"] > 0
 
 
+@pytest.mark.slow
 def test_mixture(command, tmp_path):
     file = tmp_path / "m.json"
     arguments = "--model", DEMO_MODEL, "--tokens", 40, "--run", 5, "--trials", 3, "--json", file
@@ -150,6 +153,7 @@ def test_a_mixture_that_cannot_be(command, flags, message):
     assert (done.status, done.err) == (2, f"error: {message}\n")
 
 
+@pytest.mark.slow
 def test_decode(command, tmp_path):
     result = command(
         "benchmark",
@@ -229,6 +233,7 @@ def test_bad_input_is_one_line(command, arguments, words):
     assert words in result.err
 
 
+@pytest.mark.slow
 def test_batches_beside_mlx_lms(command, tmp_path):
     arguments = "batch", "--shape", "256x2", "--gears", "4,16", "--tokens", 3, "--trials", 1, "--batch-size", "1,2"
     done = command("benchmark", *arguments, "--json", tmp_path / "batch.json")

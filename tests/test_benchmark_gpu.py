@@ -37,6 +37,7 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("what", [KERNELS, ("decode", *MODEL), ("token", *MODEL), ("routing", *MODEL)])
 def test_a_gpu_needs_no_compiler(command, tmp_path, what):

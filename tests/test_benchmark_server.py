@@ -13,6 +13,8 @@ from gearbx_mlx.commands.benchmark.server.crowd import Outcome, any_of, crowd, e
 from gearbx_mlx.commands.benchmark.server.rows import row
 from gearbx_mlx.commands.benchmark.server.soak import memory_rows, requests_of, unlike_row
 
+pytestmark = pytest.mark.processes
+
 WORDS = WORD_PROBLEM.split() * 20
 
 

@@ -85,6 +85,7 @@ class TestBits:
     def test_are_those_of_the_operations(self, architecture, change, calls):
         check_every_gear(boxed(architecture, change), calls)
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("format", FORMATS)
     @pytest.mark.parametrize("activations", ["float", "int16", "int8"])
     def test_of_every_format(self, format, activations, calls):

@@ -69,11 +69,13 @@ def told(command, tmp_path, *flags):
     return [record["token"] for record in records], [record.get("decision", {}).get("moved") for record in records]
 
 
+@pytest.mark.slow
 def test_the_manifest_lies_in_the_checkpoint(files):
     inside = json.loads((files.checkpoint / "precision.json").read_text())
     assert inside["layers"] == json.loads(files.manifest.read_text())["layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
     flags = ["--machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8", "--cap-bits", "5"]

@@ -59,6 +59,7 @@ def answers_of(session, *messages: str) -> list[str]:
 
 
 class TestTurns:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
     def test_the_next_answer_is_that_of_a_chat_without_a_cache(self, whole, capsys, flags):
         with chat(**flags) as session:
@@ -70,6 +71,7 @@ class TestTurns:
         assert read < len(before) / 2
         assert answered["content"] == as_without_a_cache(whole, asked, 24)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("tokens", [1, 7])
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
     def test_so_it_is_after_ctrl_c_in_the_middle_of_an_answer(self, whole, pressed, capsys, flags, tokens):
@@ -161,6 +163,7 @@ class TestTurns:
                 session.conversation.turns += anew
                 assert answers_of(session, "three") == answers[2:]
 
+    @pytest.mark.slow
     def test_ctrl_c_just_as_an_answer_ends_loses_nothing(self, whole, pressed):
         with caught() as ctrl_c, chat(ctrl_c, gears="16") as session:
             out = pressed(25)  # 24 tokens, and the line's end

@@ -30,12 +30,14 @@ def whole(demo, geared_demo):
 
 
 class TestPipes:
+    @pytest.mark.slow
     def test_every_line_is_answered_and_an_empty_one_does_nothing(self):
         done = piped(f"{ASKED}\n\n   \n{MORE}\r\nlast without end")
         assert (done.status, answers(done)) == (0, 3)
         assert done.out.count("\n") >= 3
         assert ">>" not in done.err
 
+    @pytest.mark.slow
     def test_mistakes_are_one_line_each_and_the_chat_goes_on(self):
         done = piped(
             b"\xff\xfe no text\n/geer low\n/gear\n/gear nine\n/mode pair\n/mode rout\n/mode route --thresholds x\n"
@@ -106,13 +108,16 @@ class TestPipes:
         assert shown[0] == "error: ZeroDivisionError: division by zero (GEARBX_TRACEBACK=1 shows where)"
         assert " written" in shown[1]
 
+    @pytest.mark.slow
     def test_any_blank_ends_the_name_of_a_command(self):
         done = piped("/gear\tlow\n/gear \t high\n")
         assert done.err == "every token in gear low\nevery token in gear high\n"
 
+    @pytest.mark.slow
     def test_a_space_in_front_makes_a_message_of_a_command(self):
         assert answers(piped(" /gear low\n")) == 1
 
+    @pytest.mark.slow
     def test_a_full_context_is_named_and_reset_empties_it(self):
         done = piped(f"{'apples and pears ' * 300}\n{MORE}\n{'word ' * 230}\n{MORE}\nr\n{MORE}\n", "-m", "-1")
         errors = [line for line in done.err.splitlines() if line.startswith("error")]
@@ -125,10 +130,12 @@ class TestPipes:
         alone = piped(f"{MORE}\n", "-m", "-1").err.splitlines()[-1]
         assert done.err.splitlines()[-1].split(" written")[0] == alone.split(" written")[0]
 
+    @pytest.mark.slow
     def test_strange_text_is_answered(self):
         done = piped("a\x00b\x07\x1b[31m\u202e é漢🙂 <|endoftext|>\n{{ bos_token }} {% raw %}\n")
         assert (done.status, answers(done)) == (0, 2)
 
+    @pytest.mark.processes
     def test_closed_standard_input_is_a_users_mistake(self):
         line = f"exec {sys.executable} -m gearbx_mlx.chat <&-"
         done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300)
@@ -274,6 +281,7 @@ class TestCommands:
         assert (done.status, done.out) == (2, "")
         assert f"{file}: not a prompt cache (" in done.err
 
+    @pytest.mark.slow
     def test_the_controller_caps_in_a_chat_and_refuses_other_modes(self):
         done = piped(f"{ASKED}\n/mode lossless\n/gear low\n{MORE}\n", "--target-tps", "1000", "--gears", "4,16")
         assert (done.status, answers(done)) == (0, 2)

@@ -15,6 +15,8 @@ from pseudo_terminal import PseudoTerminal
 from gearbx_mlx.cli.line_input import history_file
 from gearbx_mlx.loading import DEMO_MODEL
 
+pytestmark = pytest.mark.processes
+
 CHAT = [sys.executable, "-m", "gearbx_mlx.chat", "--gears", "3,16"]
 DONE = r"\d+ read, \d+ written[^\n]*/token\n"
 STOPPED = r"\d+ read, (\d+) written \(stopped\)"

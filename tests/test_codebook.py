@@ -258,6 +258,7 @@ class TestModules:
         assert module(x.astype(mx.bfloat16)).dtype == mx.bfloat16 or bias
         assert not module.trainable_parameters()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("name", "bits"), CASES)
     def test_experts_agree_with_linears_one_by_one(self, name, bits):
         experts = SwitchLinear(150, 12, num_experts=8, bias=True)

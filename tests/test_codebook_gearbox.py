@@ -14,6 +14,7 @@ FORMATS = ("codebook", "codebook-library")
 
 
 class TestGearbox:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_architecture_runs_and_comes_back(self, architecture):
         model = tiny_model(architecture)
@@ -28,6 +29,7 @@ class TestGearbox:
         assert same_weights(weights_of(model), before)
         assert mx.array_equal(model(PROMPT), logits).item()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FORMATS)
     def test_a_hundred_random_shifts(self, name):
         gearbox = Gearbox(tiny_model(), "2,3,4,16", format=name)
@@ -58,6 +60,7 @@ class TestGearbox:
             gearbox.shift(gear)
             assert mx.array_equal(gearbox.model(PROMPT), expected).item()
 
+    @pytest.mark.slow
     def test_it_writes_text_on_the_demo_model(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,16", format="codebook")
         prompt = "Question: Tom has 3 apples and buys 4 more. How many apples does he have?\nAnswer:"
@@ -98,6 +101,7 @@ class TestGearbox:
         assert gearbox.bits_per_weight(low) > expected[0]
         assert gearbox.weight_bytes_per_token(low) > expected[1]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", FORMATS)
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_weights_that_are_not_finite(self, name, value):

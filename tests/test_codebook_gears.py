@@ -25,6 +25,7 @@ def test_low_in_a_ladder(command, tmp_path):
     assert set(gears) == {"low", "high"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_drafts_in_lossless_mode(format, kernels):
@@ -37,6 +38,7 @@ def test_drafts_in_lossless_mode(format, kernels):
     assert not mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
 
 
+@pytest.mark.slow
 def test_compared_in_evaluate(command, tmp_path):
     model, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
     save_model(tiny_model(vocab_size=4096), model)
@@ -55,6 +57,7 @@ class TestChoices:
     GIVEN = ("--outlier-sigma", "2.5", "--library-group", "32", "--library-size", "8", "--lloyd-rounds", "3")
     NAME = "codebook-library:group=32,library=8,rounds=3,sigma=2.5"
 
+    @pytest.mark.slow
     def test_a_checkpoint_records_them_and_reads_them_back(self, command, tmp_path):
         model, out = tmp_path / "model", tmp_path / "out"
         save_model(tiny_model(vocab_size=4096), model)

@@ -28,6 +28,7 @@ def heavy(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_t(4, shape) * 0.02).astype(np.float32)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(CASES), st.integers(1, 9), st.integers(1, 700), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(native, case, rows, width, vectors, seed):
@@ -105,6 +106,7 @@ def test_arguments_that_do_not_go_together(native):
         native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["codebook", "codebook-library"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_a_model_differs_from_mlx_in_last_bits_only(native, format, dtype):
@@ -121,6 +123,7 @@ def test_a_model_differs_from_mlx_in_last_bits_only(native, format, dtype):
     assert "q_proj: 2, 4, 16; native" in fast.describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["codebook", "codebook-library"])
 def test_a_mixture_of_experts_differs_from_mlx_in_last_bits_only(native, format):
     stock, fast = (
@@ -134,6 +137,7 @@ def test_a_mixture_of_experts_differs_from_mlx_in_last_bits_only(native, format)
             assert mx.allclose(fast.model(tokens), stock.model(tokens), rtol=1e-4, atol=1e-5).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["codebook", "codebook-library"])
 def test_activations_stay_as_they_are_and_whoever_asks_for_less_is_warned(native, format):
     with pytest.warns(GearbxWarning, match="codebooks take activations as they are"):

@@ -94,6 +94,7 @@ class TestSelection:
         assert selection.bits["a.q_proj"] == 16
         assert selection.choices[0].effective_bits == 16
 
+    @pytest.mark.slow
     def test_measured_on_a_model_and_engaged(self):
         model = tiny_model("qwen3_moe", num_experts=8)
         layers, _ = discover(model, format=get_format("codebook"))
@@ -144,6 +145,7 @@ class TestSelection:
             with pytest.raises(GearbxError, match=f"XFP_MIN_COS_LAZY is '?{text}'?; give a cosine between 0 and 1"):
                 Floors.chosen()
 
+    @pytest.mark.slow
     def test_weights_that_are_not_finite(self):
         model = tiny_model()
         model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
@@ -244,6 +246,7 @@ class TestHProcess:
         spike = encoding_spike(layers, get_format("codebook"), 4)
         assert spike > 2 * max(e.module.weight.nbytes for e in layers)
 
+    @pytest.mark.slow
     def test_end_to_end_on_the_demo_model(self, fresh_demo):
         model, format = fresh_demo.model, get_format("codebook")
         texts = [
@@ -315,6 +318,7 @@ class TestFitting:
         with pytest.raises(GearbxError, match="is no size; give bytes such as 3GB"):
             parse_bytes(text)
 
+    @pytest.mark.slow
     def test_a_budget_on_a_model(self):
         model = tiny_model(dtype=mx.bfloat16)
         before = model(mx.array([[1, 2, 3]]))
@@ -347,6 +351,7 @@ class TestFlags:
         with pytest.raises(GearbxError, match=words):
             BudgetSettings(memory_budget=budget, reserve=text).budget("codebook", FloorSettings())
 
+    @pytest.mark.slow
     def test_bits_by_floors(self, command):
         done = command(
             *("generate", "--format", "codebook", "--gears", "2,16", "--manage", "attention"),

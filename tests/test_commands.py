@@ -85,12 +85,14 @@ class TestGenerate:
         result = command("generate", "--gears", 16, "--ignore-chat-template", "-p", prompt, "-m", 30)
         assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=30) + "\n"
 
+    @pytest.mark.slow
     def test_the_chat_template_is_used_as_in_mlx_lm(self, command, demo):
         question = "Ann has 3 cats. How many legs do they have?"
         text = demo.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         result = command("generate", "--gears", 16, "-p", question, "-m", 30)
         assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, text, max_tokens=30) + "\n"
 
+    @pytest.mark.slow
     def test_plain_when_piped_and_tinted_on_demand(self, command):
         plain = command("generate", "-m", 12)
         tinted = command("generate", "-m", 12, "--color", "always")
@@ -105,6 +107,7 @@ class TestGenerate:
         assert summary["effective_bits_per_weight"] == pytest.approx(4.5)
         assert summary["weight_bytes_per_token"] == summary["weight_bytes_per_token_top"]
 
+    @pytest.mark.slow
     def test_telemetry_only_by_flag_changes_no_token(self, command, tmp_path):
         arguments = ("-m", 30, "--dtype", "bfloat16")
         plain = command("generate", "--gears", 16, *arguments)
@@ -140,6 +143,7 @@ class TestGenerate:
         summary = read_json(tmp_path / "s.json")
         assert summary["prompt_tokens"] + summary["tokens"] <= 512
 
+    @pytest.mark.slow
     def test_thresholds_from_numbers(self, command, tmp_path):
         command(
             "generate", "-m", 20, "--thresholds", "0.001,0.002", "--initial-gear", "high", "--summary", tmp_path / "a"
@@ -148,6 +152,7 @@ class TestGenerate:
         assert read_json(tmp_path / "a")["gear_tokens"]["low"] <= 4
         assert read_json(tmp_path / "b")["gear_tokens"] == {"low": 20, "mid": 0, "high": 0}
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise"])
     def test_every_format_and_residency_runs(self, command, format, residency, tmp_path):
@@ -189,6 +194,7 @@ class TestGenerate:
         assert (summary["managed_layers"], summary["unmanaged_layers"]) == (13, 2)
         assert "2: input width 172 is not a multiple of the group size 64" in result.err
 
+    @pytest.mark.slow
     def test_a_prompt_cache_goes_on_where_it_ended_as_in_mlx_lm(self, command, demo, tmp_path):
         from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
@@ -204,6 +210,7 @@ class TestGenerate:
         expected = mlx_lm.generate(demo.model, demo.tokenizer, tokens, max_tokens=20, prompt_cache=cache)
         assert result.out == expected + "\n"
 
+    @pytest.mark.slow
     def test_settings_of_a_thresholds_file_are_used_unless_given(self, command, tmp_path):
         command("calibrate", "--out", tmp_path / "t.json", "-m", 30, "--min-gear-duration", 1000)
         arguments = (
@@ -244,6 +251,7 @@ class TestGenerate:
 
 
 class TestCalibrateAndAnalyze:
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", ["share", "percentile", "median", "manual"])
     def test_thresholds_go_from_calibrate_to_generate(self, command, method, tmp_path):
         file = tmp_path / "thresholds.json"
@@ -255,6 +263,7 @@ class TestCalibrateAndAnalyze:
         assert sum(content["shares"]) == pytest.approx(1)
         assert command("generate", "-m", 10, "--thresholds", file).status == 0
 
+    @pytest.mark.slow
     def test_a_wanted_share_is_reached_in_telemetry(self, command, held_out, tmp_path):
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("\n".join(json.dumps({"question": row["question"]}) for row in held_out[:6]))
@@ -276,6 +285,7 @@ class TestCalibrateAndAnalyze:
         shares = [count / summary["tokens"] for count in summary["gear_tokens"].values()]
         assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.08)
 
+    @pytest.mark.slow
     def test_analyze_writes_trace_summary_and_pictures(self, command, four_bit, tmp_path):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
@@ -293,6 +303,7 @@ class TestCalibrateAndAnalyze:
             assert len(picture) > 5000
             assert str(tmp_path / "out" / f"{name}.png") in result.out
 
+    @pytest.mark.slow
     def test_a_log_says_how_far_they_are(self, command, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SHORT", 0)
         monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
@@ -308,6 +319,7 @@ class TestCalibrateAndAnalyze:
 
 
 class TestFromAProgram:
+    @pytest.mark.slow
     def test_analyze_returns_the_summary_and_prints_nothing(self, tmp_path, capsys):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("Once upon a time\nTom has 3 apples.\n")
@@ -316,6 +328,7 @@ class TestFromAProgram:
         assert summary == read_json(tmp_path / "out" / "summary.json")
         assert (summary["prompts"], list(summary["gear_tokens"])) == (1, ["low", "high"])
 
+    @pytest.mark.slow
     def test_calibrate_returns_a_file_and_writes_it_where_that_is_asked_for(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         found = calibrate(gears="4,16", max_tokens=20, window=2)

@@ -120,6 +120,7 @@ def test_the_name_of_the_processor(monkeypatch, tmp_path):
     assert target.processor_features().endswith(" Apple M2 Pro")
 
 
+@pytest.mark.processes
 def test_threads_are_for_performance_cores(tmp_path):
     """The lines for macOS, compiled here over a system call that stands for its own."""
     if target.this_target().is_mac:

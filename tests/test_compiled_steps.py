@@ -31,6 +31,7 @@ def compiling(monkeypatch):
     return gearbox, logits, compiled
 
 
+@pytest.mark.slow
 def test_every_gear_has_compiled_steps_of_its_own(compiling):
     gearbox, logits, compiled = compiling
     expected = {gear: logits(gear) for gear in ("high", "low", "mid")}
@@ -42,6 +43,7 @@ def test_every_gear_has_compiled_steps_of_its_own(compiling):
     assert [module._step for module in gearbox.model.modules() if "_step" in vars(module)] == steps  # not compiled anew
 
 
+@pytest.mark.slow
 def test_a_partly_accepted_draft_leaves_nothing_of_it_in_them(compiling):
     gearbox, _, compiled = compiling
     compiled()

@@ -118,6 +118,7 @@ class TestPID:
 
 
 class TestController:
+    @pytest.mark.slow
     @given(
         target=st.floats(0.3, 4.0),
         slower=st.floats(0.5, 3.0),
@@ -139,6 +140,7 @@ class TestController:
         assert np.all(changes >= 0) or np.all(changes <= 0)  # last corrections, never there and back
         assert len({*plant.positions[-60:]}) == 1  # and then not a single one
 
+    @pytest.mark.slow
     @given(
         target=st.floats(0.8, 1.8), noise=st.floats(0.0, 0.5), slower=st.floats(0.2, 5.0), seed=st.integers(0, 2**31)
     )
@@ -150,6 +152,7 @@ class TestController:
             assert 0 <= controller.position <= controller.schedule.last
             assert {*controller.caps.values()} <= {5, 6, 8}
 
+    @pytest.mark.some(8)
     @pytest.mark.parametrize("overhead", [0.0, 0.3, 0.5])
     @pytest.mark.parametrize("target", [0.8, 1.0, 1.2, 1.5])
     @pytest.mark.parametrize("noise", [0.0, 0.05])

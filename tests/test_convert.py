@@ -62,6 +62,7 @@ def same_model(a: nn.Module, b: nn.Module) -> bool:
 
 
 class TestGearsFromDisk:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["mlx", "native"])
     @pytest.mark.parametrize("architecture", MODELS)
     @pytest.mark.parametrize("format", FORMATS)
@@ -141,6 +142,7 @@ class TestGearsFromDisk:
 
 
 class TestTheBase:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", MODELS)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     def test_is_a_4_bit_model_for_mlx_lm(self, convert, architecture, format):
@@ -188,6 +190,7 @@ class TestTheBase:
         made.shift(8)
         assert same_model(model, made.model)
 
+    @pytest.mark.slow
     def test_the_demo_model_tells_tales_in_it(self, command, tmp_path):
         out = tmp_path / "geared"
         assert command("convert", "--mlx-path", out).status == 0
@@ -206,6 +209,7 @@ class TestTheBase:
 
 
 class TestCommands:
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "telemetry-only"])
     def test_generate_has_its_ladder_from_the_checkpoint(self, geared, command, tmp_path, mode):
         summary = tmp_path / "summary.json"
@@ -216,6 +220,7 @@ class TestCommands:
         assert [gear["bits"] for gear in told["ladder"]] == [3, 4, 8, 16]
         assert told["mode"] == mode
 
+    @pytest.mark.slow
     def test_generate_writes_what_it_writes_with_the_original(self, command, tmp_path):
         geared = tmp_path / "geared"
         command("convert", "--gears", "3,4,8,16", "--mlx-path", geared, "--embeddings", "keep")
@@ -233,6 +238,7 @@ class TestCommands:
         done = command("generate", "--prompt", "x", "--model", geared, "--format", "affine")
         assert f"--format is affine, and the gears of {geared} have planes; leave out --format" in done.err
 
+    @pytest.mark.slow
     def test_evaluate_and_calibrate_take_it(self, geared, command, tmp_path):
         data = tmp_path / "text.txt"
         data.write_text("Once upon a time there was a king who had three daughters, and the youngest was so fair. " * 4)
@@ -268,6 +274,7 @@ def rows_of(card: str) -> dict[str, list[str]]:
 
 
 class TestModelCard:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("format", FORMATS)
     def test_has_the_sizes_of_every_gear(self, convert, format):
         _, out = convert("llama", "--format", format, "--gears", FORMATS[format])
@@ -345,6 +352,7 @@ class TestFunction:
 
 
 class TestBitsByQuality:
+    @pytest.mark.slow
     def test_floors_give_every_layer_its_bits(self, convert):
         _, out = convert("llama", "--format", "codebook", "--min-cos-strict", "0.97")
         report = json.loads((out / "selection.json").read_text())
@@ -354,6 +362,7 @@ class TestBitsByQuality:
         found = {layer["layer"]: layer["bits"] for layer in report["layers"]}
         assert found == {path: min(map(int, layer["gears"])) for path, layer in saved["layers"].items()}
 
+    @pytest.mark.slow
     def test_bits_that_were_found_are_not_looked_for_again(self, command, tmp_path, monkeypatch):
         save_model(tiny_model(), tmp_path / "original")
         flags = [
@@ -378,6 +387,7 @@ class TestBitsByQuality:
         assert done.status == 0, done.err
         assert (tmp_path / "out" / "selection.json").exists()
 
+    @pytest.mark.slow
     def test_a_budget_finds_the_floors(self, command, tmp_path):
         (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
         flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]

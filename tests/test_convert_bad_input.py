@@ -55,6 +55,7 @@ class TestLoading:
         assert str(error.value).count("\n") == 0
         assert str(directory) in str(error.value)
 
+    @pytest.mark.slow
     def test_a_base_that_changed(self, geared):
         model = mx.load(str(geared / "model.safetensors"))
         name = "model.layers.3.mlp.up_proj.scales"
@@ -108,6 +109,7 @@ class TestLoading:
 
 
 class TestConverting:
+    @pytest.mark.processes
     def test_a_kill_at_any_moment_and_the_same_command(self, whole, tmp_path, command):
         before, out = contents(DEMO_MODEL), tmp_path / "geared"
         arguments = [sys.executable, "-m", "gearbx_mlx.convert", "--device", "cpu", "--mlx-path", out]
@@ -171,6 +173,7 @@ class TestConverting:
         assert command("convert", "--mlx-path", out).status == 0
         assert contents(out) == contents(whole)
 
+    @pytest.mark.processes
     @pytest.mark.parametrize("limit", [1_000, 500_000, 5_000_000])
     def test_files_that_may_not_grow(self, whole, tmp_path, command, limit):
         out = tmp_path / "geared"
@@ -188,6 +191,7 @@ class TestConverting:
         assert f"geared.incomplete: cannot be written ({reason}); mend that, and the same command goes on" in done.err
         assert not out.exists()
 
+    @pytest.mark.slow
     def test_a_beginning_of_another_conversion(self, tmp_path, command, monkeypatch):
         out = tmp_path / "geared"
         with monkeypatch.context() as patch:

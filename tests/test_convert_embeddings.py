@@ -60,6 +60,7 @@ def gearbox_of(directory, ladder=None, **keywords: object) -> Gearbox:
 
 
 class TestTheBase:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("name", TABLES)
     def test_has_the_size_of_what_mlx_lm_converts_to(self, convert, tmp_path, name, format):
@@ -78,6 +79,7 @@ class TestTheBase:
         stock.set_dtype(mx.float32)
         assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT)).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", TABLES)
     def test_is_run_by_mlx_lm_as_our_lowest_gear(self, convert, name):
         _, out = convert(name, dtype="float32")  # MLX's kernels of a CPU are slow in half precision
@@ -121,6 +123,7 @@ class TestTheBase:
 
 
 class TestGears:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kernels", ["mlx", "native"])
     @pytest.mark.parametrize("name", TABLES)
     def test_above_the_lowest_are_those_of_the_original_bit_for_bit(self, convert, name, kernels):
@@ -141,6 +144,7 @@ class TestGears:
         assert saved.fingerprint == made.fingerprint
         assert saved.bits_per_weight(saved.ladder[0]) == made.bits_per_weight(made.ladder[0])
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["untied", "tied", "gemma4"])
     @pytest.mark.parametrize("format", FORMATS)
     def test_the_top_one_is_the_original_in_every_format(self, convert, name, format):
@@ -151,6 +155,7 @@ class TestGears:
         model.set_dtype(saved.compute_dtype)
         assert mx.array_equal(saved.model(PROMPT), model(PROMPT)).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["untied", "tied"])
     @pytest.mark.parametrize("format", WITHOUT_ORIGINAL)
     def test_the_top_one_has_exact_rows_without_a_gear_of_16_bits(self, convert, name, format):
@@ -172,6 +177,7 @@ class TestGears:
         expected = made.model(PROMPT)
         assert mx.allclose(model(PROMPT).astype(mx.float32), expected.astype(mx.float32), atol=0.05).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("residency", ["host", "disk"])
     @pytest.mark.parametrize("name", ["tied", "gemma4"])
     def test_come_back_after_they_were_given_up(self, convert, name, residency):
@@ -202,6 +208,7 @@ class TestGears:
 
 
 class TestKeep:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("name", TABLES)
     def test_has_the_original_rows_in_every_gear(self, convert, name):
         source, out = convert(name, embeddings="keep")

@@ -40,6 +40,7 @@ def test_a_copy_of_a_wrapped_model_computes_the_same_and_changes_nothing_in_the_
     assert mx.array_equal(wrapped(PROMPT), logits)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("wrapper", [GearedModel, LosslessModel])
@@ -59,6 +60,7 @@ def test_logits_and_cache_have_the_type_that_the_model_is_given_later(wrapper, k
             assert model(PROMPT).dtype == dtype
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_gears_from_files_follow_too(tmp_path, kernels, tied):

@@ -259,6 +259,7 @@ class TestModel:
             Gearbox(tiny_model(), kernels="fast")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("flags", [["-mavx512f", "-mavx512vl", "-mavx512vnni"], ["-mavxvnni"]], ids=str)
 def test_integer_products_compile_for_newer_processors(tmp_path, flags):
     """Those of this machine may be older: what is compiled here is not run."""

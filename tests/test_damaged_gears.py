@@ -83,6 +83,7 @@ def refused(directory: Path, words: str = "") -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 class TestEveryFormat:
+    @pytest.mark.slow
     @SEARCH
     @given(data=st.data())
     def test_damage_is_refused_or_does_nothing(self, checkpoints, tmp_path_factory, format, data):
@@ -218,6 +219,7 @@ def begun(tmp_path_factory) -> Path:
 
 
 class TestTheJournalOfAConversion:
+    @pytest.mark.slow
     def test_continues_to_the_same_checkpoint(self, begun, tmp_path):
         whole = Converter(tiny_model(), PLAN, tmp_path / "whole")
         list(whole)
@@ -229,6 +231,7 @@ class TestTheJournalOfAConversion:
         for name in (BASE_FILE, "gears.safetensors", MANIFEST):
             assert (work / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
+    @pytest.mark.slow
     @SEARCH
     @given(data=st.data())
     def test_damage_is_refused_or_does_nothing(self, begun, tmp_path_factory, data):

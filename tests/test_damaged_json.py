@@ -90,6 +90,7 @@ class TestFiles:
         content, read = READERS[name]
         assert loads_or_is_refused(tmp_path / name, json.dumps(content), read)
 
+    @pytest.mark.some(3)
     @SEARCH
     @given(data=st.data())
     def test_damage_is_refused_or_does_nothing(self, tmp_path, name, data):
@@ -115,6 +116,7 @@ class TestLines:
         content, read = LINES[name]
         assert loads_or_is_refused(tmp_path / name, "\n".join(map(json.dumps, content)) + "\n", read)
 
+    @pytest.mark.some(3)
     @SEARCH
     @given(data=st.data())
     def test_damage_is_refused_or_does_nothing(self, tmp_path, name, data):

@@ -48,6 +48,7 @@ def test_its_tokenizer_reads_numbers_digit_by_digit_and_any_text_back(demo):
         assert demo.tokenizer.decode(demo.tokenizer.encode(text), skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_perplexity_on_problems_it_never_saw(demo, held_out):
     """Its card says how well it does on held-out training problems; on test problems it is not far off."""
     stated = float(re.search(r"\| gsm8k \|.*\| ([\d.]+) \|", (DEMO_MODEL / "README.md").read_text()).group(1))
@@ -55,6 +56,7 @@ def test_perplexity_on_problems_it_never_saw(demo, held_out):
     assert math.exp(mean_loss(demo.model, demo.tokenizer, held_out)) < 1.15 * stated
 
 
+@pytest.mark.slow
 def test_perplexity_in_every_gear(held_out):
     model, tokenizer = load()
     gearbox = Gearbox(model, "3,4,8,16", kernels="auto")
@@ -67,6 +69,7 @@ def test_perplexity_in_every_gear(held_out):
     assert perplexity[4] < perplexity[3] < perplexity[16] * 1.5
 
 
+@pytest.mark.slow
 def test_it_writes_worked_solutions(demo, held_out):
     from gearbx_mlx.decoding.stream import generate
 

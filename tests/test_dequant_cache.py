@@ -8,6 +8,7 @@ from gearbx_mlx.formats import with_cache
 PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "12")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["rowwise", "groupwise", "codebook", "codebook-library:sigma=2.5"])
 def test_the_text_is_that_without_the_cache(command, format):
     name, _, choice = format.partition(":sigma=")

@@ -33,6 +33,7 @@ def generating_elsewhere(monkeypatch):
     monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generation_stream", SimpleNamespace(device=other))
 
 
+@pytest.mark.processes
 def test_a_command_chooses_before_mlx_lm_is_imported():
     done = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True)
     assert done.stdout.split() == ["cpu", "False"]

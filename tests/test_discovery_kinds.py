@@ -35,6 +35,7 @@ def stacked(module: nn.Module, width: int, transpose: bool) -> mx.array:
 class TestHeads:
     """mlx-lm's MultiLinear: a matrix for each head, multiplied from either side."""
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("format", [name for name in FORMATS if name != "exact"])  # of bfloat16: test_exact
     def test_multiply_by_one_matrix_from_both_sides_in_every_format(self, format):
         model = latent()
@@ -60,6 +61,7 @@ class TestHeads:
         gearbox.shift("low")
         assert mx.array_equal(model(PROMPT), stock(PROMPT)).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("residency", ["resident", "disk"])
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise"])
     def test_come_from_a_geared_checkpoint(self, tmp_path, format, residency):

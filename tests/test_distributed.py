@@ -9,6 +9,8 @@ import pytest
 from conftest import save_model, tiny_model
 from ranks import Ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 GENERATE = ["-m", "gearbx_mlx.generate", "--gears", "4,8,16", "-m", "24"]
 TOKENS = ["--ignore-chat-template", "--prompt", "one two three"]
 

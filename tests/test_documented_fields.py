@@ -45,6 +45,7 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_every_field_of_the_summary_is_described(runs):
     energy = {"energy_joules_per_token", "energy_of"}  # which few machines report
     assert {name for run in runs for name in run.summary} | energy == described_fields("The summary")
@@ -68,6 +69,7 @@ def test_every_field_of_a_file_is_described(heading, kind):
     assert {item.encode_name for item in msgspec.structs.fields(kind)} == described_fields(heading)
 
 
+@pytest.mark.slow
 def test_every_field_of_an_evaluation_is_described(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a king who had three sons. The eldest was proud.", encoding="utf-8")

@@ -35,6 +35,7 @@ def directory(tmp_path_factory):
     return functools.cache(lambda page: Directory(page, tmp_path_factory.mktemp("page")))
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("line", RUN, ids=str)
 def test_a_line_runs_as_typed(line, directory):
     result = directory(line.page).result(line)

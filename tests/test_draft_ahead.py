@@ -69,6 +69,7 @@ def assert_same(ours, theirs):
 
 
 class TestTheTextIsTheTopGears:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_with_samplers_and_processors(self, kernels, sampler, processors):
@@ -80,6 +81,7 @@ class TestTheTextIsTheTopGears:
             lossless = LosslessModel(gearbox, InTurn(), prompt_tokens=5, draft_ahead=depth, **given)
             assert_same(written(lossless, **given), theirs)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["gemma3_text", "mamba", "lfm2", "mixtral"])
     @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(70)], ids=["short", "longer than the window"])
     def test_with_windows_states_and_experts(self, architecture, prompt):
@@ -90,6 +92,7 @@ class TestTheTextIsTheTopGears:
             lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
             assert [token for token, _ in written(lossless, prompt)[0]] == [token for token, _ in made]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "keywords",
         [
@@ -109,6 +112,7 @@ class TestTheTextIsTheTopGears:
             lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
             assert [token for token, _ in written(lossless, **fresh())[0]] == [token for token, _ in made]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("max_tokens", "stops"), [(1, False), (2, False), (7, False), (24, True)])
     def test_wherever_it_ends(self, geared_demo, demo, max_tokens, stops):
         tokenizer = copy.deepcopy(demo.tokenizer)
@@ -162,6 +166,7 @@ class TestDrafts:
             assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
         return found
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_are_the_same_at_every_depth(self, tiny, sampler, processors):
@@ -225,6 +230,7 @@ class TestWhatIsCounted:
         assert spent[0] < spent[1]
         assert spent[1] - spent[0] == pytest.approx(2 * 0.25 / 5, rel=0.2)  # both lean to the top gear alone
 
+    @pytest.mark.slow
     def test_summary_and_trace(self, command, tmp_path):
         summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
         flags = ("--mode", "lossless", "--cost", "bytes", "--draft-ahead", 2, "-m", 16, "--prompt", TALE)

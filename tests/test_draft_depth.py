@@ -75,6 +75,7 @@ def test_of_another_format_is_measured_too(on_gpu):
     assert len(names) == 2
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("damaged", [{}, {"x": 1.0}, {"0": 1.0, "two": 2.0}, {"99": 1.0}, {"-3": 1.0}])
 def test_a_damaged_entry_is_measured_again(on_gpu, damaged):
     depth(Gearbox(tiny_model(), "4,16"))

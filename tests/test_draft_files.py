@@ -22,6 +22,7 @@ TALE = "Once upon a time there was a king who"
 
 
 class TestDraftingFiles:
+    @pytest.mark.slow
     def test_what_ships_is_for_the_demo_model(self, fresh_demo):
         for made in shipped():
             gears = ",".join(map(str, made.gears))
@@ -50,6 +51,7 @@ class TestDraftingFiles:
             assert entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
             assert agrees == (mx.argmax(logits).item() == wanted)
 
+    @pytest.mark.slow
     def test_from_calibrate_to_generate(self, command, tmp_path):
         file, summary, trace = tmp_path / "d.json", tmp_path / "s.json", tmp_path / "t.jsonl"
         done = command("calibrate", "--mode", "lossless", "--gears", "3,5,16", "-m", 20, "--out", file)
@@ -81,6 +83,7 @@ class TestDraftingFiles:
             assert done.status == 2
             assert "quantized already" in done.err
 
+    @pytest.mark.slow
     def test_text_is_that_of_the_top_gear(self, command):
         outputs = [
             command("generate", "-m", 40, "--temp", 0.8, "--seed", 5, *arguments).out

@@ -39,6 +39,7 @@ def file_with(times):
 
 
 class TestMeasuring:
+    @pytest.mark.slow
     def test_a_pass_over_more_weights_takes_longer(self):
         model = tiny_model(hidden_size=512, intermediate_size=2048)
         gearbox = Gearbox(model, "4,16")
@@ -49,6 +50,7 @@ class TestMeasuring:
         assert verification[15] > verification[0]
         assert gearbox.gear == gearbox.ladder.top
 
+    @pytest.mark.slow
     def test_calibrate_writes_what_generate_reads(self, command, tmp_path):
         file = tmp_path / "d.json"
         flags = ("--mode", "lossless", "--gears", "3,16", "--format", "exact", "-m", 12, "--num-prompts", 2)

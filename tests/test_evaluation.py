@@ -49,6 +49,7 @@ def report(tmp_path_factory):
 
 
 class TestReport:
+    @pytest.mark.slow
     def test_every_policy_is_in_it_with_all_its_numbers(self, report):
         names = [row["name"] for row in report["policies"]]
         shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "position", "oracle")]
@@ -152,6 +153,7 @@ class TestSession:
     def run(self, command, small, out, *more):
         return evaluate(command, out, "--model", small, "--tokens", 40, "--context", 16, "--q-group-size", 32, *more)
 
+    @pytest.mark.slow
     def test_a_rerun_computes_nothing_again_and_may_add_to_the_report(self, command, small, tmp_path):
         out = tmp_path / "out"
         assert self.run(command, small, out, "--policy", "random", "--share", "0.5").status == 0
@@ -161,12 +163,14 @@ class TestSession:
         names = [row["name"] for row in json.loads((out / "evaluation.json").read_text())["policies"]]
         assert names == ["static-4", "static-8", "static-16", "random-0.5", "kickdown-0.5"]
 
+    @pytest.mark.slow
     def test_a_log_says_how_far_a_long_run_is(self, command, small, tmp_path, monkeypatch):
         monkeypatch.setattr(progress, "SHORT", 0)
         monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
         lines = self.run(command, small, tmp_path / "out", "--policy", "random", "--share", "0.5").err.splitlines()
         assert {"reference: 40 of 40", "static-4: 20 of 40", "random-0.5: 40 of 40"} <= set(lines)
 
+    @pytest.mark.slow
     def test_changed_inputs_are_refused_and_nothing_is_lost(self, command, small, tmp_path):
         out = tmp_path / "out"
         assert self.run(command, small, out, "--policy", "random").status == 0
@@ -178,6 +182,7 @@ class TestSession:
         assert_refused(evaluate(command, out, "--model", small, "--context", 16, data=other), out, "data contents")
         assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
 
+    @pytest.mark.slow
     def test_another_model_in_the_same_place_is_refused(self, command, small, tmp_path):
         out = tmp_path / "out"
         assert self.run(command, small, out, "--policy", "random").status == 0
@@ -185,6 +190,7 @@ class TestSession:
         save_model(tiny_model(vocab_size=4096, seed=1), small)
         assert_refused(self.run(command, small, out), out, "model contents")
 
+    @pytest.mark.slow
     def test_an_interrupt_keeps_what_is_complete_and_the_rerun_goes_on(self, command, small, tmp_path, monkeypatch):
         from gearbx_mlx.evaluation import runs
 

@@ -81,6 +81,7 @@ def test_a_command_that_fails_is_made_again(evidence, tmp_path):
     assert "ZeroDivisionError" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.processes
 def test_missing_models_are_one_line(tmp_path):
     line = [sys.executable, "scripts/make_evidence.py", str(tmp_path / "out"), "--models", str(tmp_path), "--data", "."]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)

@@ -187,6 +187,7 @@ def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
 TIED = {"tie_word_embeddings": True}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ladder", "architecture", "change"),
     [
@@ -234,6 +235,7 @@ def same_arrays(ours: nn.Module, theirs: nn.Module) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
 def test_a_text_and_its_drafts_are_those_of_the_plain_model(ladder, demo):
     """Drafts agree now and then at most: the weights are random."""
@@ -258,6 +260,7 @@ def test_native_kernels_compute_what_they_do_with_dense_weights(native, ladder, 
 
 
 class TestMemory:
+    @pytest.mark.slow
     def test_is_that_of_the_format_and_of_what_stays_dense(self):
         gc.collect()
         before = mx.get_active_memory()
@@ -406,6 +409,7 @@ def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
     assert sum(told) == 0
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("dtype", "keywords", "complaint"),
     [

@@ -45,6 +45,7 @@ def bits(summary: dict) -> list[int]:
 
 
 class TestAGearedCheckpoint:
+    @pytest.mark.slow
     def test_starts_in_mode_lossless(self, summary):
         assert summary("exact")["mode"] == "lossless"
         assert summary("planes")["mode"] == "route"
@@ -78,6 +79,7 @@ class TestModeLossless:
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize(
         ("model", "flags", "ladder"),
         [

@@ -181,6 +181,7 @@ def test_shapes_types_and_strides_of_activations(native):
     assert same(native.exact_matvec(half, **arrays), native.dense_matvec(half, weight))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
 def test_the_core_without_wide_registers():
     programs.run_sanitized(CHECK, ["-fsanitize=address,undefined", "-march=haswell"])

@@ -141,6 +141,7 @@ class TestExperts:
         expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
         assert mx.array_equal(experts.dense_experts(x, weight, chosen), expected).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -235,6 +236,7 @@ class TestOtherLayers:
 
 
 class TestDescription:
+    @pytest.mark.slow
     def test_every_path_and_its_reason(self):
         vectors = "16 vectors at a time" if dispatch.MOST_VECTORS is None else "up to 16 vectors, MLX beyond"
         assert f"q_proj: 4, 8, 16; native ({vectors}" in Gearbox(tiny_model(), kernels="auto").describe()
@@ -266,6 +268,7 @@ class TestDescription:
             ("lm_head", 1),
         ]
 
+    @pytest.mark.slow
     def test_the_flag(self, command):
         plain = command("generate", "--max-tokens", 4)
         told = command("generate", "--max-tokens", 4, "--describe")

@@ -58,6 +58,7 @@ def rows(made, name):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_every_picture_has_its_files_whole(made):
     for picture in (picture for picture in PICTURES if picture.number in (1, 2, 4, 5, 8)):
         assert ElementTree.parse(made / f"{picture.name}.svg").getroot().tag.endswith("svg")
@@ -122,6 +123,7 @@ def test_shares_are_counts_of_the_gears(made):
         assert row["high"] == f"{gears.count('high') / len(gears):.0%}"
 
 
+@pytest.mark.slow
 def test_every_residency_keeps_the_bytes_of_its_gears(small):
     found = data(small, "residency")["residencies"]
     resident, host, disk = (found[name] for name in ("resident", "host", "disk"))
@@ -151,6 +153,7 @@ def test_the_bandwidth_model_has_the_papers_figures():
     assert speedup((1, 0, 0), 1) == 4
 
 
+@pytest.mark.slow
 def test_the_bandwidth_picture_is_drawn_from_what_was_measured(tmp_path):
     points = [{"share": share, "bytes": 1 + share, "time": 1.5, "spread": [1.25, 1.75]} for share in (0.0, 1.0)]
     content = {"picture": 9, "model": "x", "data": {"bytes": [1, 2], "dtype": "float32", "points": points}}
@@ -161,6 +164,7 @@ def test_the_bandwidth_picture_is_drawn_from_what_was_measured(tmp_path):
     assert (tmp_path / "bandwidth_model.svg").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_redraw_takes_the_data_that_are_there(made):
     before = {file.name: file.read_bytes() for file in made.iterdir()}
     (made / "gear_shares.svg").unlink()
@@ -168,6 +172,7 @@ def test_redraw_takes_the_data_that_are_there(made):
     assert {file.name: file.read_bytes() for file in made.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -42,6 +42,7 @@ class TestFinalNumbers:
         assert rows[1]["against_reference"]["p_value"] == 0.5
         assert rows[0]["weight_bytes_per_token"] == 5
 
+    @pytest.mark.slow
     def test_the_demo_model_writes_answers(self, command, tmp_path):
         out = tmp_path / "out"
         result = command(

@@ -99,6 +99,7 @@ def test_generate_names_the_weight_in_one_line(command, tmp_path):
     assert result.err.splitlines()[-1].startswith(f"error: {NORM}: its weight is not finite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "static"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_the_server_names_the_weight_and_serves_on(tmp_path, mode, stream):

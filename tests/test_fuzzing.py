@@ -13,6 +13,7 @@ sys.path.append(str(SCRIPTS))
 from fuzzing.running import Outcome  # noqa: E402
 
 
+@pytest.mark.fuzz
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not let a process fork that has loaded Metal")
 def test_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
     done = subprocess.run([*FUZZ, "--minutes", "1", "--jobs", "2"], capture_output=True, text=True, timeout=600)

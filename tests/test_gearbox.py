@@ -48,6 +48,7 @@ class TestLadder:
 
 
 class TestDiscovery:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_manages_every_linear_layer_of_every_architecture(self, architecture):
         model = tiny_model(architecture)
@@ -108,6 +109,7 @@ class TestDiscovery:
 
 
 class TestShift:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture, format):
@@ -121,6 +123,7 @@ class TestShift:
         assert errors["low"] > errors["mid"] > errors["high"] == 0.0
         assert same_weights(weights_of(model), before)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
     @pytest.mark.parametrize(
         ("format", "ladder"),

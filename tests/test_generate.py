@@ -58,6 +58,7 @@ class Script:
 
 
 class TestHeldInOneGear:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "keywords",
         [
@@ -80,6 +81,7 @@ class TestHeldInOneGear:
         ours = tokens_and_logprobs(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
         assert_identical(ours, theirs)
 
+    @pytest.mark.slow
     def test_separately_loaded_models_agree_too(self, demo):
         model, tokenizer = gearbx_mlx.load()
         gearbox = Gearbox(model, "16")
@@ -103,6 +105,7 @@ class TestHeldInOneGear:
 
 
 class TestRouting:
+    @pytest.mark.slow
     def test_a_shift_acts_two_tokens_later(self, fresh_demo):
         script = [0, 1, 2, 2, 0, 0, 1, 1, 1, 0]
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
@@ -121,6 +124,7 @@ class TestRouting:
         gears = [r.gear for r in responses]
         assert [r.shifted for r in responses] == [False, *(a != b for a, b in itertools.pairwise(gears))]
 
+    @pytest.mark.slow
     def test_every_token_was_computed_by_the_gear_it_names(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,16")
@@ -145,6 +149,7 @@ class TestRouting:
             assert np.allclose(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs), atol=1e-4)
             last = response.token
 
+    @pytest.mark.slow
     def test_entropies_and_gears_are_those_of_the_gate(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model)
         thresholds = (1.0, 2.0)
@@ -189,6 +194,7 @@ class TestRouting:
         assert gearbox.gear.name == "mid"
         assert mx.get_active_memory() == pytest.approx(made, abs=2e5)  # nothing was left to make
 
+    @pytest.mark.slow
     def test_the_same_seed_gives_the_same_text_whether_gears_were_made_before_or_not(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model)
         texts = []
@@ -210,6 +216,7 @@ class TestRouting:
             )
         assert texts[0] == texts[1]
 
+    @pytest.mark.slow
     def test_the_prompt_chooses_the_first_gear(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model)
         for prompt, gear in [
@@ -222,6 +229,7 @@ class TestRouting:
                 first = next(iter(stream_generate(fresh_demo.model, fresh_demo.tokenizer, form, 3, gearbox=gearbox)))
                 assert first.gear == gear
 
+    @pytest.mark.slow
     def test_with_a_draft_model(self, fresh_demo, demo):
         gearbox = Gearbox(fresh_demo.model, "8,16")
         responses = list(
@@ -242,6 +250,7 @@ class TestRouting:
         for a, b in itertools.pairwise(responses):
             assert not b.shifted or not a.from_draft  # a pass that checks a draft is one gear
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_architecture_generates_while_it_shifts(self, architecture, demo):
         model = tiny_model(architecture)
@@ -302,6 +311,7 @@ class TestArguments:
         assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear  # back to low after four tokens
         assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
 
+    @pytest.mark.processes
     @pytest.mark.parametrize("name", ["analyze", "calibrate", "convert", "evaluate", "generate"])
     def test_a_function_stays_a_function_once_the_command_is_imported(self, name):
         code = f"import gearbx_mlx, gearbx_mlx.{name}; import inspect; print(inspect.isfunction(gearbx_mlx.{name}))"
@@ -316,6 +326,7 @@ class TestArguments:
         assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
         assert capsys.readouterr().out == text + "\n"
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize(
         ("mode", "complaint"),
         [

@@ -93,6 +93,7 @@ def written(out: Path) -> bytes:
     return (out / "evaluation.json").read_bytes() if out.is_dir() else out.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "text"])
 def test_an_interrupted_command_goes_on_to_the_same_result(command, flags, tmp_path, monkeypatch, name):
     once, out = tmp_path / "once", tmp_path / "out"
@@ -109,6 +110,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(command, flags, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"once", "out"}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_after_each_recording_reports_what_it_has(
     command, flags, tmp_path, monkeypatch
 ):
@@ -126,6 +128,7 @@ def test_an_evaluation_that_is_interrupted_after_each_recording_reports_what_it_
     assert written(out) == written(once)
 
 
+@pytest.mark.processes
 def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     name, *more = flags["final numbers"]
     assert command(name, *more, "--out", tmp_path / "once").status == 0
@@ -166,6 +169,7 @@ def test_other_prompts_or_lengths_do_not_go_on(command, flags, tmp_path, monkeyp
 
 
 class TestWindowsOfAPair:
+    @pytest.mark.slow
     def test_a_damaged_window_is_named(self, command, flags, tmp_path):
         out = tmp_path / "out"
         assert command(*flags["text of a pair"], "--out", out).status == 0
@@ -186,6 +190,7 @@ class TestWindowsOfAPair:
 
 
 class TestAFullDisk:
+    @pytest.mark.slow
     def test_the_room_for_the_reference_is_named(self, command, flags, tmp_path):
         text = (*flags["text"], "--out", tmp_path / "out")
         with files_of_at_most(300_000):

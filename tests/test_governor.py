@@ -63,6 +63,7 @@ class TestOrder:
         assert {path.split(".")[2] for path in order[28:-1]} == {"0", "1", "6", "7"}
         assert order[-1] == "lm_head"
 
+    @pytest.mark.slow
     def test_a_measured_order_and_bounds_are_kept(self, geared):
         gearbox, tokenizer = geared
         paths = [layer.path for layer in gearbox.layers]
@@ -87,6 +88,7 @@ class TestOrder:
 
 
 class TestGoverned:
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", [Route(initial_gear="high"), Kickdown()], ids=["route", "kickdown"])
     def test_caps_are_in_the_model_while_it_generates_and_not_afterwards(self, geared, mode):
         gearbox, tokenizer = geared
@@ -137,6 +139,7 @@ class TestGoverned:
         assert governor.bits_read == pytest.approx(8 * (read - len(responses) * schedule.fixed) / schedule.weights)
         assert schedule.read([1, 0])[0] == low
 
+    @pytest.mark.slow
     def test_a_reader_that_fails_and_a_target_that_is_not_met_are_said_once(self, geared):
         class Fails:
             name = "heat"
@@ -176,6 +179,7 @@ class TestGoverned:
         with pytest.raises(GearbxError, match="belongs to another gearbox"):
             stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=other)
 
+    @pytest.mark.slow
     def test_a_thousand_changes_copy_nothing(self):
         gearbox = Gearbox(tiny_model(), "4,8", widths=[5, 6])
         governor = Governor(gearbox, 1.0)
@@ -199,6 +203,7 @@ class TestGoverned:
 
 
 class TestTimedLayers:
+    @pytest.mark.slow
     def test_a_text_is_the_same_and_blocks_are_what_they_were(self, geared):
         gearbox, tokenizer = geared
         plain = [r.token for r in stream_generate(gearbox.model, tokenizer, PROMPT, 20, gearbox=gearbox)]
@@ -220,6 +225,7 @@ class TestTimedLayers:
         assert list(times) == [f"model.layers.{number}" for number in range(6)]
         assert all(seconds > 0 for seconds in times.values())
 
+    @pytest.mark.slow
     def test_a_block_whose_time_jumps_is_lowered_at_once(self, geared, monkeypatch):
         gearbox, tokenizer = geared
         tokens = itertools.count()
@@ -327,6 +333,7 @@ class TestSimulation:
     def loaded(cls, script):
         return script.made()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("target", "noise"), [(15.0, 0.05), (20.0, 0.1)])
     def test_settles_after_steps_and_stays(self, script, loaded, target, noise):
         run = script.simulate(script.steps(target, noise, seconds=24), *loaded)
@@ -344,6 +351,7 @@ class TestSimulation:
             run = script.simulate(script.steps(100.0, 0.05, seconds=15), *loaded)
         assert all(step.tokens <= 60 and step.error == 0 for step in script.settling(run))
 
+    @pytest.mark.slow
     def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded, monkeypatch):
         monkeypatch.setattr(script, "TOP_SPEED", 6.0)  # a third of the tokens as in the picture
         story = dataclasses.replace(script.STORY, target=5.0)

@@ -31,6 +31,7 @@ def gear(weight: mx.array, bias: mx.array | None = None, cache: bool = False) ->
     return Groupwise(cache).modules(dense, 4, (4,), 64, mx.float32)[4]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(DTYPES), st.integers(1, 4), st.integers(1, 130), st.floats(-6, 2), st.integers(0, 2**32 - 1))
 def test_round_trip_is_exact_and_no_element_off_by_more_than_half_a_scale(dtype, rows, width, magnitude, seed):

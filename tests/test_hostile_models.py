@@ -130,6 +130,7 @@ class TestSizes:
         edit(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
         assert command("generate", "--model", model, "-m", 2).status == 0
 
+    @pytest.mark.slow
     def test_a_tokenizer_of_too_many_tokens(self, command, model):
         tokens = json.loads((model / "tokenizer.json").read_text())["model"]
         edit(model / "tokenizer.json", model=tokens | {"vocab": {str(i): i for i in range(2**20 + 1)}})

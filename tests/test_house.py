@@ -32,6 +32,7 @@ def test_no_module_is_longer_than_300_lines():
     assert {name: length for name, length in lengths.items() if length > 300} == {}
 
 
+@pytest.mark.slow
 def test_no_function_is_longer_than_50_lines_and_no_run_than_40():
     lengths = {
         f"{name}: {function}": lines for name, path in MODULES.items() for function, lines in functions(path).items()
@@ -50,6 +51,7 @@ def test_only_commands_stand_at_the_top():
     assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", "errors", "loading"} == {*COMMANDS}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", PARSED)
 def test_a_command_is_parsed_before_mlx_lm_is_loaded(name):
     """So that --help answers at once."""

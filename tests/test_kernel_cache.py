@@ -137,6 +137,7 @@ class TestCompiledOnce:
 
 
 class TestCompiledAgain:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("size", [0, 100, 0.6, 0.99])
     def test_after_a_library_was_cut_off(self, cache, size):
         file = cache.load()
@@ -186,6 +187,7 @@ class TestNeverLoaded:
         assert not file.is_relative_to(cache.directory)
         assert file.parent.stat().st_mode & 0o777 == 0o700
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757], ids=oct)
     @pytest.mark.parametrize("place", ["library", "hash", "cache", "home"])
     def test_where_others_may_write(self, cache, place, mode):
@@ -238,6 +240,7 @@ class TestNeverLoaded:
         with pytest.warns(GearbxWarning, match=reason):
             assert not cache.load().is_relative_to(far)
 
+    @pytest.mark.slow
     def test_and_the_text_still_comes(self, cache, command):
         file = cache.load()
         file.unlink()

@@ -109,6 +109,7 @@ def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_pa
     assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("named", ["no-such-compiler", "'"])
 def test_a_command_says_so_in_one_line_and_goes_on(tmp_path, named):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": named, "PYTHONPATH": str(ROOT)}

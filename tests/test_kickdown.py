@@ -62,6 +62,7 @@ def by_hand(model, gearbox, prompt, tokens, thresholds):
 
 
 class TestGearedModel:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("gear", [0, 1])
     def test_held_in_one_gear_it_is_that_gear(self, architecture, gear):
@@ -75,6 +76,7 @@ class TestGearedModel:
             assert mine == token
             assert np.array_equal(np.array(logprobs), np.array(expected))
 
+    @pytest.mark.slow
     def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,8,16")
@@ -86,6 +88,7 @@ class TestGearedModel:
             assert np.array_equal(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs))
             assert response.entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-5)
 
+    @pytest.mark.slow
     def test_counts_every_pass_and_its_bytes(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
         read = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
@@ -155,6 +158,7 @@ class TestDropIn:
         with pytest.raises(AttributeError):
             _ = geared.no_such_thing
 
+    @pytest.mark.slow
     def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,16")
@@ -181,6 +185,7 @@ class TestDropIn:
 
         assert chat(True) == chat(False)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "keywords",
         [
@@ -229,6 +234,7 @@ class TestCaches:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_mode_kickdown_from_calibration_to_summary(self, command, tmp_path):
         file, summary, trace = tmp_path / "t.json", tmp_path / "s.json", tmp_path / "t.jsonl"
         done = command("calibrate", "--mode", "kickdown", "--shares", "0.5,0.3,0.2", "-m", 20, "--out", file)

@@ -48,6 +48,7 @@ def row(report, name: str) -> dict:
     return next(row for row in report["policies"] if row["name"] == name)
 
 
+@pytest.mark.slow
 def test_each_gear_below_16_has_a_row_and_fewer_bits_lose_more(report):
     names = [row["name"] for row in report["policies"]]
     assert names == ["static-8", "static-16", "random-0.5", "kv-4-of-4-8", "kv-8-of-4-8"]

@@ -45,6 +45,7 @@ def long(demo) -> list[int]:
     return tokens
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ladder", ["16", "4,16", "4,8,16", "4,8", "8"])
 def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder):
     alone = text(gearbox, demo.tokenizer, long, Static(), 12, kv_gears=ladder)
@@ -53,12 +54,14 @@ def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder)
     assert sum(r.from_draft for r in drafted) > 0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ladder", ["16", "4,16"])
 def test_entries_as_they_are_give_the_text_without_gears(demo, gearbox, long, ladder):
     plain = text(gearbox, demo.tokenizer, long, Static(), 12)
     assert written(text(gearbox, demo.tokenizer, long, Static(), 12, kv_gears=ladder)) == written(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [Static(gear="low"), Kickdown(rule=lambda *_: False), Lossless(draft_length=2)])
 @pytest.mark.parametrize("ladder", ["4,16", "4,8"])
 def test_prompt_reads_its_entries_however_it_is_cut(demo, gearbox, long, mode, ladder):
@@ -124,6 +127,7 @@ def test_kickdown_reads_both_caches_as_it_climbs(demo, tiny):
     assert [set(r.kv_bytes) for r in responses] == [set(), *[{4, 16}] * 3]
 
 
+@pytest.mark.slow
 def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
     cache = make_prompt_cache(demo.model)
     first = text(gearbox, demo.tokenizer, long, Static(), 5, kv_gears="4,8", prompt_cache=cache)

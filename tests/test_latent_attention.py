@@ -17,6 +17,7 @@ def text(model, tokenizer, mode, gearbox):
     return [r.token for r in stream_generate(model, tokenizer, PROMPT, 30, mode=mode, gearbox=gearbox)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kernels", ["mlx", "auto"])
 def test_lossless_writes_the_text_of_the_top_gear(demo, dtype, kernels):

@@ -23,6 +23,8 @@ from gearbx_mlx.commands.lm_eval import GearbxLM
 from gearbx_mlx.lm_eval import main
 from gearbx_mlx.loading import DEMO_MODEL
 
+pytestmark = pytest.mark.processes
+
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many does he have?\nAnswer:"
 PAIRS = [(QUESTION, " Tom has 5"), (QUESTION, " He"), ("Once upon a time", " there was a king")]
 

@@ -133,6 +133,7 @@ class TestLookup:
             Lossless(**setting)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -73,6 +73,7 @@ def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tok
 
 
 class TestIsTheTopGear:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_bit_for_bit_on_every_architecture(self, architecture, kernels):
         model = tiny_model(architecture)
@@ -85,6 +86,7 @@ class TestIsTheTopGear:
                 assert mine == token
                 assert np.array_equal(np.array(logprobs), np.array(expected))
 
+    @pytest.mark.slow
     def test_a_row_has_the_same_bits_in_any_company(self, demo, kernels):
         model, _ = mlx_lm.load(str(demo.path))
         gearbox = Gearbox(model, "4,8,16", kernels=kernels)
@@ -103,6 +105,7 @@ class TestIsTheTopGear:
                 many = model(mx.array(tokens[start : start + count])[None], cache=cache)[0]
                 assert mx.array_equal(many, mx.stack(single[:count]))
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     @pytest.mark.parametrize("prompt", [QUESTION, TALE])
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
@@ -113,6 +116,7 @@ class TestIsTheTopGear:
         assert after == after_ours  # so that what is drawn next is the same too
         assert any(r.from_draft for r in ours)
 
+    @pytest.mark.some(5)
     @pytest.mark.parametrize(
         "keywords",
         [

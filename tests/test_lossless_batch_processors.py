@@ -19,6 +19,7 @@ def padding(request, monkeypatch):
     monkeypatch.setattr(drafts, "PADDING", request.param)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_answer_in_company_fits_its_schema(mode, demo, geared_demo, padding):
     constraints = [constraint_for(demo.tokenizer, format_of(schema)) for schema in (CHOICE, PERSON)]

@@ -151,6 +151,7 @@ class TestCommand:
         assert rows[0]["by_type"] == {"Algebra": [0, 1], "Geometry": [0, 1]}
         assert "| policy | Algebra | Geometry |" in (tmp_path / "out" / "evaluation.md").read_text()
 
+    @pytest.mark.slow
     def test_two_models(self, command, tmp_path):
         save_model(tiny_model(seed=1, vocab_size=4096), tmp_path / "small")
         flags = ("--small-model", tmp_path / "small", "--thresholds", "5", "--out", tmp_path / "out")

@@ -241,6 +241,7 @@ def test_shape_of_the_result_is_that_of_the_activations():
     assert planes_launch(**given).shape == (2, 1, 8)
 
 
+@pytest.mark.processes
 def test_wheel_contains_the_kernels(tmp_path):
     names = ["gearbx_mlx", "metal", "pyproject.toml", "setup.py", "README.md", "LICENSE"]
     tree = tmp_path / "tree"

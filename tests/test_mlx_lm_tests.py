@@ -10,6 +10,8 @@ import pytest
 
 from gearbx_mlx import GearbxError
 
+pytestmark = pytest.mark.processes
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
 sys.path.append(str(SCRIPTS))

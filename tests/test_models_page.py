@@ -31,6 +31,7 @@ def describe(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_few_rows_are_what_the_script_finds(describe):
     text = PAGE.read_text(encoding="utf-8")
     assert describe(text, "--check", *FEW) == (0, text)

@@ -87,6 +87,7 @@ class First(Mode):
 
 
 class TestStatic:
+    @pytest.mark.slow
     @pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("kernels", ["auto", "mlx"])
     def test_its_top_gear_is_the_text_that_lossless_promises(self, command, sampling, kernels):

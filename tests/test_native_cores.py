@@ -5,6 +5,8 @@ from pathlib import Path
 import programs
 import pytest
 
+pytestmark = pytest.mark.native
+
 CHECKS = sorted((Path(__file__).parent / "native").glob("check_*.c*"))
 every_check = pytest.mark.parametrize("check", CHECKS, ids=[check.stem for check in CHECKS])
 

@@ -37,6 +37,7 @@ def state(model: nn.Module) -> dict[str, dict]:
     }
 
 
+@pytest.mark.some(43)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_the_vocabulary_is_the_length_of_the_logits_and_asking_changes_nothing(name):
     model = as_initialised(name).eval()
@@ -47,6 +48,7 @@ def test_the_vocabulary_is_the_length_of_the_logits_and_asking_changes_nothing(n
         assert found == model(PROMPT, cache=make_prompt_cache(model)).shape[-1]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NEEDS_METAL - {"baichuan_m1", "prism_hadamard_qwen35"}))
 def test_the_tied_head_is_the_table_whose_rows_are_the_logits(name):
     model = tied(name).eval()

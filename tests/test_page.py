@@ -12,6 +12,8 @@ from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
 from gearbx_mlx.serving.batched import Batch
 from gearbx_mlx.telemetry.colors import gear_color
 
+pytestmark = pytest.mark.browser
+
 pytest_plugins = ["page_fixtures"]
 
 GEARS = ("low", "mid", "high")

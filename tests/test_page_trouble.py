@@ -4,10 +4,13 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
 from page_in_browser import QUESTION, Page, chunk
 
 from gearbx_mlx.serving.listening import Server
 from gearbx_mlx.serving.page import Paged
+
+pytestmark = pytest.mark.browser
 
 pytest_plugins = ["page_fixtures"]
 

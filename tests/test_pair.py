@@ -61,6 +61,7 @@ def assert_same(ours, theirs):
 
 
 class TestOneModelAlone:
+    @pytest.mark.some(6)
     @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
     @pytest.mark.parametrize(
         "keywords",

@@ -36,6 +36,7 @@ def path(small, tmp_path_factory):
 
 
 class TestReplay:
+    @pytest.mark.slow
     def test_it_takes_the_turns_that_generation_took(self, small, demo):
         prompt = demo.tokenizer.encode(TALE)
         mode = Pair(small, threshold=5.0, window=3, min_gear_duration=4)
@@ -111,6 +112,7 @@ class TestCommand:
         file.write_text("".join(json.dumps(row) + "\n" for row in held_out[:3]))
         return file
 
+    @pytest.mark.slow
     def test_along_a_text(self, command, path, data, tmp_path):
         flags = ["--small-model", path, "--data", data, "--out", tmp_path / "out"]
         result = command("evaluate", *flags, "--thresholds", "inf,5,0", "--answers-only")
@@ -131,6 +133,7 @@ class TestCommand:
         assert whole.status == 0, whole.err
         assert json.loads((tmp_path / "whole" / "evaluation.json").read_text())["tokens"] > report["tokens"]
 
+    @pytest.mark.slow
     def test_the_papers_sweep_is_the_default(self, command, path, data, tmp_path):
         result = command("evaluate", "--small-model", path, "--data", data, "--out", tmp_path / "out")
         assert result.status == 0, result.err
@@ -140,6 +143,7 @@ class TestCommand:
             bits if isinstance(bits, str) else pytest.approx(bits) for bits in expected
         ]
 
+    @pytest.mark.slow
     def test_writing(self, command, path, data, tmp_path):
         flags = ["--task", "gsm8k", "--small-model", path, "--data", data, "--out", tmp_path / "out", "-m", 30]
         result = command("evaluate", *flags, "--thresholds", "5")
@@ -157,6 +161,7 @@ class TestCommand:
         assert command("evaluate", *flags, "--thresholds", "5,inf").status == 0
         assert all(file.stat().st_mtime_ns == at for file, at in before.items())
 
+    @pytest.mark.slow
     def test_changed_inputs_are_refused(self, command, path, data, tmp_path):
         flags = ["--small-model", path, "--data", data, "--out", tmp_path / "out", "--thresholds", "0"]
         assert command("evaluate", *flags).status == 0

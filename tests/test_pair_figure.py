@@ -73,6 +73,7 @@ class TestFigure1:
         assert ("perplexity" in words) == (kind == "along_a_text")
         assert ("right answers, %" in words) == (kind == "writing")
 
+    @pytest.mark.slow
     def test_the_same_report_is_the_same_picture(self, writing, tmp_path):
         for name in ("one.svg", "two.svg", "one.png", "two.png"):
             draw_pair(writing, tmp_path / name)

@@ -117,6 +117,7 @@ def test_a_rank_has_of_every_layer_what_the_models_class_gives_it(name):
         assert mx.array_equal(part.of(weights[path]), after[path]).item(), path
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("format", LADDERS)
 def test_a_gear_of_a_part_is_the_part_of_the_gear(format, number):
@@ -154,6 +155,7 @@ def test_what_a_part_would_store_otherwise_stays_dense(format, gather, paths, re
     assert paths <= said
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("format", SAVED)
 def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_path):

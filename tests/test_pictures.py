@@ -33,12 +33,14 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+@pytest.mark.slow
 def test_the_terminal_in_the_readme_shows_what_generate_writes(draw_terminal):
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
     flags = shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate").split()
     assert words(draw_terminal.terminal_text(flags).plain) == words(shown)
 
 
+@pytest.mark.slow
 def test_the_chat_in_the_docs_is_what_chat_writes(draw_chat):
     shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
     assert words(draw_chat.recorded().plain) == words(shown)

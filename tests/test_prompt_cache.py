@@ -184,6 +184,7 @@ def test_a_mixture_in_half_precision_drafts(command, tmp_path):
     assert done.status == 0, done.err
 
 
+@pytest.mark.slow
 def test_a_draft_model_drafts_after_a_prompt_cache(command, demo, tmp_path):
     file = saved(read_by(demo.model), tmp_path)
     arguments = "--prompt-cache-file", file, "--mode", "static", "-p", "one two", "-m", 20

@@ -82,6 +82,7 @@ def test_the_process_says_where_it_is_and_ends_with_a_signal():
 class TestOurServer:
     """Reports its entropies, so that the bounds meet."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("threshold", "server"), [("12", "small"), ("0.001", "large")])
     def test_is_judged_by_what_it_reports(self, threshold, server):
         body = EASY | {"max_tokens": 16, "stream": True}

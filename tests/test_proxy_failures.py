@@ -81,6 +81,7 @@ class TestOneServerFails:
             with proxy(*urls, server_timeout=0.8 if name == "slow" else LINGERING, **flags) as client:
                 return client.post(CHAT, json=(EASY if failing == "small" else HARD) | {"stream": streamed})
 
+    @pytest.mark.some(6)
     def test_the_other_one_answers_and_says_so(self, name, failing, streamed, well):
         got = self.ask(name, failing, streamed, well)
         assert got.status_code == 200
@@ -91,6 +92,7 @@ class TestOneServerFails:
         assert found["reason"].startswith(f"the {failing} server ")
         assert "W" in got.text
 
+    @pytest.mark.some(8)
     def test_or_it_is_a_502_with_the_reason(self, name, failing, streamed, well):
         got = self.ask(name, failing, streamed, well, no_fallback=True)
         assert got.status_code == 502

@@ -12,6 +12,8 @@ from servers import mlx_lm_server
 
 from gearbx_mlx.loading import DEMO_MODEL
 
+pytestmark = pytest.mark.processes
+
 CHAT = {"messages": [{"role": "user", "content": "Tom has 5 apples."}], "max_tokens": 24}
 TEXT = {"prompt": "Tom has 5 apples.", "max_tokens": 24}
 MODEL = "default_model"

@@ -13,6 +13,11 @@ from gearbx_mlx.cli.together import LEFT
 from gearbx_mlx.ranks.comparison import difference
 from gearbx_mlx.ranks.place import place_here
 
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform == "darwin", reason="loopback addresses and words of errors are those of Linux"),
+]
+
 GENERATE = ["-m", "gearbx_mlx.generate"]
 SOON = 10.0  # seconds in which a run that cannot go on has to end
 IMPATIENT = {"GEARBX_RANKS_WAIT": "2"}
@@ -267,7 +272,3 @@ class TestEnds:
         assert [line for line in first.stderr.splitlines() if line != "begun"] == [
             "error: rank 1: ValueError: late (GEARBX_TRACEBACK=1 shows where)"
         ]
-
-
-if sys.platform == "darwin":
-    pytestmark = pytest.mark.skip("loopback addresses and words of errors are those of Linux")

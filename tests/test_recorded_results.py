@@ -77,6 +77,7 @@ DAMAGE = {
 RECORDINGS = {"of fewer tokens": of_fewer_tokens, "without passes": without_passes, "of gears": of_another_ladder}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["reference.npy", "static-4.npz"])
 def test_damaged_recordings_are_named_in_one_line(command, small, results, name, damage):
@@ -112,6 +113,7 @@ class TestFinalNumbers:
         assert {file: file.stat().st_mtime_ns for file in (out / "recordings").iterdir()} == written
         assert json.loads((out / "evaluation.json").read_text()) == report
 
+    @pytest.mark.slow
     def test_damaged_attempts_are_named_in_one_line(self, command, small, tmp_path):
         out = tmp_path / "out"
         assert evaluate(command, small, out, *self.FLAGS, "--policy", "route").status == 0

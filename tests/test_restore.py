@@ -185,6 +185,7 @@ def restored(geared: Path) -> Path:
     return gearbx_mlx.convert(restore=geared, mlx_path=geared.with_name("restored"))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_every_file_comes_back(architecture, tmp_path):
     change, fields, as_they_were = PUBLISHED[architecture]
@@ -315,6 +316,7 @@ def killed(step: int, *arguments: object) -> bool:
 
 
 class TestGoingOn:
+    @pytest.mark.slow
     def test_a_restoration_that_is_killed_writes_only_what_is_missing(self, checkpoint, tmp_path, command, monkeypatch):
         arguments = "--restore", checkpoint, "--mlx-path", tmp_path / "restored"
         for step in (0, 12):
@@ -328,6 +330,7 @@ class TestGoingOn:
         assert contents(tmp_path / "restored") == contents(checkpoint.with_name("original"))
         assert [file.name for file in tmp_path.iterdir()] == ["restored"]
 
+    @pytest.mark.slow
     def test_a_conversion_that_is_killed(self, checkpoint, tmp_path, command):
         source = checkpoint.with_name("original")
         arguments = ["--model", source, "--mlx-path", tmp_path / "geared", "--gears", "4,16", "--format", "exact"]

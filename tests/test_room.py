@@ -78,6 +78,7 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(command, room)
     assert f"warning: demo needs about {all_gears / 1e6:.3g} MB, {most}: {remedies}\n" in done.err
 
 
+@pytest.mark.slow
 def test_one_gear_at_a_time_fits_where_all_do_not(command, room):
     room(needed_memory(read_files(DEMO_MODEL), [16], get_format("planes"), 64, resident=True))
     done = command("generate", "--max-tokens", 1, "--verbose", "False")
@@ -112,6 +113,7 @@ def test_memory_is_wired_within_and_not_behind(room):
     assert room.wired == 7
 
 
+@pytest.mark.slow
 def test_memory_is_wired_while_a_text_is_evaluated(demo, room, monkeypatch, tmp_path):
     room(2**40)
     seen = []

@@ -221,6 +221,7 @@ class TestModules:
 
 
 class TestGearbox:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture):
         model = tiny_model(architecture)

@@ -36,6 +36,7 @@ def exact_of(model, format: str = "affine", **change) -> Exact:
 
 
 class TestExact:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_what_is_given_again_is_what_would_be_computed(self, architecture):
         exact = exact_of(tiny_model(architecture))
@@ -58,6 +59,7 @@ class TestExact:
         assert exact.measure(head, 3) == exact.measure_caps({head.path: 3})
         assert exact.cost.calls - before == 2  # windows: nothing but the head is computed
 
+    @pytest.mark.slow
     def test_costs_half_of_full_passes(self):
         exact = exact_of(tiny_model(num_hidden_layers=8))
         for layer in exact.in_order():
@@ -227,6 +229,7 @@ SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--mana
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_writes_a_manifest_and_mlx_lms_file(self, command, tmp_path):
         out, other = tmp_path / "m.json", tmp_path / "s.json"
         result = command("sensitivity", *SMALL, "--compare", "--out", out, "--write-sensitivities", other)
@@ -253,6 +256,7 @@ class TestCommand:
         assert read["layers"][first]["kl"]["4"] == pytest.approx(max(value, 0) * layers[first]["weights"] / 1e6)
         assert read["layers"][first]["kl"]["5"] == pytest.approx(read["layers"][first]["kl"]["4"] / 4)
 
+    @pytest.mark.slow
     def test_a_smaller_accuracy_threshold_asks_for_more_bits(self, command, tmp_path):
         found = {}
         for percent in ("0.5", "0.001"):
@@ -274,6 +278,7 @@ class TestCommand:
         assert done.err.startswith("error: --accuracy-threshold is ")
         assert done.err.count("\n") == 1
 
+    @pytest.mark.slow
     def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
         out, own, measured = tmp_path / "m.json", Exact.measure, []
 
@@ -298,6 +303,7 @@ class TestCommand:
         assert len(json.loads(out.read_text())["layers"]) == 24
         assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
 
+    @pytest.mark.slow
     def test_a_run_that_goes_on_reports_what_all_runs_computed(self, command, tmp_path, monkeypatch):
         assert command("sensitivity", *SMALL, "--out", tmp_path / "once.json").status == 0
         cost = json.loads((tmp_path / "once.json").read_text())["cost"]
@@ -312,6 +318,7 @@ class TestCommand:
         assert json.loads(out.read_text())["cost"] == cost
         assert f"computed {cost['blocks']:.3f} of the blocks" in result.err
 
+    @pytest.mark.slow
     def test_prints_how_far_it_is_where_there_is_no_terminal(self, command, tmp_path, monkeypatch):
         monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", 0.0)
         monkeypatch.setattr("gearbx_mlx.cli.progress.BETWEEN_LINES", 0.0)
@@ -324,6 +331,7 @@ class TestCommand:
         result = command("sensitivity", *SMALL, *flags, "--format", "exact", "--out", tmp_path / "m.json")
         assert_refused(result, "--format exact: ", "--format planes or affine", folder=tmp_path)
 
+    @pytest.mark.slow
     def test_fast(self, command, tmp_path):
         result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
         assert result.status == 0, result.err

@@ -21,6 +21,7 @@ def client():
         yield client
 
 
+@pytest.mark.slow
 def test_an_answer_is_openais_object_with_usage_and_gearbx(client):
     answer = complete(client, max_tokens=10)
     assert answer["object"] == "text_completion"
@@ -94,6 +95,7 @@ def test_thresholds_may_be_chosen(client):
     assert [report["gear_tokens"]["low"] for report in seen] == [0, 24]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_answers_in_company_are_those_given_alone(client, gearbx):
     seed = 3 if gearbx == {"mode": "route"} else None  # without one the gear of a step is that of all who share it
@@ -117,6 +119,7 @@ def all_at_once(client, **body):
     return together
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("policy", ["highest", "quantile:0"])
 def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
     """One of two wants the top gear as soon as its gate may shift, the other one never does."""
@@ -185,6 +188,7 @@ def test_logprobs_of_a_text_are_openais_and_streams_have_them_too(client):
     assert streamed == pytest.approx(found["token_logprobs"], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_a_second_turn_reads_only_what_is_new_and_writes_the_same(client, gearbx):
     prompt = f"{WORD_PROBLEM} He sells 2 of them to each of {MODES.index(gearbx) + 3} girls."
@@ -212,6 +216,7 @@ def test_models_and_health(client):
     assert client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_work_stops_when_the_client_goes_away(client, gearbx, stream):

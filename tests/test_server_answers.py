@@ -5,12 +5,10 @@ import json
 import logging
 import math
 
-import openai
 import pytest
 from conftest import save_model, tiny_model
-from http_server import chat, complete, error_of, events, served
+from http_server import MESSAGES, TEMPLATE, TOOL, chat, complete, error_of, events, served
 from scripted_model import save_scripted
-from test_server_clients import MESSAGES, TEMPLATE, TOOL
 
 from gearbx_mlx.serving.answers import Shape
 from gearbx_mlx.serving.requests import ChatRequest, parse
@@ -87,6 +85,7 @@ def writing(path, text):
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
     with writing(tmp_path, text) as client:
@@ -104,6 +103,7 @@ def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}', ', "arguments": "{}"'])
 def test_a_call_may_have_no_arguments(tmp_path, arguments):
     with writing(tmp_path, f'{{"name": "add"{arguments}}}') as client:
@@ -121,6 +121,7 @@ def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(
     assert calls.read(json.dumps(one))[0]["index"] == 2
 
 
+@pytest.mark.slow
 def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
     call = '{"name": "add", "arguments": {}}'
     with writing(tmp_path, call) as client:
@@ -147,12 +148,15 @@ def test_tools_are_shown_unless_none_may_be_called():
     assert parse(ChatRequest, asked(tools=[])).shown_tools is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["owner/name", None])
 def test_a_model_is_found_by_the_name_that_is_listed(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     save_model(tiny_model(vocab_size=4096), tmp_path / "owner" / "name")
     with served(model=name or str(tmp_path / "owner" / "name"), gears="16", log_level="ERROR") as client:
+        import openai  # takes a second
+
         ours = openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
         listed = ours.models.list().data[0]
         assert "/" in listed.id

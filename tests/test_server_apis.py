@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gearbx_mlx.loading import DEMO_MODEL
 
+pytestmark = pytest.mark.processes
+
 SCHEMA = {
     "type": "object",
     "properties": {

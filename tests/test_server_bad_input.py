@@ -57,6 +57,7 @@ BODIES = {
 }
 
 
+@pytest.mark.some(45)
 @pytest.mark.parametrize("path", BOTH)
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in BODIES for value in BODIES[field]])
 def test_a_field_that_is_wrong_is_named(client, path, field, value):
@@ -140,6 +141,7 @@ def raw(client, *parts, pause=0.0):
         return found
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_slowly_is_let_go(client):
     drops = [b"POST /v1/completions HTTP/1.1\r\n", *[b"x" for _ in range(3)]]
     start = time.monotonic()
@@ -193,6 +195,7 @@ def test_every_record_is_escaped_with_its_traceback():
     assert all(line.startswith("  ") for line in others)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("key", ["sch\u00fcssel", "voil\u00e0", "\u00c5ngstr\u00f6m\u00c5", "\u93587"])
 def test_a_key_may_have_any_letters(key):
     with served(gears="16", api_key=key, log_level="ERROR") as client:
@@ -221,6 +224,7 @@ def test_a_client_that_takes_nothing_is_waited_for_as_long_as_one_that_sends_not
     assert whole + micro / 1e6 == pytest.approx(seconds, abs=0.01)  # the kernel counts in ticks
 
 
+@pytest.mark.slow
 def test_the_key_is_asked_for():
     with served(gears="16", api_key="sesame", log_level="ERROR") as client:
         body = {"prompt": "x", "max_tokens": 1}

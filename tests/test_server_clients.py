@@ -11,24 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from http_server import WORD_PROBLEM, chat, served, text_of
+from http_server import MESSAGES, TEMPLATE, TOOL, WORD_PROBLEM, chat, served, text_of
 from scripted_model import save_scripted
 
-MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
+pytestmark = pytest.mark.processes
+
 GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
 LONG = GREEDY | {"max_tokens": 400, "logit_bias": {"0": -100}}  # which does not end by itself
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
 CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
-TEMPLATE = (
-    "{% if tools %}Tools: {{ tools }}\n<tool_call>{{ '{tool_call.name}' }}</tool_call>\n{% endif %}"
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}Answer:"
-)
 
 
 @pytest.fixture(scope="module")

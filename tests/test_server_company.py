@@ -62,6 +62,7 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
     assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gearbx", [{"gear": "high"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"}], ids=str
 )
@@ -80,6 +81,7 @@ def test_others_go_on_while_a_long_prompt_is_read(client, gearbx, reader):
     assert read == [expected]
 
 
+@pytest.mark.slow
 def test_tokens_come_while_a_long_prompt_is_read(client):
     times = {"first": [], "second": []}
 
@@ -122,6 +124,7 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_becomes_tokens(clien
     assert "characters" in error_of(client.post(path, json=body))
 
 
+@pytest.mark.slow
 def test_a_model_that_was_replaced_is_given_up(tmp_path):
     save_model(tiny_model(vocab_size=4096), tmp_path / "other")
     with served(gears="4,16", allow_models=True, **QUIET) as client:
@@ -133,6 +136,7 @@ def test_a_model_that_was_replaced_is_given_up(tmp_path):
         assert first() is None
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_exist_leaves_the_served_one_in_place():
     with served(gears="4,16", allow_models=True, **QUIET) as client:
         before = client.scheduler.provider.served

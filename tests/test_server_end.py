@@ -11,6 +11,8 @@ from servers import our_process
 
 from gearbx_mlx.serving.threads import join_to_the_end
 
+pytestmark = pytest.mark.processes
+
 TASKS = Path("/proc/self/task")
 
 

@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 from http_server import WORD_PROBLEM, complete, served, text_of
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def client():

@@ -23,6 +23,7 @@ def small(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_pair_takes_turns(small):
     with served(small_model=small, thresholds="4", **QUIET) as client:
         seen = complete(client)["gearbx"]
@@ -39,6 +40,7 @@ def test_a_pair_takes_turns(small):
         assert {token["gear"] for chunk in chunks for token in chunk["gearbx"]["tokens"]} <= {"small", "large"}
 
 
+@pytest.mark.slow
 def test_an_infinite_threshold_is_no_line_in_a_trace(small):
     with served(small_model=small, thresholds="inf", **QUIET) as client:
         assert events(client, "/v1/completions", prompt="Once")[0]["gearbx"]["thresholds"] == []
@@ -60,6 +62,7 @@ def test_a_quantized_checkpoint_is_watched_and_nothing_shifts(tmp_path):
         error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "lossless"}}))
 
 
+@pytest.mark.slow
 def test_a_geared_checkpoint_of_format_exact_is_lossless_from_the_start(tmp_path):
     convert(model=None, gears="4,16", format="exact", mlx_path=tmp_path / "exact")
     model, tokenizer = load(tmp_path / "exact")
@@ -71,6 +74,7 @@ def test_a_geared_checkpoint_of_format_exact_is_lossless_from_the_start(tmp_path
         assert answer["choices"][0]["text"] == expected
 
 
+@pytest.mark.slow
 def test_a_chat_template_of_the_flags_is_used(small):
     template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
     messages = [{"role": "user", "content": WORD_PROBLEM}]
@@ -80,6 +84,7 @@ def test_a_chat_template_of_the_flags_is_used(small):
         assert text == text_of(client, tokenizer.encode(f"<{WORD_PROBLEM}>", add_special_tokens=False))
 
 
+@pytest.mark.slow
 def test_a_draft_model_drafts(small):
     with served(draft_model=str(DEMO_MODEL), gears="16", **QUIET) as client:
         expected = text_of(client, gearbx={"gear": "high"})
@@ -89,6 +94,7 @@ def test_a_draft_model_drafts(small):
         assert client.get("/v1/models").json()["data"][0]["gearbx"]["modes"] == ["route", "static"]
 
 
+@pytest.mark.slow
 def test_a_controller_caps_the_gears():
     with served(gears="4,8,16", target_tps=1.0, **QUIET) as client:
         answer = complete(client, max_tokens=64)
@@ -97,6 +103,7 @@ def test_a_controller_caps_the_gears():
         error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "static"}}))
 
 
+@pytest.mark.slow
 def test_other_models_are_loaded_only_where_that_is_allowed(small):
     body = {"prompt": "Once", "max_tokens": 8, "model": small}
     with served(gears="4,16", **QUIET) as client:
@@ -110,6 +117,7 @@ def test_other_models_are_loaded_only_where_that_is_allowed(small):
         assert text_of(client, "Once", max_tokens=8) == own
 
 
+@pytest.mark.slow
 def test_quantized_caches_and_rotating_ones_are_served():
     for flags in ({"kv_bits": 8, "quantized_kv_start": 4}, {"max_kv_size": 16}):
         with served(gears="4,16", **flags, **QUIET) as client:
@@ -140,6 +148,7 @@ def test_a_port_that_is_taken_is_named():
             pass
 
 
+@pytest.mark.slow
 def test_the_model_is_that_of_mlx_lm(demo):
     prompt = demo.tokenizer.encode(WORD_PROBLEM)
     expected = mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=24)

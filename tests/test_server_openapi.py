@@ -10,6 +10,8 @@ from schemathesis import checks
 from gearbx_mlx.serving.handler import ROUTES
 from gearbx_mlx.serving.openapi import ONE_MODEL, description
 
+pytestmark = pytest.mark.processes
+
 OPENAPI = description()
 
 CHECKED = [

@@ -1,7 +1,7 @@
+import importlib
 import json
 import threading
 
-import anthropic
 import pytest
 
 from gearbx_mlx import GearbxError
@@ -193,8 +193,14 @@ class Recorded(Guarded):
         return Messages().error(refused)
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """The client's package, which takes a second to import."""
+    return importlib.import_module("anthropic")
+
+
 @pytest.fixture
-def ask():
+def ask(anthropic):
     """Asks a server that gives recorded answers, as a client of Anthropic's does."""
 
     class Handler(Recorded):
@@ -275,7 +281,7 @@ def test_arguments_that_come_in_parts(ask):
     assert call.input == {"town": "Ulm"}
 
 
-def test_the_client_reads_errors(ask):
+def test_the_client_reads_errors(ask, anthropic):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0") as error:
         ask(max_tokens=0)
     assert error.value.body["error"]["type"] == "invalid_request_error"

@@ -59,6 +59,7 @@ def test_an_answer_fits_its_schema(demo, geared_demo, mode, schema):
     assert constraint.error is None
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("mode", [Lossless(draft_length=4), Lossless(lookup_tokens=15), Lossless(draft_ahead=2)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature):
@@ -85,6 +86,7 @@ def test_two_models_answer_under_a_schema(demo):
     assert {"small", "large"} == {r.gear for r in responses}
 
 
+@pytest.mark.slow
 def test_without_gears_and_with_a_draft_model_of_mlx_lm(demo):
     model = mlx_lm.load(str(DEMO_MODEL))[0]
     draft = mlx_lm.load(str(DEMO_MODEL))[0]

@@ -12,6 +12,8 @@ from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_g
 from gearbx_mlx.cli.sharded import flag_facts, mode_facts, model_facts
 from gearbx_mlx.ranks.comparison import difference
 
+pytestmark = pytest.mark.processes
+
 PROMPT = "Tom has 3 apples"
 MODES = {
     "static": lambda: Static(),

@@ -135,6 +135,7 @@ class TestSnapshots:
 
 
 class TestRows:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
     @pytest.mark.parametrize("length", [3, 70])
     @pytest.mark.parametrize("rows", [1, 2, 4, 5])
@@ -217,6 +218,7 @@ class TestModels:
             for model, cache in zip((first, second), caches)
         ]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
     @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(64), mx.arange(100)], ids=["short", "window", "longer"])
     def test_lossless_writes_the_top_gears_text(self, architecture, prompt):
@@ -236,6 +238,7 @@ class TestModels:
         run.join()
         assert mx.isfinite(model(mx.array([[3]]), cache=cache)).all()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("size", "keep"), [(20, 4), (20, 0), (8, 4), (3, 2)])
     @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(30)], ids=["short", "longer"])
     def test_lossless_in_a_window_with_and_without_sinks(self, tiny, size, keep, prompt):

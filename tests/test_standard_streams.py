@@ -47,32 +47,38 @@ def read_trace(path: Path) -> list[dict]:
 
 
 class TestClosedAndFull:
+    @pytest.mark.slow
     def test_closed_stdin_is_a_users_mistake(self):
         done = run_in_shell("<&-", "-p", "-")
         assert done.returncode == 2
         assert done.stderr == "error: --prompt - reads standard input, which is closed; give the prompt itself\n"
 
+    @pytest.mark.slow
     def test_closed_stdout_is_one_line(self):
         done = run_in_shell(">&-")
         assert done.returncode == 1
         assert done.stderr == "error: standard output cannot be written (it is closed); redirect it to another place\n"
 
+    @pytest.mark.slow
     @NEEDS_FULL
     def test_full_stdout_is_one_line(self):
         done = run_in_shell(">/dev/full")
         assert (done.returncode, done.stderr) == (1, NO_SPACE + "\n")
 
+    @pytest.mark.slow
     def test_closed_stderr_loses_the_messages_alone(self):
         done = run_in_shell("2>&-")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == run_in_shell("2>/dev/null").stdout != ""
 
+    @pytest.mark.slow
     @NEEDS_FULL
     def test_full_stderr_loses_the_messages_and_is_reported(self):
         done = run_in_shell("2>/dev/full")
         assert done.returncode == 1
         assert done.stdout != ""
 
+    @pytest.mark.slow
     @NEEDS_FULL
     @pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>/dev/full"])
     def test_nothing_to_write_to(self, redirection):
@@ -84,6 +90,7 @@ class TestClosedAndFull:
         done = run_in_shell(">/dev/full", "--help")
         assert (done.returncode, done.stderr) == (1, NO_SPACE + "\n")
 
+    @pytest.mark.slow
     @NEEDS_FULL
     @pytest.mark.parametrize("flag", ["--trace", "--summary"])
     def test_a_full_file_is_named(self, flag):
@@ -96,6 +103,7 @@ class TestClosedAndFull:
         assert done.stderr.count("error") == 1
         assert_quiet(done.stderr)
 
+    @pytest.mark.slow
     @NEEDS_FULL
     def test_a_full_stdout_is_not_blamed_on_the_trace_which_is_kept(self, tmp_path):
         done = run_in_shell(">/dev/full", "--trace", tmp_path / "t.jsonl")
@@ -105,6 +113,7 @@ class TestClosedAndFull:
 
 
 class TestPipes:
+    @pytest.mark.processes
     def test_a_reader_that_goes_ends_the_run_quietly_and_keeps_the_trace(self, endless, tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen([*endless, "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
@@ -115,6 +124,7 @@ class TestPipes:
         assert [line for line in err.splitlines() if not line.startswith(b"[transformers]")] == []
         assert len(read_trace(tmp_path / "t.jsonl")) > 1
 
+    @pytest.mark.processes
     def test_stderr_whose_reader_goes_ends_no_run(self):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(GENERATE, **pipes) as process:
@@ -123,6 +133,7 @@ class TestPipes:
             assert process.wait(timeout=60) == 1
         assert out.decode() == run_in_shell("2>/dev/null").stdout
 
+    @pytest.mark.processes
     def test_a_trace_whose_reader_goes_is_named(self):
         done = subprocess.run(
             ["bash", "-c", '"$0" "$@" --trace >(head -c1 >/dev/null)', *GENERATE[:3], "-m", "100"],
@@ -135,6 +146,7 @@ class TestPipes:
         assert "cannot be written (Broken pipe)" in done.stderr
         assert_quiet(done.stderr)
 
+    @pytest.mark.processes
     def test_a_trace_may_go_to_a_process(self, tmp_path):
         line = f'"$0" "$@" --trace >(cat >{tmp_path}/t.jsonl)'
         done = subprocess.run(["bash", "-c", line, *GENERATE], capture_output=True, timeout=300)
@@ -151,6 +163,7 @@ class TestEncodings:
         assert (done.returncode, done.stderr) == (0, b"")
         assert done.stdout.decode(encoding) == shown + "\n"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
     def test_a_run_in_another_encoding(self, encoding):
         done = run_in_shell("", environment={"PYTHONIOENCODING": encoding})
@@ -159,6 +172,7 @@ class TestEncodings:
 
 
 class TestSignals:
+    @pytest.mark.processes
     @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
     def test_a_signal_ends_the_text_with_its_summary_and_whole_trace(self, name, endless, tmp_path):
         number = signal.Signals[name]
@@ -177,6 +191,7 @@ class TestSignals:
         assert 0 < summary["tokens"] == len(trace) < 100000
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
+    @pytest.mark.processes
     def test_a_signal_that_the_process_ignores_ends_nothing(self):
         ignoring = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as under nohup
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -247,6 +262,7 @@ class TestCommands:
         assert done.stderr.startswith("error: fly: no such command; choose from generate, ")
         assert done.stderr.count("\n") == 1
 
+    @pytest.mark.processes
     def test_a_command_takes_the_flags_after_it(self):
         line = [sys.executable, "-m", "gearbx_mlx", "generate", "--max-tokens", "5"]
         done = subprocess.run(line, capture_output=True, text=True, timeout=300)

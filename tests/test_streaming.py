@@ -93,6 +93,7 @@ def assert_no_reader_is_left():
 
 
 class TestTheSameAsResident:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("kernels", ["mlx", "native"])
     @pytest.mark.parametrize("gears", LADDERS)
     def test_logits_in_every_gear(self, checkpoint, gears, kernels):
@@ -106,6 +107,7 @@ class TestTheSameAsResident:
                 kept.shift(gear)
                 assert mx.array_equal(streamed.model(tokens), kept.model(tokens)).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", MODELS)
     def test_logits_of_every_kind_of_layer(self, checkpoint, architecture):
         path = checkpoint(architecture)
@@ -124,6 +126,7 @@ class TestTheSameAsResident:
         for _ in range(3):
             assert mx.array_equal(logits(streamed), logits(kept)).item()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
     def test_texts(self, checkpoint, mode):
         path = checkpoint()
@@ -233,6 +236,7 @@ class TestFilesThatFail:
         with pytest.raises(GearbxError, match=rf"{GEARS_FILE}: cannot be read .*; download it again"):
             box.residency.reader.hashes.verify(box.residency.reader.hashes.expected, RESTORE)
 
+    @pytest.mark.slow
     def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
         box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
         responses = stream_generate(box.model, tokenizer, [1, 5], 40, gearbox=box, mode="static")
@@ -373,6 +377,7 @@ class TestRefusals:
 
 
 class TestSeveral:
+    @pytest.mark.slow
     def test_two_models_in_turns(self, checkpoint):
         paths = checkpoint(), checkpoint("tied")
         expected = [text(path, gearbox_of(path, "resident")) for path in paths]
@@ -386,6 +391,7 @@ class TestSeveral:
                 tokens.append(response.token)
         assert found == expected
 
+    @pytest.mark.processes
     def test_threads(self, checkpoint):
         path = checkpoint()
         box = gearbox_of(path)
@@ -425,6 +431,7 @@ def recorded(scale):
 
 
 class TestWhenDraftsEnd:
+    @pytest.mark.slow
     @pytest.mark.parametrize("verification", [2.5, 5, 12, 30, 80])
     @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
     def test_the_rule_finds_the_best_bound(self, scale, verification):
@@ -433,6 +440,7 @@ class TestWhenDraftsEnd:
         drafting = replay_drafts(sequences, CostRule(curve, Costs(lambda: 1.0, lambda rows: verification)))
         assert drafting.weight_bytes_per_token(1.0, verification) < 1.005 * least
 
+    @pytest.mark.slow
     def test_drafts_get_longer_when_the_disk_gets_slower(self):
         sequences, curve = recorded(1.0)
         costs = SimpleNamespace(verification=3.0)
@@ -444,6 +452,7 @@ class TestWhenDraftsEnd:
         assert lengths[1] > 1.8 * lengths[0]
         assert lengths[2] == pytest.approx(lengths[0], rel=0.05)
 
+    @pytest.mark.slow
     def test_measured_speeds_decide(self, checkpoint):
         path, drafted = checkpoint(), []
         for disk in (1e9, 1e6):

@@ -66,6 +66,7 @@ def calibrate(command, out: Path, *more: object):
     return command("calibrate", *flags, *more)
 
 
+@pytest.mark.slow
 def test_lossless_for_perfect_agreement_and_generate_reads_it(command, tmp_path):
     out, summary = tmp_path / "policy.json", tmp_path / "s.json"
     result = calibrate(command, out, "--target-agreement", 1, "--gears", "4,16")
@@ -81,6 +82,7 @@ def test_lossless_for_perfect_agreement_and_generate_reads_it(command, tmp_path)
     assert [gear["bits"] for gear in told["ladder"]] == [4, 16]
 
 
+@pytest.mark.slow
 def test_a_static_gear_is_recommended_where_it_is_better(command, tmp_path):
     out, summary = tmp_path / "policy.json", tmp_path / "s.json"
     result = calibrate(command, out, "--target-kl", 0.002, "--gears", "4,6,16")
@@ -92,6 +94,7 @@ def test_a_static_gear_is_recommended_where_it_is_better(command, tmp_path):
     assert [gear["bits"] for gear in json.loads(summary.read_text())["ladder"]] == [6]
 
 
+@pytest.mark.slow
 def test_kickdown_within_given_bytes_and_generate_reads_it(command, tmp_path):
     out, summary = tmp_path / "policy.json", tmp_path / "s.json"
     bytes_of = {}

@@ -60,6 +60,7 @@ def in_turns(texts):
     return [list(text) for text in zip(*together)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("number", range(4), ids=["route", "static", "kickdown", "lossless"])
 def test_texts_in_turns_are_what_they_are_alone(demo, number):
     model = tiny_model()
@@ -119,6 +120,7 @@ IN_THREADS = """
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("geared", [False, True], ids=["original", "geared checkpoint"])
 def test_texts_in_threads_are_what_they_are_alone(command, demo, tmp_path, geared):
     model = demo.path

@@ -53,6 +53,7 @@ def written(text, tokenizer, mode, seed: int = 0, **keywords) -> list[int]:
     return [response.token for response in responses]
 
 
+@pytest.mark.slow
 def test_the_top_gear_writes_what_mlx_vlm_writes(tokenizer):
     from mlx_vlm.generate import generate_step
 

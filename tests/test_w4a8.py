@@ -71,6 +71,7 @@ def test_the_terms_are_differences_of_what_was_timed():
     assert found["arithmetic"] - found["overhead"] == pytest.approx(weight_only - integers)
 
 
+@pytest.mark.slow
 def test_the_command(command, tmp_path):
     file, picture = tmp_path / "w.json", tmp_path / "w.svg"
     sizes = "--rows", 48, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2

@@ -14,6 +14,8 @@ from gearbx_mlx.kernels.target import Target
 from .mach_o import ARM64, Library, read_library
 from .wheels import Unobtainable, get_mlx
 
+pytestmark = pytest.mark.native
+
 NOT_CHECKED = "macOS WAS NOT CHECKED"
 MACOS = 1  # as Mach-O numbers systems
 NANOBIND = re.compile(rb"nanobind_\w+_v\d+")  # two extensions share types if this is equal in both

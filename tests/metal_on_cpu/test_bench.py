@@ -94,6 +94,7 @@ def test_as_many_vectors_as_a_kernel_takes():
     assert MOST_VECTORS == metal.MAX_VECTORS
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 def test_checks_every_kernel(short, launches):
     result = short("--check-only", "--vectors", "1")
@@ -122,6 +123,7 @@ def test_checks_every_kernel(short, launches):
     assert all(row["checked"] and 0 < row["largest_error"] <= 1 and not row["wrong"] for row in report["checks"])
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 def test_table_and_rows(short, monkeypatch):
     only(monkeypatch, "affine 4", "rowwise 8", "dense 16", "attention", metal_operations.NESTED, "rope")
@@ -168,6 +170,7 @@ def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypa
     assert len(set(launches)) == len(VARIANTS)
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
     right = Prepared.__call__
@@ -265,6 +268,7 @@ def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
     assert "| affine" in result.out
 
 
+@pytest.mark.slow
 def test_gears_and_modes_of_a_model(bench, monkeypatch):
     """On MLX's kernels: those of Metal in whole models are checked in test_gears.py."""
     monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))

@@ -37,6 +37,7 @@ def stacked(experts: list[dict[str, mx.array]]) -> dict[str, mx.array]:
     return {name: mx.stack(padded(name) if name in lists else [a[name] for a in experts]) for name in experts[0]}
 
 
+@pytest.mark.some(5)
 @pytest.mark.clang
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["a vector for both", "a vector each"])
@@ -88,6 +89,7 @@ def test_arrays_that_do_not_fit_are_refused():
         experts_launch(mx.zeros((3, 1, 1, 2 * case.columns), case.dtype), arrays, case.bits, indices)
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 @pytest.mark.parametrize(("format", "bits"), [("codebook", 3), ("codebook-library", 4)])
 def test_a_mixture_decodes_with_a_launch_for_each_stack_of_experts(format, bits, launches):

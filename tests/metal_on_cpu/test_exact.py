@@ -77,6 +77,7 @@ def cases():
         yield ExactCase(WIDTHS[count % 3], 11, 640, 64, count, mx.bfloat16, bias=True)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
     p = product(case)
@@ -95,6 +96,7 @@ def test_any_number_of_rows(widths):
 COMPANY = [*((widths, mx.bfloat16) for widths in WIDTHS), ((4,), mx.float16), ((4, 4), mx.float32)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("widths", "dtype"), COMPANY, ids=str)
 def test_a_vector_has_the_same_bits_in_any_company(widths, dtype):
     """Alone, or among any others up to 16, in any place; a SIMD group has other rows then, and reductions any order."""

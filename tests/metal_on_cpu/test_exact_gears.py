@@ -19,6 +19,7 @@ def model():
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 @pytest.mark.parametrize("ladder", ["4,16", "3,16", "4,8,16"])
 def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(ladder, launches):
@@ -30,6 +31,7 @@ def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(ladder, launches)
         np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())  # both round activations to bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 def test_a_pass_over_several_tokens_gives_each_what_it_gets_alone(launches):
     native = Gearbox(model(), "4,16", format="exact", kernels="native").model

@@ -12,7 +12,7 @@ from .exact_cases import fault as fault_of
 from .test_exact import lying
 from .test_mutations import changer
 
-pytestmark = pytest.mark.clang
+pytestmark = [pytest.mark.clang, pytest.mark.metal_mutations]
 
 ONE = ExactCase((4,), 13, 1056, 32, bias=True)
 MANY = ExactCase((3,), 13, 640, vectors=5, dtype=mx.float32)

@@ -20,6 +20,7 @@ TOKEN = mx.array([[7]])
 PROMPT = mx.array([[1, 5, 9, 2, 7, 3, 3, 8, 11, 4, 1, 6, 2, 10, 5, 9, 7]])  # more vectors than a kernel takes
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 @pytest.mark.parametrize("format", GEARS)
 def test_a_model_decodes_in_every_gear(format, launches):
@@ -71,6 +72,7 @@ def test_metal_is_used_unless_it_is_refused(monkeypatch):
     assert not dispatch.choose("mlx").native
 
 
+@pytest.mark.some(2)
 @pytest.mark.clang
 @pytest.mark.parametrize("format", GEARS)
 def test_auto_without_measuring_is_mlx_where_it_has_a_kernel_and_ours_elsewhere(format, launches):

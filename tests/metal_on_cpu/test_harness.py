@@ -138,6 +138,7 @@ def test_fault_is_seen(name):
     assert any(words in error for words in said.split("|")), error or "not seen"
 
 
+@pytest.mark.processes
 def test_without_clang_it_is_said_that_metal_was_not_checked():
     file = TESTS / "metal_on_cpu" / "test_matvec.py"
     program = (

@@ -46,6 +46,7 @@ def cases():
         yield Case(6, 11, 533, vectors=count, dtype=mx.float16, variant=variant, bias=True, format="rowwise")
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
     """Of codebooks, the code below an outlier is read again: one in a row, of a library each."""
@@ -55,6 +56,7 @@ def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
         assert fault(case, p, report) == ""
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("format", ["planes", "rowwise", "groupwise"])
 def test_any_row_count(format, variant):
@@ -73,6 +75,7 @@ def test_any_width_of_whole_groups(columns):
         assert fault(case, p, run(case, p)) == ""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
 @pytest.mark.parametrize("variant", ["registers", "device"])
 def test_any_width_at_all(format, bits, variant):
@@ -83,6 +86,7 @@ def test_any_width_at_all(format, bits, variant):
         assert fault(case, p, run(case, p)) == "", columns
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
 def test_any_width_staged(format, bits):
     for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):
@@ -91,6 +95,7 @@ def test_any_width_staged(format, bits):
         assert fault(case, p, run(case, p)) == "", columns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "bits"), TABLES)
 def test_any_shape_of_tables(format, bits):
     """Every remainder of a step and of the rows of a threadgroup; outliers in many columns, or none."""

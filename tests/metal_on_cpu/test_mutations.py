@@ -9,7 +9,7 @@ from .cases import Case, problem, run
 from .checks import fault
 from .compiler import DoesNotCompile
 
-pytestmark = pytest.mark.clang
+pytestmark = [pytest.mark.clang, pytest.mark.metal_mutations]
 
 ONE = Case((4,), 13, 1056, 32, bias=True)
 STACK = Case((4, 1, 1, 2), 13, 640, 64, bias=True)

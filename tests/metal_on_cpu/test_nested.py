@@ -88,6 +88,7 @@ def read_of_cache(report: Report) -> int:
 
 @pytest.mark.clang
 class TestValuesAndAccesses:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("bits", [4, 8])
     @pytest.mark.parametrize(
         ("dtype", "width", "group_size", "packed", "kind"),
@@ -136,6 +137,7 @@ class TestValuesAndAccesses:
 
 @pytest.mark.clang
 class TestAnyCompany:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "rows", "whole", "bits"), [(4, 2, True, 8), (6, 8, False, 8), (4, 16, True, 4)])
     def test_a_query_has_the_same_bits(self, heads, rows, whole, bits):
         """Whatever keys come behind those that it sees, be they no numbers, and whichever way they are hidden."""
@@ -162,6 +164,7 @@ class TestAnyCompany:
             assert same_bits(behind, alone)
 
 
+@pytest.mark.some(5)
 @pytest.mark.clang
 @pytest.mark.parametrize("name", MISTAKES | MIXED)
 def test_a_mistake_is_noticed(name):

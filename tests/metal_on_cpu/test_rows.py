@@ -101,6 +101,7 @@ class TestDenseProducts:
             assert (np.abs(exact(y) - wanted) <= bound).all()
             assert (report.reads["weight"][: weight.nbytes] == 1).all()
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("vectors", [2, 9, 16])
     @pytest.mark.parametrize("columns", [70, 512])
     def test_a_vector_has_the_same_bits_in_any_company(self, columns, vectors):
@@ -110,6 +111,7 @@ class TestDenseProducts:
 
 
 class TestPackedProducts:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         "case",
         [
@@ -164,6 +166,7 @@ class TestAttention:
         parts, report = ran(parts_launch(queries, keys, values, 0.3, mask), order, schedule)
         return ran(join_launch(parts, queries.dtype), order, schedule)[0], report
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("kind", "dtype"),
         [("causal", mx.float32), ("causal", mx.bfloat16), ("some", mx.float16), ("all", mx.float32)],
@@ -188,6 +191,7 @@ class TestAttention:
             for name, array in (("keys", k), ("values", v)):  # nothing of the room behind them is read
                 assert report.reads[name].sum() == array.nbytes
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "rows"), [(4, 2), (4, 3), (6, 8), (4, 16), (24, 16)])
     def test_a_query_has_the_same_bits_in_any_company(self, heads, rows):
         """Whatever keys come behind those that it sees, be they no numbers, and whichever way they are hidden."""
@@ -246,6 +250,7 @@ class TestWholeBlocks:
         together = [self.steps(gearbox.model, cache, ROWS[:size]) for size in sizes]
         return [same_bits(logits, mx.stack(alone[: len(logits)])) for logits in together]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("gear", "dtype"), [("low", "float32"), ("mid", "bfloat16"), ("high", "bfloat16")])
     def test_a_row_has_the_same_bits_in_any_company(self, gear, dtype, launches):
         assert all(self.passes(gear, launches, (2, 3, 8, 16), dtype))

@@ -40,6 +40,7 @@ def text_of(made: Launch) -> str:
     return generated_text(build(prepared.spec), prepared.completed(made.inputs), prepared.options)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_loops_can_be_unrolled(name):
     text = text_of(LAUNCHES[name]())

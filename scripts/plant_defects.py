@@ -1,0 +1,277 @@
+"""Plant defects in the package and in its C++ core, one at a time, and see which of them the tests find.
+
+    .venv/bin/python -m pytest -m '' -n logical --cov --cov-context=test
+    .venv/bin/python scripts/plant_defects.py defects.jsonl --coverage .coverage
+
+A defect is an operator, a constant or a condition that is changed. They are drawn at random, with a seed, from the
+lines that some test executes. For each defect, the tests that execute its line run until one fails: first those of
+the README's test command, then those behind markers. The others cannot find it. Of C++, whose lines no coverage
+knows, the tests run that compute with native kernels.
+
+Every result is a line of the file, which a second start goes on with; `--report` prints a table by folder.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from coverage.numbits import numbits_to_nums
+from pages import table
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = "gearbx_mlx/kernels/cpu/"
+LOADS_KERNELS = "gearbx_mlx/kernels/products.py"  # tests that execute its functions compute natively
+NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a wrong name keeps from compiling
+OTHER = {
+    **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
+    **{"in": "not in", "not in": "in", "and": "or", "or": "and", "&&": "||", "||": "&&"},
+    **{"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "<<": ">>", ">>": "<<", "+=": "-=", "-=": "+="},
+}
+SYMBOLS = "|".join(sorted(map(re.escape, OTHER), key=len, reverse=True))
+BATCH = 400  # node ids on one command line
+FOUND, SURVIVED, LATE = "found", "survived", "too slow"
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What stands at a place of a file, and what is put there. `start`: in characters from the file's beginning."""
+
+    file: str
+    line: int
+    start: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.old} -> {self.new}"
+
+    def planted(self, text: str) -> str:
+        end = self.start + len(self.old)
+        assert text[self.start : end] == self.old, f"{self.file} has changed; begin a new file of results"
+        return text[: self.start] + self.new + text[end:]
+
+
+def python_defects(file: str, text: str) -> Iterator[Defect]:
+    """Every operator, number and condition of a module, outside of annotations and docstrings."""
+    begins = [0]
+    for line in text.encode().splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    in_bytes = text.encode()
+
+    def place(line: int, column: int) -> int:
+        return len(in_bytes[: begins[line - 1] + column].decode())
+
+    def between(left: ast.expr, right: ast.expr) -> Iterator[Defect]:
+        first, last = place(left.end_lineno, left.end_col_offset), place(right.lineno, right.col_offset)
+        found = re.search(rf"(?<![\w])(?:{SYMBOLS})(?![\w])|{SYMBOLS}", text[first:last])
+        if found:
+            yield Defect(file, left.end_lineno, first + found.start(), found[0], OTHER[found[0]])
+
+    tree = ast.parse(text)
+    skipped = {id(each) for node in ast.walk(tree) for part in annotations(node) for each in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Compare):
+            for left, right in zip([node.left, *node.comparators], node.comparators):
+                yield from between(left, right)
+        elif isinstance(node, ast.BoolOp):
+            for left, right in zip(node.values, node.values[1:]):
+                yield from between(left, right)
+        elif isinstance(node, ast.BinOp):
+            yield from between(node.left, node.right)
+        elif isinstance(node, ast.AugAssign):
+            yield from between(node.target, node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+            old = text[(start := place(node.lineno, node.col_offset)) : place(node.end_lineno, node.end_col_offset)]
+            new = str(not node.value) if isinstance(node.value, bool) else f"({old} + 1)"
+            yield Defect(file, node.lineno, start, old, new)
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            test = node.test
+            old = text[(start := place(test.lineno, test.col_offset)) : place(test.end_lineno, test.end_col_offset)]
+            yield Defect(file, test.lineno, start, old, f"(not ({old}))")
+
+
+def annotations(node: ast.AST) -> list[ast.AST]:
+    """What is not executed for its value: types, and the indices of types."""
+    found = [getattr(node, name, None) for name in ("annotation", "returns")]
+    return [each for each in found if each is not None]
+
+
+def core_defects(file: str, text: str) -> Iterator[Defect]:
+    """Operators between spaces and whole numbers of C++, outside of comments, strings and the preprocessor's lines."""
+    hidden = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:\\\n|[^\n])*|template <[^\n]*', re.M | re.S)
+    code = hidden.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    for match in re.finditer(
+        r"(?<= )(?:<=|>=|==|!=|&&|\|\||<<|>>|\+=|-=|[<>+\-*/%])(?= )|(?<![\w.])\d+(?![\w.])", code
+    ):
+        old = match[0]
+        new = OTHER.get(old) or f"({old} + 1)"
+        yield Defect(file, text.count("\n", 0, match.start()) + 1, match.start(), old, new)
+
+
+@dataclass
+class Tests:
+    """Which tests execute a line, and how long each takes in seconds."""
+
+    of_line: dict[str, dict[int, set[str]]]
+    seconds: dict[str, float]
+    by_default: set[str]
+
+    def reaching(self, defect: Defect) -> list[str]:
+        """The tests that execute the defect's line, quick ones first; all of the default command before the others."""
+        if defect.file.startswith(CORE):
+            names = set().union(*self.of_line[LOADS_KERNELS].values())
+        else:
+            names = self.of_line.get(defect.file, {}).get(defect.line, set())
+        return sorted(names, key=lambda name: (name not in self.by_default, self.seconds.get(name, 0.0)))
+
+
+def read_coverage(database: Path, durations: Path) -> Tests:
+    """The contexts of a database of coverage.py, and the durations and defaults that tests/conftest.py wrote beside."""
+    contexts: dict[int, str] = {}
+    of_line: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        for number, name in connection.execute("select id, context from context"):
+            contexts[number] = re.split(r"\||\s\(", name)[0]
+        files = {number: within_root(name) for number, name in connection.execute("select id, path from file")}
+        for file, context, numbits in connection.execute("select file_id, context_id, numbits from line_bits"):
+            if "::" in contexts[context]:
+                for line in numbits_to_nums(numbits):
+                    of_line[files[file]][line].add(contexts[context])
+    known = json.loads(durations.read_text(encoding="utf-8"))
+    return Tests(of_line, known["seconds"], set(known["default"]))
+
+
+def within_root(name: str) -> str:
+    """gearbx_mlx/..., wherever the checkout was."""
+    return name[name.rfind("gearbx_mlx/") :]
+
+
+def draw(tests: Tests, seed: int, count: int, of_core: int) -> list[Defect]:
+    """Defects of the package, in lines that a test executes, and of the core."""
+    choose = random.Random(seed)
+    package, core = [], []
+    for path in sorted((ROOT / "gearbx_mlx").rglob("*")):
+        file = path.relative_to(ROOT).as_posix()
+        if file.startswith(CORE) and path.suffix in (".cpp", ".h") and not any(name in path.stem for name in NOT_HERE):
+            core += core_defects(file, path.read_text(encoding="utf-8"))
+        elif path.suffix == ".py" and file in tests.of_line:
+            executed = tests.of_line[file]
+            package += [d for d in python_defects(file, path.read_text(encoding="utf-8")) if executed.get(d.line)]
+    drawn = choose.sample(package, count - of_core) + choose.sample(core, of_core)
+    choose.shuffle(drawn)
+    return drawn
+
+
+def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dict[str, object]:
+    """Run the tests that reach a defect in a copy of the checkout until one fails; its record for the file."""
+    file = checkout / defect.file
+    whole = file.read_text(encoding="utf-8")
+    names, began = tests.reaching(defect), time.monotonic()
+    record = asdict(defect) | {"tests": len(names), "outcome": SURVIVED, "by": ""}
+    with tempfile.TemporaryDirectory(prefix="defect_") as cache:
+        environment = os.environ | {"PYTHONPATH": str(checkout), "HYPOTHESIS_STORAGE_DIRECTORY": cache}
+        if defect.file.startswith(CORE):
+            environment["XDG_CACHE_HOME"] = cache
+        try:
+            file.write_text(defect.planted(whole), encoding="utf-8")
+            for some in in_batches(names, tests.by_default):
+                left = seconds - (time.monotonic() - began)
+                command = [sys.executable, "-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=no", *some]
+                try:
+                    done = subprocess.run(
+                        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=left
+                    )
+                except subprocess.TimeoutExpired:
+                    record["outcome"] = LATE
+                    break
+                if done.returncode not in (0, 5):
+                    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                    name = failed[1] if failed else "collection"
+                    record |= {"outcome": FOUND, "by": name, "default": not failed or name in tests.by_default}
+                    break
+        finally:
+            file.write_text(whole, encoding="utf-8")
+    return record | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def in_batches(names: list[str], by_default: set[str]) -> Iterator[list[str]]:
+    """Few quick ones first, since most defects are found at once; never default tests together with others."""
+    for part in ([n for n in names if n in by_default], [n for n in names if n not in by_default]):
+        at, size = 0, 20
+        while at < len(part):
+            yield part[at : at + size]
+            at, size = at + size, BATCH
+
+
+def report(records: Iterable[dict]) -> str:
+    """A table by folder: defects, those that the default tests found, and those that any test found."""
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for record in records:
+        parts = record["file"].split("/")
+        folder = CORE.rstrip("/") if record["file"].startswith(CORE) else "/".join(parts[: min(2, len(parts) - 1)])
+        for name in (folder, "all"):
+            rows[name][0] += 1
+            rows[name][1] += bool(record.get("default"))
+            rows[name][2] += record["outcome"] != SURVIVED
+    last = rows.pop("all", [0, 0, 0])
+    return table(
+        ("folder", "planted", "found by default", "found by all"),
+        [*map(as_row, sorted(rows.items())), as_row(("all", last))],
+    )
+
+
+def as_row(item: tuple[str, list[int]]) -> list[object]:
+    return [item[0], *item[1]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("results", type=Path, help="A line of JSON for each defect; an existing file is gone on with.")
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="With contexts, of the whole suite.")
+    parser.add_argument("--durations", type=Path, default=ROOT / ".durations.json", help="Written by the same run.")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--core", type=int, default=20, help="How many of them are in C++.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seconds", type=float, default=900, help="For one defect; one that takes longer counts as found."
+    )
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth defect from the Ith on, for several processes.")
+    parser.add_argument("--report", action="store_true", help="Print the table of what is there, and end.")
+    args = parser.parse_args()
+    known = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
+    if args.report:
+        print(report(known))
+        return
+    tests = read_coverage(args.coverage, args.durations)
+    done = {(record["file"], record["start"]) for record in known}
+    first, step = map(int, args.part.split("/"))
+    with tempfile.TemporaryDirectory(prefix="planted_") as folder:
+        checkout = Path(folder) / "checkout"
+        shutil.copytree(
+            ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*cache")
+        )
+        for defect in draw(tests, args.seed, args.count, args.core)[first::step]:
+            if (defect.file, defect.start) not in done:
+                record = try_one(defect, tests, checkout, args.seconds)
+                with args.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(f"{record['outcome']:>9} {record['seconds']:6.1f} s  {defect}  {record['by']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
