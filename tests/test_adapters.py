@@ -171,7 +171,7 @@ def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
     assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize(

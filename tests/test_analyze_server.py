@@ -63,6 +63,7 @@ def errors(result) -> list[str]:
     return [line for line in result.err.splitlines() if line.startswith("error:")]
 
 
+@pytest.mark.slow
 def test_it_writes_trace_summary_and_pictures(asked):
     with fake_server(chatting(lambda body: chat_stream(PAIR, PAIR, PAIR), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
@@ -340,6 +341,7 @@ def test_flags_of_a_server_need_one(command, tmp_path):
     assert "--server-model is of a server; name it with --server" in result.err
 
 
+@pytest.mark.slow
 def test_the_function_takes_the_same_settings(tmp_path):
     (tmp_path / "p.txt").write_text("Hello\n")
     with fake_server(chatting(lambda body: chat_stream(PAIR), VOCABULARY)) as fake:

@@ -315,6 +315,7 @@ def test_a_prompt_cache_of_another_model(command, tmp_path, demo):
     assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), file, "somebody/else")
 
 
+@pytest.mark.slow
 def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_path, demo):
     from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 

@@ -69,6 +69,7 @@ def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(writt
             assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_shifts_as_a_text_alone(written, alone):
     mode = Route(thresholds=(1.5,), min_gear_duration=1)
     (trace,) = written(PROMPTS[:1], mode=mode, max_tokens=40).traces
@@ -291,6 +292,7 @@ class TestBadInput:
             batch_generator(tiny, tokenizer, mode=Static("low"))
 
 
+@pytest.mark.slow
 def test_a_text_without_processors_may_stand_beside_one_that_has_one(written):
     def never(tokens, logits):
         return mx.where(mx.arange(logits.shape[-1]) == banned, -mx.inf, logits)

@@ -59,6 +59,7 @@ def test_half_precision_of_mlx_is_timed_on_a_gpu(command, tmp_path):
     assert dense == ["dense bfloat16", "dense float16", "dense float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 def test_parts_of_a_token_are_those_that_there_are(command, tmp_path):
     assert command("benchmark", "token", *MODEL, "--json", tmp_path / "b.json").status == 0

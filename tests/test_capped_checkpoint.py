@@ -86,6 +86,7 @@ def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kern
     assert {move["path"] for move in moved}.isdisjoint({"model.layers.2.self_attn.q_proj"})  # its range is 8 and more
 
 
+@pytest.mark.slow
 def test_another_order_may_be_given(files, command, tmp_path):
     content = json.loads(files.manifest.read_text())
     for place, layer in enumerate(content["layers"].values()):

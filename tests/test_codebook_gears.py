@@ -25,7 +25,7 @@ def test_low_in_a_ladder(command, tmp_path):
     assert set(gears) == {"low", "high"}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_drafts_in_lossless_mode(format, kernels):

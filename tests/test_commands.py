@@ -80,6 +80,7 @@ class TestGenerate:
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
+    @pytest.mark.slow
     def test_held_in_one_gear_writes_mlx_lms_text(self, command, demo):
         prompt = "Once upon a time"
         result = command("generate", "--gears", 16, "--ignore-chat-template", "-p", prompt, "-m", 30)

@@ -45,12 +45,14 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 def test_every_field_of_the_summary_is_described(runs):
     energy = {"energy_joules_per_token", "energy_of"}  # which few machines report
     assert {name for run in runs for name in run.summary} | energy == described_fields("The summary")
 
 
+@pytest.mark.docs
 def test_every_field_of_the_trace_is_described(runs):
     written = {name for run in runs for record in run.records for name in record}
     assert written | {"prompt"} == described_fields("The trace")  # analyze adds the prompt
@@ -69,6 +71,7 @@ def test_every_field_of_a_file_is_described(heading, kind):
     assert {item.encode_name for item in msgspec.structs.fields(kind)} == described_fields(heading)
 
 
+@pytest.mark.docs
 @pytest.mark.slow
 def test_every_field_of_an_evaluation_is_described(tmp_path):
     text = tmp_path / "text.txt"

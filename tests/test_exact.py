@@ -167,6 +167,7 @@ class TestLowGears:
         assert 8 * arrays / (64 * 4096) <= most
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
     """MLX's own operations take some twenty times a weight on the way; how many tiles follow must not matter."""

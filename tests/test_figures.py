@@ -17,6 +17,8 @@ from gearbx_mlx.evaluation.figures import PICTURES
 from gearbx_mlx.evaluation.figures.bandwidth_model import speedup
 from gearbx_mlx.evaluation.figures.reconstruction_error import errors
 
+pytestmark = pytest.mark.slow
+
 WIDTH, MLP, KEYS, BLOCKS = 256, 704, 128, 6  # of the model that ships
 SHAPES = [(WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH), (WIDTH, WIDTH), (MLP, WIDTH), (MLP, WIDTH), (WIDTH, MLP)]
 

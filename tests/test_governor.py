@@ -116,6 +116,7 @@ class TestGoverned:
         first = next(iter(stream_generate(gearbox.model, tokenizer, PROMPT, 5, **options)))
         assert first.weight_bytes == gearbox.weight_bytes_per_token(gearbox.ladder[0])
 
+    @pytest.mark.slow
     def test_bytes_and_bits_are_those_of_the_caps(self, geared):
         gearbox, tokenizer = geared
         gearbox.shift("low")
@@ -346,6 +347,7 @@ class TestSimulation:
             assert step.reversals == 0
         assert run.out_of_reach is None
 
+    @pytest.mark.slow
     def test_settles_at_the_nearest(self, script, loaded):
         with pytest.warns(GearbxWarning, match="no table meets 100 tokens/s"):
             run = script.simulate(script.steps(100.0, 0.05, seconds=15), *loaded)

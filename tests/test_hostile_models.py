@@ -217,6 +217,7 @@ class TestCode:
         monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
         return mark
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("name", ["convert", "analyze", *MODEL_FLAGS, "--small-model"])
     def test_is_not_run(self, command, model, planted, tmp_path, name):
         assert_refused(command(*run_of(name, model, tmp_path)), model, "give --trust-remote-code")

@@ -185,7 +185,7 @@ class TestDropIn:
 
         assert chat(True) == chat(False)
 
-    @pytest.mark.some(2)
+    @pytest.mark.some(1)
     @pytest.mark.parametrize(
         "keywords",
         [

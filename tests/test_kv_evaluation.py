@@ -15,6 +15,8 @@ from gearbx_mlx.evaluation.policies import Static
 from gearbx_mlx.evaluation.replay import driven
 from gearbx_mlx.formats.kv_planes import group_for, pack, unpack
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = [[int(token) for token in np.random.default_rng(4).integers(0, 64, 40)]]
 
 

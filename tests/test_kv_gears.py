@@ -45,7 +45,7 @@ def long(demo) -> list[int]:
     return tokens
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ladder", ["16", "4,16", "4,8,16", "4,8", "8"])
 def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder):
     alone = text(gearbox, demo.tokenizer, long, Static(), 12, kv_gears=ladder)
@@ -54,7 +54,7 @@ def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder)
     assert sum(r.from_draft for r in drafted) > 0
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ladder", ["16", "4,16"])
 def test_entries_as_they_are_give_the_text_without_gears(demo, gearbox, long, ladder):
     plain = text(gearbox, demo.tokenizer, long, Static(), 12)

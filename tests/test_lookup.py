@@ -149,6 +149,7 @@ def test_describe_says_how_tokens_are_proposed(command, flags, says):
     assert says in done.err.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
     summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
     flags = ("--mode", "lossless", "--cost", "bytes", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)

@@ -67,6 +67,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_runs_watched(made, name):
     model, tokenizer = gearbx_mlx.load(made / name)

@@ -222,6 +222,7 @@ def ask(anthropic):
     server.server_close()
 
 
+@pytest.mark.processes
 def test_the_client_reads_a_message(ask):
     read = ask(recorded={"completion": completion(content="Rain.") | {"gearbx": {"drafted": 3}}})
     assert [block.text for block in read.content] == ["Rain."]
@@ -230,6 +231,7 @@ def test_the_client_reads_a_message(ask):
     assert read.gearbx == {"drafted": 3}
 
 
+@pytest.mark.processes
 def test_the_client_reads_thoughts_and_tool_calls(ask):
     said = completion("tool_calls", content="I look.", reasoning="Rain?", tool_calls=[CALL])
     thoughts, text, call = ask(recorded={"completion": said}).content
@@ -237,6 +239,7 @@ def test_the_client_reads_thoughts_and_tool_calls(ask):
     assert (call.id, call.name, call.input) == ("call_1", "weather", {"town": "Ulm"})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("finish_reason", "word", "stop_reason"),
     [("stop", None, "end_turn"), ("length", None, "max_tokens"), ("stop", "\n", "stop_sequence")],
@@ -253,6 +256,7 @@ def test_why_a_message_ended(ask, finish_reason, word, stop_reason):
     assert (read.stop_reason, read.stop_sequence) == (stop_reason, word)
 
 
+@pytest.mark.processes
 def test_the_client_reads_a_stream(ask):
     with ask(streamed=True, recorded={"chunks": CHUNKS}) as streamed:
         kinds = [event.type for event in streamed if event.type.startswith(("message", "content"))]
@@ -271,6 +275,7 @@ def test_the_client_reads_a_stream(ask):
     assert (read.usage.input_tokens, read.usage.cache_read_input_tokens, read.usage.output_tokens) == (8, 12, 7)
 
 
+@pytest.mark.processes
 def test_arguments_that_come_in_parts(ask):
     """As other servers stream them."""
     first = CALL | {"function": {"name": "weather", "arguments": ""}}
@@ -281,6 +286,7 @@ def test_arguments_that_come_in_parts(ask):
     assert call.input == {"town": "Ulm"}
 
 
+@pytest.mark.processes
 def test_the_client_reads_errors(ask, anthropic):
     with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0") as error:
         ask(max_tokens=0)

@@ -313,6 +313,7 @@ def first_byte(strip, memory):
 
 
 class TestReader:
+    @pytest.mark.slow
     def test_the_speed_is_that_of_the_disk_while_mlx_computes(self, layer, monkeypatch):
         slowed(monkeypatch, 0.01)
         matrix = mx.ones((400, 400))
@@ -322,6 +323,7 @@ class TestReader:
             mx.eval(reader.over(strips, lambda strip, memory: (matrix @ (matrix * memory[0]) @ matrix).sum()))
         assert 2**16 / 0.01 > reader.speed.bytes_per_second > 0.5 * 2**16 / 0.01
 
+    @pytest.mark.slow
     def test_an_error_in_a_thread_is_not_one_of_the_others(self, layer, monkeypatch):
         slowed(monkeypatch, 0.005)
         reader, strips = layer(10, 2**10)

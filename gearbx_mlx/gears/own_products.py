@@ -61,7 +61,8 @@ def weights_read_by(kind: type[nn.Module]) -> set[str]:
 def chains(code: CodeType) -> Iterator[str]:
     """The x.y of every self.x.y.weight in a function, and in functions within it."""
     names: list[str] | None = None  # since the last `self`
-    for instruction in dis.get_instructions(code):
+    # Reading instructions takes long, and few functions know the name.
+    for instruction in dis.get_instructions(code) if "weight" in code.co_names else ():
         loaded = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
         if loaded == "self":
             names = []

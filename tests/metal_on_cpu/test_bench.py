@@ -13,6 +13,8 @@ from gearbx_mlx.commands.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, timing
 from gearbx_mlx.kernels.metal import Prepared, available
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
 SHORT += ["--tokens", "3"]
 VARIANTS = [f"metal {name}" for name in metal.VARIANTS]

@@ -96,7 +96,7 @@ def test_any_number_of_rows(widths):
 COMPANY = [*((widths, mx.bfloat16) for widths in WIDTHS), ((4,), mx.float16), ((4, 4), mx.float32)]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("widths", "dtype"), COMPANY, ids=str)
 def test_a_vector_has_the_same_bits_in_any_company(widths, dtype):
     """Alone, or among any others up to 16, in any place; a SIMD group has other rows then, and reductions any order."""

@@ -75,7 +75,7 @@ def test_any_width_of_whole_groups(columns):
         assert fault(case, p, run(case, p)) == ""
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
 @pytest.mark.parametrize("variant", ["registers", "device"])
 def test_any_width_at_all(format, bits, variant):
@@ -86,7 +86,7 @@ def test_any_width_at_all(format, bits, variant):
         assert fault(case, p, run(case, p)) == "", columns
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
 def test_any_width_staged(format, bits):
     for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):

@@ -164,6 +164,7 @@ class TestAnyCompany:
             assert same_bits(behind, alone)
 
 
+@pytest.mark.metal_mutations
 @pytest.mark.some(5)
 @pytest.mark.clang
 @pytest.mark.parametrize("name", MISTAKES | MIXED)

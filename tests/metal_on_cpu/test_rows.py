@@ -211,6 +211,7 @@ class TestAttention:
             spoiled, _ = self.attend(one, k + behind, v + behind, seen[row : row + 1])
             assert same_bits(spoiled, alone)
 
+    @pytest.mark.metal_mutations
     @pytest.mark.parametrize("name", ATTENTION)
     def test_a_mistake_is_noticed(self, name):
         q, k, v = random(1, 4, 4, 16), random(1, 2, 70, 16, seed=1), random(1, 2, 70, 16, seed=2)
@@ -256,6 +257,7 @@ class TestWholeBlocks:
         assert all(self.passes(gear, launches, (2, 3, 8, 16), dtype))
         assert {launch.spec.dtype for launch in launches if launch.spec.text == "attention"} == {getattr(mx, dtype)}
 
+    @pytest.mark.metal_mutations
     @pytest.mark.parametrize("name", ORDER_BY_ROWS)
     def test_a_kernel_whose_order_depends_on_the_rows_is_noticed(self, name, launches, monkeypatch):
         gear, text, sound, dependent = ORDER_BY_ROWS[name]
