@@ -1,7 +1,7 @@
 """Plant defects in the package and in its C++ core, one at a time, and see which of them the tests find.
 
-    .venv/bin/python -m pytest -m '' -n logical --cov --cov-context=test
-    .venv/bin/python scripts/plant_defects.py defects.jsonl --coverage .coverage
+    .venv/bin/python -m pytest -m '' -n logical --cov --cov-context=test --junitxml junit.xml
+    .venv/bin/python scripts/plant_defects.py defects.jsonl
 
 A defect is an operator, a constant or a condition that is changed. They are drawn at random, with a seed, from the
 lines that some test executes. For each defect, the tests that execute its line run until one fails: first those of
@@ -27,8 +27,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
-from coverage.numbits import numbits_to_nums
 from pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,20 +140,40 @@ class Tests:
         return sorted(names, key=lambda name: (name not in self.by_default, self.seconds.get(name, 0.0)))
 
 
-def read_coverage(database: Path, durations: Path) -> Tests:
-    """The contexts of a database of coverage.py, and the durations and defaults that tests/conftest.py wrote beside."""
-    contexts: dict[int, str] = {}
+def read_tests(database: Path, junit: Path) -> Tests:
+    """What a whole run of the tests left: a database of coverage.py with contexts, and a report of durations."""
     of_line: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        for number, name in connection.execute("select id, context from context"):
-            contexts[number] = re.split(r"\||\s\(", name)[0]
-        files = {number: within_root(name) for number, name in connection.execute("select id, path from file")}
-        for file, context, numbits in connection.execute("select file_id, context_id, numbits from line_bits"):
-            if "::" in contexts[context]:
-                for line in numbits_to_nums(numbits):
-                    of_line[files[file]][line].add(contexts[context])
-    known = json.loads(durations.read_text(encoding="utf-8"))
-    return Tests(of_line, known["seconds"], set(known["default"]))
+        contexts = {n: test_of(name) for n, name in connection.execute("select id, context from context")}
+        files = {n: within_root(name) for n, name in connection.execute("select id, path from file")}
+        for file, context, start, end in connection.execute("select file_id, context_id, fromno, tono from arc"):
+            if contexts[context]:
+                of_line[files[file]][abs(start)].add(contexts[context])
+                of_line[files[file]][abs(end)].add(contexts[context])
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only"], cwd=ROOT, capture_output=True, text=True
+    )
+    by_default = {line for line in listed.stdout.splitlines() if "::" in line}
+    of_junit = {
+        (case.get("classname"), case.get("name")): float(case.get("time"))
+        for case in ElementTree.parse(junit).iter("testcase")
+    }
+    names = {*contexts.values()} | by_default
+    return Tests(of_line, {name: of_junit.get(junit_name(name), 0.0) for name in names if name}, by_default)
+
+
+def test_of(context: str) -> str:
+    """The node id in a context: `ID|run` of a test, `ID (call)` of a process that a test started; else empty."""
+    for name in context.split("|"):
+        if "::" in name:
+            return re.sub(r" \((setup|call|teardown)\)$", "", name)
+    return ""
+
+
+def junit_name(test: str) -> tuple[str, str]:
+    """How a report names a test."""
+    file, *inner = test.split("::")
+    return ".".join([file.removesuffix(".py").replace("/", "."), *inner[:-1]]), inner[-1]
 
 
 def within_root(name: str) -> str:
@@ -243,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("results", type=Path, help="A line of JSON for each defect; an existing file is gone on with.")
     parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="With contexts, of the whole suite.")
-    parser.add_argument("--durations", type=Path, default=ROOT / ".durations.json", help="Written by the same run.")
+    parser.add_argument("--junit", type=Path, default=ROOT / "junit.xml", help="Of the same run.")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--core", type=int, default=20, help="How many of them are in C++.")
     parser.add_argument("--seed", type=int, default=0)
@@ -257,7 +277,7 @@ def main() -> None:
     if args.report:
         print(report(known))
         return
-    tests = read_coverage(args.coverage, args.durations)
+    tests = read_tests(args.coverage, args.junit)
     done = {(record["file"], record["start"]) for record in known}
     first, step = map(int, args.part.split("/"))
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:

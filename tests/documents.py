@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from gearbx_mlx.loading import DEMO_MODEL
@@ -55,6 +55,8 @@ SHORTER = {
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
     "benchmark w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
+    "benchmark threads": "--rows 256 --cols 256 --megabytes 1 --trials 1",
+    "benchmark token": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark mixture": "--shape 256x2 --tokens 6 --run 1 --trials 1",
@@ -187,11 +189,9 @@ def shortened(part: str) -> str:
 
 @dataclass
 class Directory:
-    """Where a page's lines run, and what came of each."""
+    """Where a page's lines run."""
 
-    page: str
     path: Path
-    done: dict[Line, subprocess.CompletedProcess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, text in FILES.items():
@@ -201,15 +201,6 @@ class Directory:
             program = self.path / "bin" / name
             program.write_text(f"#!/bin/sh\nexec {body.format(python=sys.executable)}\n")
             program.chmod(0o755)
-
-    def result(self, line: Line) -> subprocess.CompletedProcess:
-        """The result of a line, run after the lines before it on its page."""
-        for each in lines(self.page):
-            if each not in self.done and why_not_run(each) is None and is_run(each):
-                self.done[each] = self.run(each)
-            if each == line:
-                break
-        return self.done[line]
 
     def run(self, line: Line) -> subprocess.CompletedProcess:
         if line.python:

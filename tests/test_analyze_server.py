@@ -139,6 +139,7 @@ def test_every_field_is_described(asked):
     assert set(result.summary) == described_fields(heading, table=1, page="docs/servers.md")
 
 
+@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("reply", "words", "came"),

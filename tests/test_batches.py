@@ -80,6 +80,7 @@ def test_a_batch_of_one_shifts_as_a_text_alone(written, alone):
     assert [each.wish for each in trace] == [each.gear for each in trace]
 
 
+@pytest.mark.slow
 def test_a_sampled_text_with_a_seed_is_the_one_alone_after_that_seed(written, alone):
     sampler, seeds = make_sampler(temp=1.0), [1, 2, 3, 3]
     batch = written(mode=Static("high"), sampler=sampler, seeds=seeds)
@@ -99,6 +100,7 @@ def test_texts_with_seeds_leave_the_random_numbers_of_others_alone(written):
     assert mx.random.uniform(shape=(3,)).tolist() == expected
 
 
+@pytest.mark.slow
 def test_samplers_and_processors_may_be_of_one_text_each(written, alone):
     penalty = make_logits_processors(repetition_penalty=1.5)
     worst = lambda logprobs: mx.argmin(logprobs, axis=-1)  # noqa: E731
@@ -109,6 +111,7 @@ def test_samplers_and_processors_may_be_of_one_text_each(written, alone):
     assert batch.texts[3] == plain
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("policy", "expected"), [("highest", {"high"}), ("most", {"low"}), ("quantile:0.6", {"low"}), (min, {"low"})]
 )

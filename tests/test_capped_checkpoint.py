@@ -99,6 +99,7 @@ def test_another_order_may_be_given(files, command, tmp_path):
     assert own != given
 
 
+@pytest.mark.slow
 def test_a_clamp_cuts_the_weights_of_quantized_gears(files):
     model, _ = load(str(files.checkpoint))
     Gearbox(model, kernels="mlx").shift("high")

@@ -120,6 +120,7 @@ class TestTurns:
         assert read < len(whole.tokenizer.encode(ASKED))
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
+    @pytest.mark.slow
     def test_another_system_prompt_reads_everything_anew(self, tmp_path, capsys):
         model = tmp_path / "model"
         with_roles(model)

@@ -195,6 +195,7 @@ class TestCodebooks:
             products = (made * weight).sum(-1) / mx.linalg.norm(made, axis=-1) / mx.linalg.norm(weight, axis=-1)
             assert float(np.median(np.array(products))) == pytest.approx(cosine, abs=tolerance)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("matrix", "below"), [(gaussian, 0.20), (heavy, 0.40)])
     @pytest.mark.parametrize("bits", [3, 4])
     def test_error_is_far_below_that_of_affine_at_the_same_effective_bits(self, matrix, below, bits):
@@ -224,6 +225,7 @@ class TestCodebooks:
         assert 8 * beside / (64 * 1024) == 0.3125
         assert 8 * arrays["weight"].nbytes / (64 * 1024) == 4
 
+    @pytest.mark.some(13)
     @pytest.mark.parametrize(("name", "bits"), CASES)
     @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (1, 4), (3, 130), (2, 4, 33)])
     def test_any_shape(self, name, bits, shape):
@@ -247,6 +249,7 @@ class TestCodebooks:
 
 
 class TestModules:
+    @pytest.mark.some(5)
     @pytest.mark.parametrize(("name", "bits"), CASES)
     @pytest.mark.parametrize("bias", [True, False])
     def test_a_linear_layer_computes_with_its_reconstruction(self, name, bits, bias):

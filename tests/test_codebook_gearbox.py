@@ -42,6 +42,7 @@ class TestGearbox:
         gearbox.shift("high")
         assert mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
 
+    @pytest.mark.slow
     @pytest.mark.some(1)
     @pytest.mark.parametrize("residency", ["host", "disk"])
     def test_residency(self, fresh_demo, residency):

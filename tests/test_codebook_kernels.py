@@ -47,6 +47,7 @@ def experts_kernel(native, module):
     return native.codebook_experts if module is codebook else native.library_experts
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("module", "bits"), CASES)
 def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, module, bits):
     values = heavy(4, 9, 300)

@@ -231,6 +231,7 @@ class TestCommands:
         assert saved.status == 0, saved.err
         assert saved.out == made.out
 
+    @pytest.mark.slow
     def test_a_gear_that_is_not_there_is_refused(self, geared, command):
         done = command("generate", "--prompt", "x", "--model", geared, "--gears", "6,16")
         assert done.status == 2

@@ -234,6 +234,7 @@ class TestKeep:
 
 
 class TestDamage:
+    @pytest.mark.slow
     def test_verify_compares_the_arrays_of_tables(self, convert, command):
         _, out = convert("gemma4")
         assert command("convert", "--verify", out).status == 0
@@ -251,6 +252,7 @@ class TestDamage:
             gearbox.shift("high")
         assert gearbox.gear == gearbox.ladder[0]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("change", "words"),
         [

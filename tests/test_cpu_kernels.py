@@ -55,6 +55,7 @@ class TestNumbers:
                 x = mx.random.normal((vectors, 384))
                 assert_products_close(native.stack_matvec(x, [weight], scales, [biases], [bits], group_size), x, *exact)
 
+    @pytest.mark.some(21)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("group_size", [32, 64, 128])
     @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ class TestNumbers:
 
 
 class TestModel:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test_every_gear_differs_from_mlx_in_last_bits_only(self, format, dtype):

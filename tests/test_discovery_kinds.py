@@ -190,12 +190,14 @@ class TestTowers:
 
 
 class TestMixtures:
+    @pytest.mark.some(41)
     @pytest.mark.parametrize("architecture", [name for name in CONFIGS if why_not(name) is None])
     def test_every_one_says_how_many_experts_a_token_uses(self, architecture):
         modules = dict(as_initialised(architecture).named_modules())
         found = {path for path, module in modules.items() if "weight" in module and experts_of(path, modules)}
         assert {chosen_experts(path, modules) for path in found} <= {1, 2}
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "architecture", ["dbrx", "deepseek", "granitemoe", "kimi_linear", "laguna", "ernie4_5_moe"]
     )

@@ -81,13 +81,10 @@ def test_every_field_of_an_evaluation_is_described(tmp_path):
     assert {name for row in report["policies"] for name in row} == described_fields("Evaluations", table=1)
 
 
-def test_the_readme_counts_the_fields_of_a_response():
+def test_every_field_of_a_response_is_described():
     own = {item.name for item in dataclasses.fields(GearResponse)} - {
         item.name for item in dataclasses.fields(GenerationResponse)
     }
-    numbers = {"ten": 10, "eleven": 11, "twelve": 12, "thirteen": 13, "fifteen": 15, "seventeen": 17}
-    counted = re.search(r"with (\w+) fields more", PAGES["README.md"].read_text(encoding="utf-8"))
-    assert numbers[counted[1]] == len(own)
     section = PAGES["docs/python.md"].read_text(encoding="utf-8").split("## Responses")[1].split("## Gears")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     assert own == set(re.findall(r"`(\w+)`", " ".join(cells)))

@@ -50,6 +50,7 @@ class TestAGearedCheckpoint:
         assert summary("exact")["mode"] == "lossless"
         assert summary("planes")["mode"] == "route"
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("flags", "mode"),
         [

@@ -56,6 +56,7 @@ def write_capacities(devices: Path, *capacities: int) -> None:
 
 
 class TestIntel:
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("named", "count"), [("0-7\n", 8), ("0,2,4-5\n", 4), ("0-3,16-19\n", 4), ("3", 1)])
     def test_performance_cores_are_named(self, fast, tmp_path, named, count):
         (tmp_path / "cpu_core").mkdir()

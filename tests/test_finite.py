@@ -66,6 +66,7 @@ def test_logits_that_overflow_name_the_gear_and_the_type(demo, mode):
         list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=mode, gearbox=gearbox))
 
 
+@pytest.mark.slow
 def test_a_processor_that_makes_nan_is_an_error_and_one_that_forbids_tokens_is_not(demo):
     model, gearbox = demo.model, Gearbox(demo.model, "4,16")
 

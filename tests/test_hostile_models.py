@@ -137,6 +137,7 @@ class TestSizes:
         assert_refused(command("generate", "--model", model), model / "tokenizer.json", "has 1048577 tokens")
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("text", UNREADABLE, ids=("lists", "objects", "digits", "list"))
 @pytest.mark.parametrize("name", [name for name in LIBRARIES_READ if name != "hf_quant_config.json"])
 def test_json_that_no_library_can_read_is_named(command, model, name, text):

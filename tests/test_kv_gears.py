@@ -54,6 +54,7 @@ def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder)
     assert sum(r.from_draft for r in drafted) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("ladder", ["16", "4,16"])
 def test_entries_as_they_are_give_the_text_without_gears(demo, gearbox, long, ladder):

@@ -9,6 +9,7 @@ LONG = "x" * 5000
 DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

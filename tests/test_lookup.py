@@ -56,6 +56,7 @@ class TestLookup:
             assert np.array_equal(np.array(logprobs), np.array(expected))
         assert proposed > 0
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("cost", ["time", "bytes"])
     @pytest.mark.parametrize("sampler", ["greedy", "temperature", "top-p"])
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, cost, sampler):
@@ -67,6 +68,7 @@ class TestLookup:
         if cost == "bytes":
             assert any(r.source == "lookup" for r in ours)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "keywords",
         [

@@ -116,7 +116,7 @@ class TestIsTheTopGear:
         assert after == after_ours  # so that what is drawn next is the same too
         assert any(r.from_draft for r in ours)
 
-    @pytest.mark.some(5)
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "keywords",
         [

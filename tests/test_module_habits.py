@@ -58,6 +58,7 @@ def one_line(raised: pytest.ExceptionInfo) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryGear:
+    @pytest.mark.some(2)
     def test_reading(self, make, kind):
         model, gearbox = make(kind)
         for gear in gearbox.ladder:
@@ -70,6 +71,7 @@ class TestEveryGear:
             assert not model.eval().training
             assert not tree_flatten(model.freeze().trainable_parameters())
 
+    @pytest.mark.some(2)
     def test_a_change_that_one_gear_alone_would_have_is_refused(self, make, kind):
         model, gearbox = make(kind)
         changes = [
@@ -102,6 +104,7 @@ class TestEveryGear:
         model.load_weights([("model.norm.weight", mx.ones(64) * 3)], strict=False)
         assert mx.allclose(gearbox.model(PROMPT), 3 * before, atol=1e-4)
 
+    @pytest.mark.some(2)
     def test_save_model_writes_what_mlx_lm_loads_or_nothing(self, make, kind, directory, tmp_path):
         model, gearbox = make(kind)
         source = directory / ("checkpoint" if kind == "checkpoint" else "original")

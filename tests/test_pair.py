@@ -61,7 +61,7 @@ def assert_same(ours, theirs):
 
 
 class TestOneModelAlone:
-    @pytest.mark.some(6)
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
     @pytest.mark.parametrize(
         "keywords",
@@ -88,6 +88,7 @@ class TestOneModelAlone:
         assert {r.gear for r in responses} == {alone}
         assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
 
+    @pytest.mark.slow
     def test_a_real_model_too(self, demo, small):
         theirs = texts(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 30))
         assert_same(texts(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=0)), theirs)
@@ -96,6 +97,7 @@ class TestOneModelAlone:
 class TestCachesInStep:
     SCRIPT = [0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1]
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("keywords", [{}, {"prefill_step_size": 3}], ids=["one pass", "in pieces"])
     @pytest.mark.parametrize("initial", ["small", "large"])
     def test_every_token_is_of_a_model_that_saw_all_before_it(self, demo, small, large, initial, keywords):

@@ -86,6 +86,7 @@ def test_a_truncated_prompt_cache_is_refused(command, demo, tmp_path):
         assert f"{file}: not a prompt cache" in result.err
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("architecture", "further", "max_kv_size"),
     [

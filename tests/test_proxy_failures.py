@@ -81,7 +81,7 @@ class TestOneServerFails:
             with proxy(*urls, server_timeout=0.8 if name == "slow" else LINGERING, **flags) as client:
                 return client.post(CHAT, json=(EASY if failing == "small" else HARD) | {"stream": streamed})
 
-    @pytest.mark.some(6)
+    @pytest.mark.some(2)
     def test_the_other_one_answers_and_says_so(self, name, failing, streamed, well):
         got = self.ask(name, failing, streamed, well)
         assert got.status_code == 200
@@ -92,7 +92,7 @@ class TestOneServerFails:
         assert found["reason"].startswith(f"the {failing} server ")
         assert "W" in got.text
 
-    @pytest.mark.some(8)
+    @pytest.mark.some(2)
     def test_or_it_is_a_502_with_the_reason(self, name, failing, streamed, well):
         got = self.ask(name, failing, streamed, well, no_fallback=True)
         assert got.status_code == 502
@@ -161,6 +161,7 @@ def test_fewer_logprobs_are_asked_for_where_so_many_are_refused(well):
         assert small.requests[-2][1]["top_logprobs"] == 5
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("status", [400, 404, 422, 429])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("failing", ["small", "large"])

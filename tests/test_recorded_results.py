@@ -77,7 +77,7 @@ DAMAGE = {
 RECORDINGS = {"of fewer tokens": of_fewer_tokens, "without passes": without_passes, "of gears": of_another_ladder}
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["reference.npy", "static-4.npz"])
 def test_damaged_recordings_are_named_in_one_line(command, small, results, name, damage):

@@ -50,6 +50,7 @@ def test_the_text_is_that_of_generate(client):
     assert text_of(client, gearbx={"gear": "high"}) == expected
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_is_the_whole_answer_in_pieces_with_gear_and_entropy_of_each_token(client, path, gearbx):

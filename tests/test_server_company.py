@@ -40,6 +40,7 @@ def test_as_many_likeliest_tokens_as_there_are_is_no_choice(client, top_k):
     assert answer["usage"]["completion_tokens"] == 24
 
 
+@pytest.mark.slow
 def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
     def broken(tokenizer, **settings):
         def sample(logprobs):

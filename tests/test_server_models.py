@@ -46,6 +46,7 @@ def test_an_infinite_threshold_is_no_line_in_a_trace(small):
         assert events(client, "/v1/completions", prompt="Once")[0]["gearbx"]["thresholds"] == []
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_watched_and_nothing_shifts(tmp_path):
     model, config = quantize_model(tiny_model(vocab_size=4096), {}, 64, 4)
     save_model(model, tmp_path / "quantized")

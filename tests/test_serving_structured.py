@@ -51,6 +51,7 @@ def check(responses, schema):
     return answer
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("schema", [PERSON, CHOICE], ids=["object", "choice"])
 @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
 def test_an_answer_fits_its_schema(demo, geared_demo, mode, schema):

@@ -37,7 +37,7 @@ def stacked(experts: list[dict[str, mx.array]]) -> dict[str, mx.array]:
     return {name: mx.stack(padded(name) if name in lists else [a[name] for a in experts]) for name in experts[0]}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.clang
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["a vector for both", "a vector each"])

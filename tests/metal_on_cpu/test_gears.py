@@ -55,6 +55,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
     assert "native (Metal: ours, up to 16 vectors; MLX beyond)" in native.describe()
 
 
+@pytest.mark.slow
 @pytest.mark.clang
 def test_a_launch_of_several_vectors_is_one(launches):
     gearbox = Gearbox(tiny_model(), "4,16", format="groupwise", manage="mlp", kernels="native")

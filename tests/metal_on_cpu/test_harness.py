@@ -130,6 +130,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.clang
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_seen(name):

@@ -67,6 +67,7 @@ def test_any_row_count(format, variant):
         assert fault(case, p, run(case, p)) == "", rows
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("columns", [32, 64, 480, 512, 544, 1024, 2080, 6144])
 def test_any_width_of_whole_groups(columns):
     for variant in VARIANTS:
