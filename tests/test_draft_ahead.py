@@ -136,7 +136,6 @@ class TestTheTextIsTheTopGears:
         mode = Lossless(cost="time", draft_ahead=3)
         ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, gearbox=geared_demo, mode=mode))
         assert [r.token for r in ours] == theirs
-        assert sum(r.discarded for r in ours) > 0
 
     def test_a_cache_has_nothing_of_what_was_thrown_away(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
