@@ -38,11 +38,23 @@ NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a
 OTHER = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
     **{"in": "not in", "not in": "in", "and": "or", "or": "and", "&&": "||", "||": "&&"},
-    **{"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "<<": ">>", ">>": "<<", "+=": "-=", "-=": "+="},
+    **{
+        "+": "-",
+        "-": "+",
+        "*": "+",
+        "/": "*",
+        "//": "*",
+        "%": "*",
+        "**": "*",
+        "<<": ">>",
+        ">>": "<<",
+        "+=": "-=",
+        "-=": "+=",
+    },
 }
 SYMBOLS = "|".join(sorted(map(re.escape, OTHER), key=len, reverse=True))
 BATCH = 400  # node ids on one command line
-FOUND, SURVIVED, LATE = "found", "survived", "too slow"
+FOUND, SURVIVED, LATE, NO_PROGRAM = "found", "survived", "too slow", "does not compile"
 
 
 @dataclass(frozen=True)
@@ -123,43 +135,46 @@ def core_defects(file: str, text: str) -> Iterator[Defect]:
         yield Defect(file, text.count("\n", 0, match.start()) + 1, match.start(), old, new)
 
 
-@dataclass
 class Tests:
-    """Which tests execute a line, and how long each takes in seconds."""
+    """Which tests execute a line, and how long each takes.
 
-    of_line: dict[str, dict[int, set[str]]]
-    seconds: dict[str, float]
-    by_default: set[str]
+    Args:
+        database: of coverage.py, with contexts and branches, of a run of all tests.
+        junit: the report of that run.
+    """
+
+    def __init__(self, database: Path, junit: Path):
+        self.connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+        self.files = defaultdict(list)
+        for number, name in self.connection.execute("select id, path from file"):
+            self.files[within_root(name)].append(number)
+        self.by_default = default_tests()
+        cases = ElementTree.parse(junit).iter("testcase")
+        self.seconds = {(case.get("classname"), case.get("name")): float(case.get("time")) for case in cases}
+
+    def executed(self, file: str) -> set[int]:
+        """The lines of a file that some test executes."""
+        return {line for line, name in self._lines(file) if name}
 
     def reaching(self, defect: Defect) -> list[str]:
         """The tests that execute the defect's line, quick ones first; all of the default command before the others."""
-        if defect.file.startswith(CORE):
-            names = set().union(*self.of_line[LOADS_KERNELS].values())
-        else:
-            names = self.of_line.get(defect.file, {}).get(defect.line, set())
-        return sorted(names, key=lambda name: (name not in self.by_default, self.seconds.get(name, 0.0)))
+        native = defect.file.startswith(CORE)
+        executing = self._lines(LOADS_KERNELS if native else defect.file)
+        names = {name for line, name in executing if name and (native or line == defect.line)}
+        return sorted(names, key=lambda name: (name not in self.by_default, self.seconds.get(junit_name(name), 0.0)))
+
+    def _lines(self, file: str) -> Iterator[tuple[int, str]]:
+        for number in self.files[file]:
+            query = "select distinct tono, context from arc join context on context_id = context.id where file_id = ?"
+            for line, context in self.connection.execute(query, (number,)):
+                yield line, test_of(context)
 
 
-def read_tests(database: Path, junit: Path) -> Tests:
-    """What a whole run of the tests left: a database of coverage.py with contexts, and a report of durations."""
-    of_line: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        contexts = {n: test_of(name) for n, name in connection.execute("select id, context from context")}
-        files = {n: within_root(name) for n, name in connection.execute("select id, path from file")}
-        for file, context, start, end in connection.execute("select file_id, context_id, fromno, tono from arc"):
-            if contexts[context]:
-                of_line[files[file]][abs(start)].add(contexts[context])
-                of_line[files[file]][abs(end)].add(contexts[context])
-    listed = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only"], cwd=ROOT, capture_output=True, text=True
-    )
-    by_default = {line for line in listed.stdout.splitlines() if "::" in line}
-    of_junit = {
-        (case.get("classname"), case.get("name")): float(case.get("time"))
-        for case in ElementTree.parse(junit).iter("testcase")
-    }
-    names = {*contexts.values()} | by_default
-    return Tests(of_line, {name: of_junit.get(junit_name(name), 0.0) for name in names if name}, by_default)
+def default_tests() -> set[str]:
+    """The tests that the README's command runs."""
+    command = [sys.executable, "-m", "pytest", "--collect-only"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return {line for line in listed.stdout.splitlines() if "::" in line}
 
 
 def test_of(context: str) -> str:
@@ -189,9 +204,9 @@ def draw(tests: Tests, seed: int, count: int, of_core: int) -> list[Defect]:
         file = path.relative_to(ROOT).as_posix()
         if file.startswith(CORE) and path.suffix in (".cpp", ".h") and not any(name in path.stem for name in NOT_HERE):
             core += core_defects(file, path.read_text(encoding="utf-8"))
-        elif path.suffix == ".py" and file in tests.of_line:
-            executed = tests.of_line[file]
-            package += [d for d in python_defects(file, path.read_text(encoding="utf-8")) if executed.get(d.line)]
+        elif path.suffix == ".py":
+            executed = tests.executed(file)
+            package += [d for d in python_defects(file, path.read_text(encoding="utf-8")) if d.line in executed]
     drawn = choose.sample(package, count - of_core) + choose.sample(core, of_core)
     choose.shuffle(drawn)
     return drawn
@@ -209,6 +224,9 @@ def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dic
             environment["XDG_CACHE_HOME"] = cache
         try:
             file.write_text(defect.planted(whole), encoding="utf-8")
+            if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
+                outcome = NO_PROGRAM if "could not compile" in reason else FOUND
+                return record | {"outcome": outcome, "by": reason, "default": outcome == FOUND, "seconds": 0.0}
             for some in in_batches(names, tests.by_default):
                 left = seconds - (time.monotonic() - began)
                 command = [sys.executable, "-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=no", *some]
@@ -229,6 +247,15 @@ def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dic
     return record | {"seconds": round(time.monotonic() - began, 1)}
 
 
+def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
+    """What the kernels' own test says of them when they have been compiled; empty if nothing."""
+    program = "from gearbx_mlx.kernels import cpu; print(cpu.why_not() or '')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else "it crashes"
+
+
 def in_batches(names: list[str], by_default: set[str]) -> Iterator[list[str]]:
     """Few quick ones first, since most defects are found at once; never default tests together with others."""
     for part in ([n for n in names if n in by_default], [n for n in names if n not in by_default]):
@@ -242,6 +269,8 @@ def report(records: Iterable[dict]) -> str:
     """A table by folder: defects, those that the default tests found, and those that any test found."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for record in records:
+        if record["outcome"] == NO_PROGRAM:
+            continue
         parts = record["file"].split("/")
         folder = CORE.rstrip("/") if record["file"].startswith(CORE) else "/".join(parts[: min(2, len(parts) - 1)])
         for name in (folder, "all"):
@@ -277,7 +306,7 @@ def main() -> None:
     if args.report:
         print(report(known))
         return
-    tests = read_tests(args.coverage, args.junit)
+    tests = Tests(args.coverage, args.junit)
     done = {(record["file"], record["start"]) for record in known}
     first, step = map(int, args.part.split("/"))
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:

@@ -156,7 +156,7 @@ def afresh(monkeypatch):
 
 
 @pytest.fixture
-def native(afresh):
+def native():
     """The compiled kernels. Without a compiler a test that needs them is skipped; where it fails, so does the test."""
     if reason := cpu.why_not():
         try:

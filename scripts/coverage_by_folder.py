@@ -1,0 +1,79 @@
+"""How much of the package the tests of the README's command execute, and how much all of them: a table by folder.
+
+    .venv/bin/python -m pytest -m '' -n logical --cov --cov-branch --cov-context=test
+    .venv/bin/python scripts/coverage_by_folder.py .coverage
+
+Run it in the checkout that was measured.
+"""
+
+import argparse
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from pages import table
+from plant_defects import ROOT, default_tests, test_of
+
+SHOWN = ("num_statements", "covered_lines", "num_branches", "covered_branches")
+
+
+def of_default_tests(database: Path, copy: Path) -> Path:
+    """A copy of a database of coverage.py without what only other tests execute. Imports count for both."""
+    default = default_tests()
+    shutil.copy(database, copy)
+    with sqlite3.connect(copy) as connection:
+        names = {number: test_of(name) for number, name in connection.execute("select id, context from context")}
+        others = [(number,) for number, name in names.items() if name and name not in default]
+        connection.executemany("delete from arc where context_id = ?", others)
+    return copy
+
+
+def by_folder(database: Path) -> dict[str, list[int]]:
+    """Statements, covered ones, branches, covered ones of each folder of the package, and of all."""
+    command = [sys.executable, "-m", "coverage", "json", "-q", "--data-file", str(database), "-o", "/dev/stdout"]
+    files = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)["files"]
+    rows: dict[str, list[int]] = defaultdict(lambda: [0] * len(SHOWN))
+    for name, file in files.items():
+        if name.startswith("gearbx_mlx/"):  # not a copy that a test installed
+            folder = name.split("/")[1] if name.count("/") > 1 else "modules"
+            for row in (rows[folder], rows["all"]):
+                for column, figure in enumerate(SHOWN):
+                    row[column] += file["summary"][figure]
+    return rows
+
+
+def shares(row: list[int]) -> list[str]:
+    """Of lines, of branches, and of both, in percent."""
+    lines, covered, branches, taken = row
+    pairs = (covered, lines), (taken, branches), (covered + taken, lines + branches)
+    return [f"{100 * part / whole:.1f}" if whole else "-" for part, whole in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("database", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        default = by_folder(of_default_tests(args.database, Path(folder) / "default"))
+    every = by_folder(args.database)
+    names = [*sorted(every.keys() - {"all"}), "all"]
+    head = (
+        "folder",
+        "lines",
+        "default: % of lines",
+        "of branches",
+        "of both",
+        "all: % of lines",
+        "of branches",
+        "of both",
+    )
+    print(table(head, ([name, every[name][0], *shares(default[name]), *shares(every[name])] for name in names)))
+
+
+if __name__ == "__main__":
+    main()
