@@ -16,7 +16,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from pages import table
+from pages import fill, table
 from plant_defects import ROOT, default_tests, test_of
 
 SHOWN = ("num_statements", "covered_lines", "num_branches", "covered_branches")
@@ -57,6 +57,7 @@ def shares(row: list[int]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("database", type=Path)
+    parser.add_argument("--page", type=Path, help="Write the table into this page, too.")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         default = by_folder(of_default_tests(args.database, Path(folder) / "default"))
@@ -72,7 +73,10 @@ def main() -> None:
         "of branches",
         "of both",
     )
-    print(table(head, ([name, every[name][0], *shares(default[name]), *shares(every[name])] for name in names)))
+    text = table(head, ([name, every[name][0], *shares(default[name]), *shares(every[name])] for name in names))
+    print(text)
+    if args.page:
+        fill(args.page, {"coverage": lambda: text})
 
 
 if __name__ == "__main__":

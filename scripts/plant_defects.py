@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from pages import table
+from pages import fill, table
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "gearbx_mlx/kernels/cpu/"
@@ -300,12 +300,19 @@ def main() -> None:
         "--seconds", type=float, default=900, help="For one defect; one that takes longer counts as found."
     )
     parser.add_argument("--part", default="0/1", help="I/N: every Nth defect from the Ith on, for several processes.")
-    parser.add_argument("--report", action="store_true", help="Print the table of what is there, and end.")
+    parser.add_argument("--report", action="store_true", help="Show the table of what is there, and end.")
+    parser.add_argument("--page", type=Path, help="Write the table into this page, too.")
     args = parser.parse_args()
     known = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
-    if args.report:
-        print(report(known))
-        return
+    if not args.report:
+        known = go_on(args, known)
+    print(report(known))
+    if args.page:
+        fill(args.page, {"defects": lambda: report(known)})
+
+
+def go_on(args: argparse.Namespace, known: list[dict]) -> list[dict]:
+    """Try the defects that were not tried yet; all records."""
     tests = Tests(args.coverage, args.junit)
     done = {(record["file"], record["start"]) for record in known}
     first, step = map(int, args.part.split("/"))
@@ -320,6 +327,7 @@ def main() -> None:
                 with args.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
                 print(f"{record['outcome']:>9} {record['seconds']:6.1f} s  {defect}  {record['by']}", flush=True)
+    return [json.loads(line) for line in args.results.read_text().splitlines()]
 
 
 if __name__ == "__main__":
