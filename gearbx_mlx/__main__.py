@@ -2,8 +2,10 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from .cli import terminal
+from .cli.settings import versions
 from .errors import GearbxError
 
 COMMANDS = {
@@ -30,15 +32,19 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
         terminal.run(lambda: show_commands(name))
-    sys.argv[:2] = [f"gearbx_mlx {name}"]
+    program = Path(sys.argv[0]).name
+    sys.argv[:2] = [f"{'gearbx_mlx' if program == '__main__.py' else program} {name}"]
     import_module(f".{name}", __package__).main()
 
 
 def show_commands(name: str) -> None:
-    """Raises GearbxError unless the commands are asked for."""
-    if name not in ("-h", "--help"):
+    """Raises GearbxError unless the commands are asked for, or the version."""
+    if name == "--version":
+        print(versions())
+    elif name in ("-h", "--help"):
+        print(USAGE)
+    else:
         raise GearbxError(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
-    print(USAGE)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ import io
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -50,6 +51,32 @@ def four_bit(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("converted") / "demo-4bit"
     mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
     return path
+
+
+class TestFlags:
+    def test_a_mistyped_one_gets_one_line_with_the_nearest(self, command):
+        for name, typed, meant in (("generate", "--max-tokns", "--max-tokens"), ("server", "--prot=80", "--port")):
+            done = command(name, typed)
+            assert done.status == 2
+            assert done.err.count("\n") == 1
+            assert typed in done.err
+            assert meant in done.err
+
+    def test_help_shows_thirty_and_help_all_every_one(self, command):
+        few, every = (flags_in(command("generate", flag).out) for flag in ("--help", "--help-all"))
+        assert len(few) <= 30
+        assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
+        assert {"--xtc-probability", "--window"} <= every - few
+
+    def test_the_versions(self, command):
+        done = command("generate", "--version")
+        assert done.status == 0
+        assert all(version(name) in done.out for name in ("gearbx-mlx", "mlx-lm", "mlx"))
+
+
+def flags_in(text: str) -> set[str]:
+    """The flags that a help text describes."""
+    return set(re.findall(r"^  (?:-\w[^-]*, )?(--[\w-]+)", text, re.MULTILINE))
 
 
 class TestGenerate:

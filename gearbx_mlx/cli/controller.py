@@ -32,12 +32,13 @@ class ControllerSettings(Settings):
         "machine's heat, battery and memory too.",
         metavar="N",
     )
-    watch_machine: bool = flag(False, "Cap by heat, battery and memory, at any speed.")
+    watch_machine: bool = flag(False, "Cap by heat, battery and memory, at any speed.", rare=True)
     machine: str | None = flag(
         None,
         "Play the machine's state from a file (docs/machine.md) instead of reading it.",
         metavar="FILE",
         named=True,
+        rare=True,
     )
     max_memory: str | None = flag(
         None,
@@ -50,9 +51,12 @@ class ControllerSettings(Settings):
         "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
         f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
         metavar="BITS",
+        rare=True,
     )
     time_layers: bool = flag(
-        False, "Lower a block at once when its time jumps over its moving average. On a CPU; it costs some speed."
+        False,
+        "Lower a block at once when its time jumps over its moving average. On a CPU; it costs some speed.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:

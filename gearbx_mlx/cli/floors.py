@@ -16,18 +16,20 @@ class FloorSettings(Settings):
     title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
 
     auto_bits: bool = flag(
-        False, "Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those."
+        False, "Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those.", rare=True
     )
     min_cos_strict: float | None = flag(
         None,
         "Floor of attention, shared experts, dense MLPs and the head; implies --auto-bits. "
         f"Default: XFP_MIN_COS_STRICT or {STRICT}",
         metavar="COSINE",
+        rare=True,
     )
     min_cos_lazy: float | None = flag(
         None,
         f"Floor of routed experts; implies --auto-bits. Default: XFP_MIN_COS_LAZY or {LAZY}",
         metavar="COSINE",
+        rare=True,
     )
 
     @property

@@ -28,13 +28,16 @@ class GateSettings(Settings):
     title: ClassVar[str] = "gate"
 
     window: int | None = flag(
-        None, f"Tokens in the rolling mean. Default: {DEFAULT_WINDOW}", least=1, most=LARGEST_SHOWN
+        None, f"Tokens in the rolling mean. Default: {DEFAULT_WINDOW}", least=1, most=LARGEST_SHOWN, rare=True
     )
-    hysteresis: float | None = flag(None, f"Bits. Default: {DEFAULT_HYSTERESIS}", least=0, most=sys.float_info.max)
+    hysteresis: float | None = flag(
+        None, f"Bits. Default: {DEFAULT_HYSTERESIS}", least=0, most=sys.float_info.max, rare=True
+    )
     min_gear_duration: int | None = flag(
         None,
         f"Tokens for which a gear stays engaged at least. Default: {DEFAULT_MIN_GEAR_DURATION}",
         least=1,
+        rare=True,
     )
 
     def filled(self, file: ThresholdFile | None = None) -> "Gate":
@@ -79,7 +82,7 @@ class RoutingSettings(Settings):
         metavar="FILE|BITS|auto",
         named=True,
     )
-    initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.")
+    initial_gear: str = flag(AUTO, "Name or bits; auto: chosen by the prompt.", rare=True)
 
     @cached_property
     def source(self) -> ThresholdFile | Thresholds | None:

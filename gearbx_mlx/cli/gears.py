@@ -39,7 +39,7 @@ OF_LIBRARY = ("library", "group")
 
 def codebook_flag(name: str, help: str) -> Any:
     """A flag for a choice of a codebook format."""
-    return flag(None, f"{help}. Default: {getattr(CodebookOptions, name):g}")
+    return flag(None, f"{help}. Default: {getattr(CodebookOptions, name):g}", rare=True)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FormatSettings(Settings):
     title: ClassVar[str] = "gears"
 
     format: str | None = flag(None, f"How gears are stored. Default: {DEFAULT_FORMAT}", choices=tuple(FORMATS))
-    manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE)
+    manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
         None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES
     )
@@ -150,6 +150,7 @@ class GearFlags(Settings):
         "Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
         metavar="FILE",
         named=True,
+        rare=True,
     )
     residency: str = flag(
         "resident",
@@ -168,18 +169,21 @@ class GearFlags(Settings):
         "What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to 16 or 8 "
         "bits for each group of inputs, which is faster.",
         choices=tuple(ACTIVATIONS),
+        rare=True,
     )
     low_model: str | None = flag(
         None,
         "The same model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it: it is the lowest gear.",
         metavar="PATH",
         named=True,
+        rare=True,
     )
 
     dequant_cache: bool = flag(
         False,
         "Unpack a gear's weights once after a shift, keep them, and let MLX multiply: for formats without packed "
         f"weights of MLX ({', '.join(RECONSTRUCTED)}). It costs the memory of dense weights.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:

@@ -18,13 +18,16 @@ class ModelSettings(Settings):
     model: str | None = flag(
         None, "Local directory or Hub repository. Default: the model that ships with gearbx-mlx.", named=True
     )
-    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
+    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer", rare=True)
     adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
-    extra_eos_token: Sequence[str] = flag((), "Add tokens to the list of eos tokens. Default: none", nargs="+")
+    extra_eos_token: Sequence[str] = flag(
+        (), "Add tokens to the list of eos tokens. Default: none", nargs="+", rare=True
+    )
     dtype: str = flag(
         "auto",
         "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
         choices=("auto", *DTYPES),
+        rare=True,
     )
-    pipeline: bool = flag(False, "On several ranks: each has some of the layers, not a part of every layer.")
+    pipeline: bool = flag(False, "On several ranks: each has some of the layers, not a part of every layer.", rare=True)
     device: str | None = device_flag()

@@ -30,7 +30,7 @@ class ModeSettings(Settings):
         "geared ones of format exact, else route",
         choices=tuple(MODES),
     )
-    telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.")
+    telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.", rare=True)
     gear: str | None = flag(None, "For --mode static: name or bits of the gear. Default: the top gear", named=True)
     curve: str | None = flag(
         None,
@@ -38,9 +38,10 @@ class ModeSettings(Settings):
         "then the default. Default: what ships for the demo model, or a rule for any model.",
         metavar="FILE",
         named=True,
+        rare=True,
     )
     draft_length: int | None = flag(
-        None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N"
+        None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N", rare=True
     )
     cost: str | None = flag(
         None,
@@ -48,6 +49,7 @@ class ModeSettings(Settings):
         "weights, as calibrated. The text is the same. Default: time, if the file of --curve has times of this "
         "machine, else bytes",
         choices=COSTS,
+        rare=True,
     )
     lookup_tokens: int | None = flag(
         None,
@@ -56,6 +58,7 @@ class ModeSettings(Settings):
         least=0,
         most=MOST_DRAFTED,
         metavar="N",
+        rare=True,
     )
     draft_ahead: int | None = flag(
         None,
@@ -64,6 +67,7 @@ class ModeSettings(Settings):
         least=0,
         most=MOST_DRAFTED,
         metavar="N",
+        rare=True,
     )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 

@@ -27,8 +27,9 @@ class OutputSettings(Settings):
     describe: bool = flag(
         False,
         "Before the text, each layer's bits and kernels, and why; after it, which kernels were fastest; on stderr.",
+        rare=True,
     )
-    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"))
+    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"), rare=True)
 
     def paths(self) -> tuple[Path | None, Path | None]:
         """Where trace and summary go. Raises GearbxError for places that cannot be written to."""

@@ -21,8 +21,8 @@ class PromptSettings(Settings):
     title: ClassVar[str] = "prompt"
 
     system_prompt: str | None = flag(None, "System prompt to be used for the chat template")
-    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template.")
-    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`.")
+    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template.", rare=True)
+    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`.", rare=True)
     max_tokens: int = flag(DEFAULT_MAX_TOKENS, "Tokens to generate, -1: as many as fit the context.", also=("-m",))
 
     def __post_init__(self) -> None:

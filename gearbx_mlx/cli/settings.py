@@ -6,12 +6,16 @@ default stands once, at its field.
 """
 
 import argparse
+import difflib
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError
 
@@ -29,6 +33,7 @@ def flag(
     named: bool = False,
     also: tuple[str, ...] = (),
     exclusive: str = "",
+    rare: bool = False,
     **argparse_keywords: Any,
 ) -> Any:
     """A field that is a flag.
@@ -41,31 +46,121 @@ def flag(
         named: a path or the name of a model, which is not empty.
         also: further names of the flag.
         exclusive: at most one flag of those with the same word here may be given.
+        rare: `--help-all` shows it, and `--help` does not.
         argparse_keywords: of `add_argument`: metavar, nargs, type.
     """
     if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
         help = f"{help} Default: {default}"
-    rules = {"help": help, "choices": choices, "named": named, "also": also, "exclusive": exclusive}
+    rules = {"help": help, "choices": choices, "named": named, "also": also, "exclusive": exclusive, "rare": rare}
     if least is not None:
         rules["bounds"] = least, most
     return field(default=default, metadata=rules | {"argparse": argparse_keywords})
 
 
-def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+class FlagParser(argparse.ArgumentParser):
+    """A parser that names the nearest flag for a mistyped one, and whose `--help` leaves out what few people need.
+
+    Args:
+        keywords: of ArgumentParser. Without `prog`, the command's name is as it was typed.
+    """
+
+    def __init__(self, command: str = "", **keywords: Any):
+        super().__init__(**{"prog": name_as_typed(command)} | keywords)
+        self.rare: list[argparse.Action] = []
+        if command:
+            self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
+
+    def add_rare(self, actions: Sequence[argparse.Action]) -> None:
+        """Let these be shown by `--help-all` alone."""
+        if actions and not self.rare:
+            self.add_argument("--help-all", action=HelpAll, help=f"show {len(actions)} more flags and exit")
+        self.rare += actions
+
+    def format_help(self) -> str:
+        shown = [(action, action.help) for action in self.rare]
+        for action in self.rare:
+            action.help = argparse.SUPPRESS
+        try:
+            return super().format_help()
+        finally:
+            for action, text in shown:
+                action.help = text
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown[0])
+        return parsed
+
+    def refuse(self, word: str) -> NoReturn:
+        """Exit with one line for a word that is no flag."""
+        name = word.split("=")[0]
+        near = difflib.get_close_matches(name, self.flags(), 1) if name.startswith("-") else []
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help shows the flags"
+        self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
+
+    def flags(self) -> Iterator[str]:
+        """The names of all flags, those of subcommands too."""
+        for action in self._actions:
+            yield from action.option_strings
+            for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+                yield from parser.flags()
+
+
+class ShowAndExit(argparse.Action):
+    """A flag that prints something; it is no setting."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str, **_: Any):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        self.show(parser)
+        parser.exit()
+
+    def show(self, parser: Any) -> None:
+        raise NotImplementedError
+
+
+class HelpAll(ShowAndExit):
+    def show(self, parser: Any) -> None:
+        parser.rare = []
+        parser.print_help()
+
+
+class Version(ShowAndExit):
+    def show(self, parser: Any) -> None:
+        print(versions())
+
+
+def versions() -> str:
+    """gearbx-mlx 0.1.0 (mlx-lm 0.32.2, mlx 0.32.4)"""
+    return "gearbx-mlx {} (mlx-lm {}, mlx {})".format(*map(version, ("gearbx-mlx", "mlx-lm", "mlx")))
+
+
+def name_as_typed(command: str) -> str:
+    """`gearbx_mlx generate`, `gearbx_mlx.generate` or `python -m gearbx_mlx.generate`."""
+    typed = Path(sys.argv[0]).name
+    return typed if typed.startswith("gearbx") and not typed.endswith(".py") else f"python -m gearbx_mlx.{command}"
+
+
+def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
     """The parser of a command whose settings are a dataclass of groups of settings."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m gearbx_mlx.{command}",
+    parser = FlagParser(
+        command,
         description=description,
         epilog=epilog,
         argument_default=argparse.SUPPRESS,
     )
+    rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
-        add_flags(parser.add_argument_group(group.title), group)
+        rare += add_flags(parser.add_argument_group(group.title), group)
+    parser.add_rare(rare)
     return parser
 
 
-def add_flags(group: Any, kind: "type[Settings]") -> None:
-    """Add the flags of some settings to a parser, or to a group of one."""
+def add_flags(group: Any, kind: "type[Settings]") -> list[argparse.Action]:
+    """Add the flags of some settings to a parser, or to a group of one; those that are rare."""
+    rare = []
     exclusive: dict[str, Any] = {}
     types = get_type_hints(kind)
     for item in fields(kind):
@@ -76,7 +171,10 @@ def add_flags(group: Any, kind: "type[Settings]") -> None:
                 exclusive[word] = group.add_mutually_exclusive_group()
             place = exclusive[word]
         names = (*rules["also"], flag_of(item.name))
-        place.add_argument(*names, dest=item.name, help=rules["help"], **argparse_keywords(item, types[item.name]))
+        keywords = argparse_keywords(item, types[item.name])
+        action = place.add_argument(*names, dest=item.name, help=rules["help"], **keywords)
+        rare += [action] if rules["rare"] else []
+    return rare
 
 
 def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:

@@ -66,7 +66,10 @@ class Entry:
 
         One process builds at a time. Those that wait for it should look again whether the library is whole.
         """
-        with FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600), process_directory(self.library.parent, BUILDING) as directory:
+        with (
+            FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600),
+            process_directory(self.library.parent, BUILDING) as directory,
+        ):
             yield directory / self.library.name
 
     def store(self, unfinished: Path) -> None:

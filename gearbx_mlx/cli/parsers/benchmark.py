@@ -10,7 +10,7 @@ from ...gears.ladder import Ladder
 from ...gears.names import GROUP_SIZES
 from ...kernels.names import KERNELS
 from ..device import device_flag
-from ..settings import Settings, add_flags, check_choice, flag, settings_of
+from ..settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
 from ..shares import parse_shares
 
 MOST = 100_000  # trials or tokens: more take days
@@ -288,10 +288,11 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     description = "Time kernels and gears on this machine."
-    parser = argparse.ArgumentParser(prog="python -m gearbx_mlx.benchmark", description=description)
+    parser = FlagParser("benchmark", description=description)
     commands = parser.add_subparsers(dest="what", required=True)
     for what, kind in KINDS.items():
-        add_flags(commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS), kind)
+        subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
+        subparser.add_rare(add_flags(subparser, kind))
     return parser
 
 

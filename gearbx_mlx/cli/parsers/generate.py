@@ -31,7 +31,7 @@ class InputSettings(Settings):
     prompt: str = flag(
         DEFAULT_PROMPT, "Message to be processed ('-' reads from stdin). Default: a word problem", also=("-p",)
     )
-    prefill_response: str | None = flag(None, "Prefill response to be used for the chat template")
+    prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
     prompt_cache_file: str | None = flag(
         None, "A file containing saved KV caches to avoid recomputing them", named=True
     )
