@@ -2,6 +2,7 @@ import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
 
 # isort: split
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -159,12 +160,28 @@ def afresh(monkeypatch):
 def native():
     """The compiled kernels. Without a compiler a test that needs them is skipped; where it fails, so does the test."""
     if reason := cpu.why_not():
-        try:
-            find_compiler()
-        except Unavailable:
-            pytest.skip(NO_KERNELS.format(reason))
-        pytest.fail(reason)
+        pytest.fail(reason)  # which becomes a skip below
     return cpu.native()
+
+
+@functools.cache
+def no_compiler() -> str:
+    """Why there is no compiler here; empty if there is one."""
+    try:
+        find_compiler()
+    except Unavailable as reason:
+        return str(reason)
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Without a compiler, a test that fails because of that is skipped. Where the compiler fails, so does the test."""
+    report = yield
+    if report.failed and (reason := no_compiler()) and reason in str(report.longrepr):
+        report.outcome = "skipped"
+        report.longrepr = str(item.path), item.location[1], NO_KERNELS.format(reason)
+    return report
 
 
 MARKED = re.compile(r"^pytestmark = (\[.*?\]|.*?)$", re.MULTILINE | re.DOTALL)
