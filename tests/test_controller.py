@@ -11,7 +11,6 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.machine.cap_schedule import CapSchedule, Range
 from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, Controller
 from gearbx_mlx.machine.pid import PID, Gains
-from gearbx_mlx.machine.spikes import HOLD, WARM_UP, Spikes
 
 WIDTHS = (4, 5, 6, 8)
 
@@ -86,13 +85,6 @@ class TestStairs:
         assert found.within(0.0) == found.last
         half = found.within(0.5)
         assert read[half] <= (read[0] + read[-1]) / 2 < read[half - 1]
-
-    def test_held_layers_are_at_their_fewest_and_counted_so(self):
-        found = schedule(4)
-        found.hold({"layers.3"})
-        assert found.caps(0) == {"layers.0": 8, "layers.1": 8, "layers.2": 8, "layers.3": 4}
-        assert found.read([1])[0] == found.fixed + sum(found.layers[p].read[b] for p, b in found.caps(0).items())
-        assert found.read([1])[-1] == found.fixed + sum(layer.read[4] for layer in found.layers.values())
 
 
 class TestPID:
@@ -254,46 +246,3 @@ class TestController:
     def test_nothing_to_cap(self):
         with pytest.raises(GearbxError, match="nothing to cap"):
             Controller(schedule(widths=(8,)), 1.0)
-
-
-class TestSpikes:
-    def times(self, **change):
-        return {"a": 0.010, "b": 0.008, "c": 0.009} | change
-
-    def warm(self) -> Spikes:
-        spikes = Spikes()
-        for _ in range(WARM_UP + 5):
-            assert not spikes.update(self.times())
-        return spikes
-
-    def test_lowers_the_layer_that_jumps(self):
-        spikes = self.warm()
-        assert not spikes.update(self.times(b=0.014))
-        assert spikes.update(self.times(b=0.014))
-        assert set(spikes.lowered) == {"b"}
-
-    def test_one_token_alone_is_let_be(self):
-        spikes = self.warm()
-        for _ in range(20):
-            spikes.update(self.times(b=0.014))
-            spikes.update(self.times())
-        assert not spikes.lowered
-
-    def test_times_that_jump_about_mean_nothing(self):
-        spikes, random = Spikes(), np.random.default_rng(0)
-        for _ in range(2000):
-            noise = np.exp(0.15 * random.standard_normal(6))
-            spikes.update({f"layers.{number}": 0.01 * factor for number, factor in enumerate(noise)})
-            assert not spikes.lowered
-
-    def test_all_at_once_is_the_machine(self):
-        spikes = self.warm()
-        for _ in range(5):
-            spikes.update({name: 2 * seconds for name, seconds in self.times().items()})
-        assert not spikes.lowered
-
-    def test_lets_go_and_does_not_lower_for_ever(self):
-        spikes = self.warm()
-        changes = [token for token in range(1000) if spikes.update(self.times(b=0.014))]
-        assert changes == [1, 1 + HOLD]
-        assert not spikes.lowered

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import sys
 import time
@@ -14,7 +13,6 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
-from gearbx_mlx.decoding.block_timer import BlockTimer
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.default_sensitivity import default_sensitivity
 from gearbx_mlx.machine.readers import OwnMemory
@@ -201,49 +199,6 @@ class TestGoverned:
             if number % 100 == 99:
                 held.append(mx.get_active_memory())
         assert max(held) <= before
-
-
-class TestTimedLayers:
-    @pytest.mark.slow
-    def test_a_text_is_the_same_and_blocks_are_what_they_were(self, geared):
-        gearbox, tokenizer = geared
-        plain = [r.token for r in stream_generate(gearbox.model, tokenizer, PROMPT, 20, gearbox=gearbox)]
-        kinds = [type(block) for block in gearbox.model.layers]
-        governor = Governor(gearbox, watch=Watch([]), time_layers=True)
-        timed = [
-            r.token for r in stream_generate(gearbox.model, tokenizer, PROMPT, 20, gearbox=gearbox, controller=governor)
-        ]
-        assert timed == plain
-        assert [type(block) for block in gearbox.model.layers] == kinds
-
-    def test_every_block_is_timed(self, geared):
-        gearbox, _ = geared
-        with BlockTimer(gearbox.model) as timer:
-            gearbox.model(mx.array([[1]]))
-            times = timer.take()
-            gearbox.model(mx.array([[1, 2]]))  # a prompt says nothing
-            assert timer.take() == {}
-        assert list(times) == [f"model.layers.{number}" for number in range(6)]
-        assert all(seconds > 0 for seconds in times.values())
-
-    @pytest.mark.slow
-    def test_a_block_whose_time_jumps_is_lowered_at_once(self, geared, monkeypatch):
-        gearbox, tokenizer = geared
-        tokens = itertools.count()
-
-        def take(self):
-            number = next(tokens)
-            return {path: 0.014 if path.endswith(".2") and number >= 20 else 0.008 for path in self.blocks}
-
-        monkeypatch.setattr(BlockTimer, "take", take)
-        governor = Governor(gearbox, 1e-6, time_layers=True)
-        found = told(stream_generate(gearbox.model, tokenizer, PROMPT, 35, gearbox=gearbox, controller=governor))
-        (lowered,) = (decision for decision in found if decision.moved)
-        assert lowered.token == 22
-        assert lowered.reason == "the time of model.layers.2 has jumped"
-        assert {move.after for move in lowered.moved} == {4}
-        inside = [layer.path for layer in gearbox.layers if layer.path.startswith("model.layers.2.")]
-        assert [move.path for move in lowered.moved] == inside
 
 
 class TestCommand:

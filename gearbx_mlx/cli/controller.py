@@ -9,7 +9,7 @@ from ..errors import GearbxError, about
 from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
 from ..gears.names import WHOLE
 from ..machine.scripted import Scripted
-from .settings import Settings, flag, flag_of
+from .settings import Settings, flag
 from .sizes import parse_bytes
 
 NESTED = "planes"  # the format in which further bits take hardly more memory
@@ -53,18 +53,11 @@ class ControllerSettings(Settings):
         metavar="BITS",
         rare=True,
     )
-    time_layers: bool = flag(
-        False,
-        "Lower a block at once when its time jumps over its moving average. On a CPU; it costs some speed.",
-        rare=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.wanted:
-            for field in ("cap_bits", "time_layers"):
-                if getattr(self, field):
-                    raise GearbxError(f"{flag_of(field)} goes with --target-tps or --watch-machine; give one")
+        if not self.wanted and self.cap_bits:
+            raise GearbxError("--cap-bits goes with --target-tps or --watch-machine; give one")
         self.limit()
         if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
             raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")

@@ -38,7 +38,7 @@ def governor(settings: ControllerSettings, gearbox: Any, verbose: bool, **keywor
         )
     own = [] if (limit := settings.limit()) is None else [own_memory(limit)]
     with make_watch(settings, own, verbose) as watch:
-        yield Governor(gearbox, settings.target_tps, watch=watch, time_layers=settings.time_layers, **keywords)
+        yield Governor(gearbox, settings.target_tps, watch=watch, **keywords)
 
 
 def own_memory(limit: int) -> OwnMemory:

@@ -32,7 +32,6 @@ ALONE = {  # flags of which one process alone can do what they ask for, and why
     "target_tps": "the clock and the state of one machine would choose the gears of all",
     "watch_machine": "the clock and the state of one machine would choose the gears of all",
     "machine": "the clock and the state of one machine would choose the gears of all",
-    "time_layers": "the clock and the state of one machine would choose the gears of all",
     "auto_bits": "bits are found in one process; convert with them first (gearbx_mlx.convert)",
 }
 

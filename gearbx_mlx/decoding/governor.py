@@ -22,10 +22,8 @@ from ..gears.ladder import DENSE
 from ..machine.budget import SteadyBudget
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
 from ..machine.controller import Controller, Decision
-from ..machine.spikes import Spikes
 from ..machine.state import MachineState
 from ..machine.watch import Watch
-from .block_timer import BlockTimer
 from .step import SampledToken, Step
 
 Bounds = Mapping[str, tuple[int, int]]
@@ -43,11 +41,10 @@ class Governor:
         watch: of the machine; None: speed alone caps.
         sensitivity: cost of a layer at a number of bits; by kind and place of the layer, if not given.
         bounds: of layers that may not have all bits that they are stored at.
-        time_layers: lower a block whose time jumps. On a CPU alone, and there it costs some speed.
         clock: seconds.
 
     Raises:
-        GearbxError: a target that is not positive, layers with a single width, blocks that cannot be timed.
+        GearbxError: a target that is not positive, layers with a single width.
     """
 
     def __init__(
@@ -58,15 +55,12 @@ class Governor:
         watch: Watch | None = None,
         sensitivity: Sensitivity | None = None,
         bounds: Bounds | None = None,
-        time_layers: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.gearbox = gearbox
         self.watch = watch
         self.clock = clock
         self.controller = Controller(cap_schedule_of(gearbox, sensitivity, bounds or {}), target_tps)
-        self.timer = BlockTimer(gearbox.model, clock) if time_layers else None
-        self.spikes = Spikes()
         self.budget = SteadyBudget()
         self.state = MachineState()
         self.decisions: list[Decision] = []
@@ -86,8 +80,6 @@ class Governor:
         with ExitStack() as stack:
             stack.callback(self.gearbox.cap, {})
             self.gearbox.cap(self.controller.caps)
-            if self.timer is not None:
-                stack.enter_context(self.timer)
             while True:
                 start = self.clock()
                 try:
@@ -107,18 +99,12 @@ class Governor:
         if controller.due:
             self._read_machine()
         decision = controller.token(seconds, step.passes, self.budget.share)
-        spike = self._spike() if self.timer is not None else None
-        if decision is not None and spike is not None:
-            reason = f"{decision.reason}; {spike.reason}"
-            spike = replace(spike, reason=reason, moved=decision.moved + spike.moved)
-        decision = spike or decision
         if decision is None:
             return None
         decision = replace(decision, machine=self.state.known)
         if decision.moved:
             self.decisions.append(decision)
             self.gearbox.cap(controller.caps)
-            self.spikes.forget({block for move in decision.moved if (block := self._block(move.path))})
         if controller.out_of_reach and not self._warned:
             self._warned = True
             warnings.warn(controller.out_of_reach, GearbxWarning, stacklevel=2)
@@ -144,23 +130,6 @@ class Governor:
         self.budget.update(self.state)
         for problem in self.watch.problems():
             warnings.warn(problem, GearbxWarning, stacklevel=2)
-
-    def _spike(self) -> Decision | None:
-        """Lower the layers of blocks whose time has jumped, and let those go that were kept down long enough."""
-        assert self.timer is not None
-        before = set(self.spikes.lowered)
-        if not self.spikes.update(self.timer.take()):
-            return None
-        lowered = set(self.spikes.lowered)
-        reasons = [f"the time of {block} has jumped" for block in sorted(lowered - before)]
-        reasons += [f"{block} is free again" for block in sorted(before - lowered)]
-        paths = {path for path in self.controller.schedule.layers if self._block(path) in lowered}
-        return self.controller.lower(paths, ", ".join(reasons))
-
-    def _block(self, path: str) -> str | None:
-        """The timed block that a layer is in."""
-        blocks = self.timer.blocks if self.timer is not None else {}
-        return next((block for block in blocks if path.startswith(f"{block}.")), None)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,17 +66,11 @@ class CapSchedule:
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
         saved = [[self._saving(gear, step) for step in self.steps] for gear in range(self.gears)]
         self._saved = np.array(saved, dtype=float).reshape(self.gears, len(self.steps))
-        self._kept_low: frozenset[str] = frozenset()
-        self._count()
+        self._bytes = self._count()
 
     @property
     def last(self) -> int:
         return len(self.steps)
-
-    def hold(self, paths: Set[str]) -> None:
-        """Keep these layers, and no others, at their fewest bits at every position."""
-        self._kept_low = frozenset(paths)
-        self._count()
 
     def read(self, passes: Sequence[float] | np.ndarray) -> np.ndarray:
         """The bytes that these passes in each gear read, at every position."""
@@ -95,21 +89,18 @@ class CapSchedule:
     def caps(self, position: int) -> dict[str, int]:
         """Path to the most bits of every layer, at a position."""
         most = {path: layer.widths[-1] for path, layer in self.layers.items()}
-        down = {step.path: step.after for step in self.steps[:position]}
-        lowest = {path: self.layers[path].widths[0] for path in self._kept_low}
-        return most | down | lowest
+        return most | {step.path: step.after for step in self.steps[:position]}
 
     def _saving(self, gear: int, step: Step) -> int:
         """The bytes that a step saves for a pass in a gear; 0 where the gear does not have more bits."""
         layer = self.layers[step.path]
         return layer.read[layer.bits(gear, step.before)] - layer.read[layer.bits(gear, step.after)]
 
-    def _count(self) -> None:
-        """Compute the bytes of a pass, by gear and position."""
-        free = np.array([step.path not in self._kept_low for step in self.steps], dtype=float)
+    def _count(self) -> np.ndarray:
+        """The bytes of a pass, by gear and position."""
         start = np.full((self.gears, 1), float(self.fixed))
         for path, cap in self.caps(0).items():
             layer = self.layers[path]
             for gear in range(self.gears):
                 start[gear] += layer.read[layer.bits(gear, cap)]
-        self._bytes = np.concatenate([start, start - np.cumsum(self._saved * free, axis=1)], axis=1)
+        return np.concatenate([start, start - np.cumsum(self._saved, axis=1)], axis=1)

@@ -7,7 +7,7 @@ corrected by an equal change of ln(bytes).
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -135,12 +135,6 @@ class Controller:
             self._seen.append((seconds, tuple(passes)))
             self._new = min(self._new + 1, MEMORY)
         return None if self.tokens % self.every else self._decide(share)
-
-    def lower(self, paths: Set[str], reason: str) -> Decision:
-        """Keep these layers at their fewest bits from now on, and free all others."""
-        before = self.caps
-        self.schedule.hold(paths)
-        return self._decided(before, self.position, reason, None)
 
     def _decide(self, share: float) -> Decision:
         before, limit = self.caps, self.schedule.within(share)
