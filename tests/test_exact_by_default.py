@@ -74,7 +74,7 @@ class TestAGearedCheckpoint:
 
 
 class TestModeLossless:
-    def test_stores_bfloat16_weights_once(self, summary):
+    def test_stores_bfloat16_weights_once(self, summary, native):
         run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]

@@ -17,6 +17,7 @@ PROMPT = mx.array([[1, 5, 9, 2, 7]])
 STEPS = {8: 127, 16: 32384}  # of the largest activation of a group
 
 
+@pytest.mark.usefixtures("compiled")
 class TestRoundedActivations:
     @settings(max_examples=40)
     @given(

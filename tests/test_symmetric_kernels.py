@@ -13,6 +13,7 @@ from gearbx_mlx.kernels import products
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 
 
+@pytest.mark.usefixtures("compiled")
 class TestSymmetricCodes:
     @settings(max_examples=60)
     @given(

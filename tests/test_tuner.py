@@ -235,7 +235,7 @@ class TestCandidates:
         assert PLANES.candidates(16, mx.float32) == (MLX, "device", "registers", RECONSTRUCT)  # 256 KiB of activations
         assert PLANES.candidates(17, mx.float16) == (MLX, RECONSTRUCT)
 
-    def test_a_token_never_reconstructs_weights_where_there_is_a_kernel(self, on):
+    def test_a_token_never_reconstructs_weights_where_there_is_a_kernel(self, on, native):
         for device in (METAL, candidates.CPU):
             on(device)
             assert RECONSTRUCT not in ROWWISE.candidates(1, mx.float32)
@@ -275,7 +275,7 @@ class TestCandidates:
         assert raised.value.instead == MLX
         assert made.cache.times == {}
 
-    def test_on_a_cpu_mlx_has_to_win_for_many_vectors_too(self, cache):
+    def test_on_a_cpu_mlx_has_to_win_for_many_vectors_too(self, cache, native):
         made = Tuner(mx.float32)
         kind = Kind("weights of 32 bits", (512, 512), stock=True, rounded=False)
         for one, many, chosen in ((2.0, 2.0, MLX), (2.0, 0.5, NATIVE), (0.5, 2.0, NATIVE)):
