@@ -76,15 +76,6 @@ def test_the_first_tokens_decide(tops, server, why, streamed, large):
         assert said == (f"{first}0 {first}1 {first}2 !" if streamed else f"{first} whole")
 
 
-def test_undecided_may_mean_the_small_server(large):
-    with (
-        fake_server(streaming("S", [HALF_KNOWN] * 3)) as small,
-        proxy(small.url, large.url, undecided="small") as client,
-    ):
-        found = client.post(CHAT, json=EASY).json()
-        assert (found["gearbx"]["server"], found["gearbx"]["why"]) == ("small", "undecided")
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_stream_says_who_answers_in_its_first_and_last_chunk_alone(streamed, large):
     with (
@@ -308,8 +299,8 @@ class TestHandingOver:
     def test_what_one_writer_has_to_make_is_begun_anew(self, own):
         with (
             fake_server(streaming("S", [UNSURE] * 3)) as small,
-            fake_server(texting("L", [SURE] * 3)) as large,
-            proxy(small.url, large.url, hand_over="always") as client,
+            fake_server(texting("L", [SURE] * 3, "vllm")) as large,
+            proxy(small.url, large.url) as client,
         ):
             got = client.post(CHAT, json=EASY | own).json()
             assert got["choices"][0]["message"]["content"] == "L whole"

@@ -23,7 +23,6 @@ TWO = ("--small-server", "http://127.0.0.1:1", "--large-server", "http://127.0.0
     [
         (TWO[:2], "--small-server needs another one beside it; give --large-server too"),
         (TWO[2:], "--large-server needs another one beside it; give --small-server too"),
-        (("--undecided", "small"), "--undecided is of a proxy"),
         ((*TWO, "--model", "x"), "--model is of a model that is served here"),
         ((*TWO, "--gears", "4,8"), "--gears is of a model that is served here"),
         ((*TWO, "--temp", "0.5"), "--temp is of a model that is served here"),

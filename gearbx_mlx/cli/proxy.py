@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GearbxError
-from ..routing.pair import LARGE, NAMES
-from ..serving.names import ASSUMED_VOCABULARY, AUTO, HAND_OVER
+from ..serving.names import ASSUMED_VOCABULARY
 from .settings import LARGEST_SHOWN, Settings, flag, flag_of
 
 KEYS = "GEARBX_SMALL_SERVER_KEY", "GEARBX_LARGE_SERVER_KEY"
@@ -45,16 +44,6 @@ class ProxySettings(Settings):
         "Length of the small model's logits, on which the upper bounds of the entropy depend.",
         least=2,
         most=LARGEST_SHOWN,
-    )
-    undecided: str = flag(
-        NAMES[LARGE],
-        "The server that answers where the small one's logprobs leave open which one should.",
-        choices=NAMES,
-    )
-    hand_over: str = flag(
-        AUTO,
-        "Let the large server go on with what the small one wrote; auto: in chats, where it is known to.",
-        choices=HAND_OVER,
     )
     no_fallback: bool = flag(False, "Answer 502 where a server fails, instead of asking the other one.")
 

@@ -28,8 +28,7 @@ def serving(
     """
     rule = rule_of(settings, routing, gate)
     small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
-    undecided = NAMES.index(settings.undecided)
-    between = Between(small, large, rule, undecided, not settings.no_fallback, settings.hand_over)
+    between = Between(small, large, rule, not settings.no_fallback)
     handler = type("Handler", (Proxy,), {"guard": guard, "between": between, "metrics": ProxyMetrics()})
     with closing(small), closing(large), Server(address, handler) as server:
         server.serves = f"routing between {small.place.base} and {large.place.base}"

@@ -2,5 +2,4 @@
 
 APIS = AUTO, OPENAI, OLLAMA = ("auto", "openai", "ollama")  # of servers of others
 DEFAULT_TIMEOUT = 120.0  # seconds, for a server of others
-HAND_OVER = AUTO, ALWAYS, NEVER = ("auto", "always", "never")  # of what the small server wrote, in the proxy
 ASSUMED_VOCABULARY = 262144  # Gemma's, the largest that is common: for smaller ones the upper bounds hold too

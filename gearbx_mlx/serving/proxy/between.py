@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...routing.pair import LARGE, NAMES
-from ..names import AUTO
+from ...routing.pair import NAMES
 from .asking import Ways
 from .first_tokens import Rule
 from .handed_over import HandOver
@@ -38,9 +37,7 @@ class Between:
     """Two servers, and the rule between them; threads share it.
 
     Args:
-        undecided: the server that answers where the bounds of the entropy are on both sides of the threshold.
         fallback: whether one server answers for the other one that fails.
-        hand_over: as of HandOver.
     """
 
     def __init__(
@@ -48,11 +45,9 @@ class Between:
         small: Upstream,
         large: Upstream,
         rule: Rule,
-        undecided: int = LARGE,
         fallback: bool = True,
-        hand_over: str = AUTO,
     ):
         self.servers = small, large
-        self.rule, self.undecided, self.fallback = rule, undecided, fallback
+        self.rule, self.fallback = rule, fallback
         self.ways = Ways()
-        self.hand_over = HandOver(large, hand_over)
+        self.hand_over = HandOver(large)

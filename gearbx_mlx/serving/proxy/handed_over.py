@@ -8,7 +8,6 @@ message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; o
 from collections.abc import Mapping
 from typing import Any
 
-from ..names import ALWAYS, AUTO, NEVER
 from .failed import Failed
 from .upstream import LISTING, Upstream
 
@@ -33,19 +32,15 @@ LENGTHS = ("max_tokens", "max_completion_tokens")
 
 
 class HandOver:
-    """Whether and how a server goes on with a text; looks once at what the server says that it is.
+    """Whether and how a server goes on with a text; looks once at what the server says that it is."""
 
-    Args:
-        wish: "auto": where the server is known to go on; "always": as if every server did; "never".
-    """
-
-    def __init__(self, server: Upstream, wish: str = AUTO):
-        self.server, self.wish = server, wish
+    def __init__(self, server: Upstream):
+        self.server = server
         self._owner: str | None = None
 
     def body(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
         """The request that goes on with `text`, of so many tokens; None where the server has to begin anew."""
-        if self.wish == NEVER or not text or not goes_on(body):
+        if not text or not goes_on(body):
             return None
         shorter = {name: length - tokens for name, length in lengths_of(body).items()}
         if any(length < 1 for length in shorter.values()):
@@ -62,8 +57,6 @@ class HandOver:
 
     def fields(self, path: str) -> dict[str, bool] | None:
         """What the request needs besides the text; None for a server that does not go on with it."""
-        if self.wish == ALWAYS:
-            return ASKED
         owner = self.owner()
         if path == TEXT:
             return None if self.server.software.startswith(TRIMMING) else {}

@@ -149,7 +149,7 @@ class Route:
                 return Decision(SMALL, "finished", first.means)
             return Decision(LARGE, "no logprobs", first.means)
         undecided = first.choice is None
-        server = self.between.undecided if first.choice is None else first.choice
+        server = LARGE if first.choice is None else first.choice
         return Decision(server, "undecided" if undecided else "entropy", first.means, text, first.seen)
 
     def asked_whole(self, fields: dict[str, Any]) -> dict[str, Any]:
