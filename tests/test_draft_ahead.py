@@ -229,13 +229,12 @@ class TestWhatIsCounted:
         assert spent[0] < spent[1]
         assert spent[1] - spent[0] == pytest.approx(2 * 0.25 / 5, rel=0.2)  # both lean to the top gear alone
 
-    @pytest.mark.slow
-    def test_summary_and_trace(self, command, tmp_path):
+    def test_summary_and_trace(self, command, tmp_path, monkeypatch):
+        """Where two steps ahead were measured as the fastest."""
+        monkeypatch.setattr("gearbx_mlx.decoding.lossless.depth_here", lambda *_: 2)
         summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
-        flags = ("--mode", "lossless", "--cost", "bytes", "--draft-ahead", 2, "-m", 16, "--prompt", TALE)
-        done = command(
-            "generate", *flags, "--ignore-chat-template", "--summary", summary, "--trace", trace, "--describe"
-        )
+        flags = ("--mode", "lossless", "--cost", "bytes", "-m", 16, "--prompt", TALE, "--ignore-chat-template")
+        done = command("generate", *flags, "--summary", summary, "--trace", trace, "--describe")
         assert done.status == 0
         counted = json.loads(summary.read_text())
         rows = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -250,18 +249,3 @@ class TestSettings:
     def test_refuses_what_is_no_depth(self, depth):
         with pytest.raises(GearbxError, match=f"draft_ahead is {depth!r}; give 0 to 15"):
             Lossless(draft_ahead=depth)
-
-    @pytest.mark.parametrize(
-        ("flags", "says"),
-        [
-            (("--mode", "lossless", "--draft-ahead", 16), "--draft-ahead"),
-            (("--mode", "lossless", "--draft-ahead", "deep"), "--draft-ahead"),
-            (("--mode", "static", "--draft-ahead", 1), "--draft-ahead is for --mode lossless"),
-            (("--small-model", "anything", "--draft-ahead", 0), "--draft-ahead is of one model"),
-        ],
-    )
-    def test_refuses_wrong_flags_in_one_line(self, command, flags, says):
-        done = command("generate", "-m", 2, *flags)
-        assert done.status == 2
-        assert says in done.err.replace("\n", " ")
-        assert "Traceback" not in done.err

@@ -57,7 +57,6 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
         "draft_length": settings.mode.draft_length,
         "cost": settings.mode.cost,
         "lookup_tokens": settings.mode.lookup_tokens is not None,
-        "draft_ahead": settings.mode.draft_ahead is not None,
         "telemetry_only": settings.mode.telemetry_only,
         "gear": settings.mode.gear,
     }

@@ -42,7 +42,6 @@ class ModeChoice:
     draft_length: int | None
     cost: str | None
     lookup_tokens: int | None
-    draft_ahead: int | None
 
 
 def choose_mode(settings: GearedSettings, saved: Manifest | None) -> ModeChoice:
@@ -67,7 +66,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> ModeChoice:
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
             mode = KICKDOWN
     own = settings.mode
-    one_mode = own.gear, curve, own.draft_length, own.cost, own.lookup_tokens, own.draft_ahead
+    one_mode = own.gear, curve, own.draft_length, own.cost, own.lookup_tokens
     choice = ModeChoice(mode, gears, format, routing, settings.gate, *one_mode)
     if mode is None and saved is not None and drafts_by_default(settings, choice, saved):
         choice = replace(choice, mode=LOSSLESS)
@@ -131,7 +130,7 @@ def check_flags(choice: ModeChoice) -> None:
             raise GearbxError(f"{flag_of(field)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
 
 
-OF_LOSSLESS = ("curve", "draft_length", "cost", "lookup_tokens", "draft_ahead")
+OF_LOSSLESS = ("curve", "draft_length", "cost", "lookup_tokens")
 FLAGS = ("gear", *OF_LOSSLESS, "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
 
 

@@ -60,15 +60,6 @@ class ModeSettings(Settings):
         metavar="N",
         rare=True,
     )
-    draft_ahead: int | None = flag(
-        None,
-        "For --mode lossless: queue N further steps of a draft on the device before the entropy is read that may end "
-        "it; those beyond its end are thrown away. The text is the same. Default: 0 on a CPU; measured once on a GPU",
-        least=0,
-        most=MOST_DRAFTED,
-        metavar="N",
-        rare=True,
-    )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
