@@ -36,6 +36,6 @@ def about(thing: object) -> Iterator[None]:
         raise GearbxError(f"{thing}: {error}") from error
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, at most 300 characters of it; the error's kind where there is no message."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An error's message on one line, at most so many characters of it; the error's kind where there is no message."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

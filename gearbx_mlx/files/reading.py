@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 from .problems import malformed, misfit, shown
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
     try:
         return parse(text)
     except GearbxError as error:
-        raise GearbxError(f"{path}: cannot be read as {what} ({error}); {remedy}") from error
+        raise GearbxError(f"{path}: cannot be read as {what} ({one_line(error, 600)}); {remedy}") from error
 
 
 def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
