@@ -27,15 +27,12 @@ from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
 from .files.model_directory import (
     COMPLETE,
-    check_files,
     check_json,
     check_layers,
     count_arrays,
     parse_object,
 )
-from .files.problems import shown
-from .files.reading import read_as
-from .files.tokenizer_check import check_tokenizer
+from .files.reading import read_as, shown
 from .gears.adapter_weights import add_adapter
 from .gears.dividing import Ranks, divide, ranks_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -120,7 +117,6 @@ def check_model(directory: Path, trusted: bool, change: dict) -> None:
     arrays = count_arrays(directory)
     config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
-    check_tokenizer(directory)
     if config.get("model_file") is None:
         check_type(config, directory / "config.json")
     elif not trusted:  # mlx-lm before 0.32 runs it without a question
@@ -231,7 +227,6 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     try:
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
-            check_files(path)
             return path
         if path.exists():
             raise GearbxError(f"{name}: is a file; give the model's directory")
@@ -257,7 +252,6 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         ) from error
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
-    check_files(directory)
     return directory
 
 

@@ -19,8 +19,8 @@ from gearbx_mlx.files.writing import replacing
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.telemetry.colors import gear_color
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
+from gearbx_mlx.telemetry.trace import gear_color
 
 CODE, LOW, HIGH = (gear_color(place, 3) for place in range(3))
 PARTS = {"code": CODE, "scale and bias": "#8d95dd", "high byte": HIGH, "low byte": LOW, "bfloat16": "0.85"}

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gearbx_mlx.files.writing import replacing
-from gearbx_mlx.machine.state import THERMAL
-from gearbx_mlx.telemetry.colors import BLUE, GREEN, VERMILION, gear_color
+from gearbx_mlx.machine.readers import THERMAL
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, VERMILION, gear_color
 
 if TYPE_CHECKING:
     from simulate_throttling import Run

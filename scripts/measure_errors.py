@@ -22,8 +22,8 @@ from gearbx_mlx.evaluation.error_analysis.kv import kv_errors
 from gearbx_mlx.evaluation.error_analysis.weights import BITS, IDEAL, layer_errors, twice_in_all_ways
 from gearbx_mlx.evaluation.text import read_documents
 from gearbx_mlx.files.writing import replacing
-from gearbx_mlx.telemetry.colors import gear_color, gear_marker
 from gearbx_mlx.telemetry.report import get_pyplot
+from gearbx_mlx.telemetry.trace import gear_color, gear_marker
 
 TALES = Path(__file__).with_name("tales_calibrate.txt")
 CONTEXT = 256  # tokens of each text: all models know so many

@@ -22,9 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
-from gearbx_mlx.machine.scripted import Point, Scripted
-from gearbx_mlx.machine.state import MachineState
-from gearbx_mlx.machine.watch import Watch
+from gearbx_mlx.machine.readers import MachineState, Point, Scripted, Watch
 
 TOP_SPEED = 18.0  # tokens per second in the top gear, while nothing throttles the machine
 FIXED_SHARE = 0.2  # share of a token's time in the top gear that does not depend on the bytes it reads

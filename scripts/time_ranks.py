@@ -24,8 +24,7 @@ from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.decoding import entropy_sampler
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.meeting import meet
-from gearbx_mlx.ranks.place import place_here
-from gearbx_mlx.ranks.run import begin, current
+from gearbx_mlx.ranks.place import begin, current, place_here
 
 TEXTS = 8  # of each kind
 TOKENS = 16

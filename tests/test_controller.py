@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.machine.cap_schedule import CapSchedule, Range
-from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, Controller
-from gearbx_mlx.machine.pid import PID, Gains
+from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, PID, Controller, Gains
 
 WIDTHS = (4, 5, 6, 8)
 

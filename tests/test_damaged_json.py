@@ -19,9 +19,9 @@ from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.session import Session
 from gearbx_mlx.evaluation.text import read_documents, read_rows
-from gearbx_mlx.files.context import context_length
+from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.loading import DEMO_MODEL, read_config
-from gearbx_mlx.machine.scripted import Scripted
+from gearbx_mlx.machine.readers import Scripted
 
 INPUTS = {"model": "a", "bits": [3, 4]}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"

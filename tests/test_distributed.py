@@ -20,7 +20,7 @@ import hashlib, json, signal, sys
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, load, stream_generate
-from gearbx_mlx.ranks.run import begin
+from gearbx_mlx.ranks.place import begin
 from gearbx_mlx.ranks.place import place_here
 
 differs, path = sys.argv[1], sys.argv[2]

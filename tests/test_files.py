@@ -1,8 +1,5 @@
 """Typed JSON: the message names the place, the value and the mistake; and files that are too much."""
 
-import os
-import subprocess
-import time
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -11,8 +8,7 @@ from msgspec import Meta, Struct, field
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.files import reading
-from gearbx_mlx.files.problems import shown
-from gearbx_mlx.files.reading import json_lines, parse_json, read_json, read_text, typed
+from gearbx_mlx.files.reading import json_lines, parse_json, read_json, read_text, shown, typed
 
 LAYERS = 100
 
@@ -122,23 +118,6 @@ class TestRead:
             GearbxError, match=r"long\.json: cannot be read as a list \(longer than 100 characters\); mend"
         ):
             read_json(file, list[str], "a list", "mend it")
-
-    def test_a_pipe_to_which_nobody_writes(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(reading, "PATIENCE", 0.1)
-        os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(GearbxError, match="nobody writes to this pipe"):
-            read_text(tmp_path / "pipe", "a text", "")
-
-    @pytest.mark.parametrize("patience", [0.05, 5.0])
-    def test_a_pipe_to_which_somebody_writes_late(self, tmp_path, monkeypatch, patience):
-        """The writer opens it at once, and has nothing to say yet; or it opens it later."""
-        monkeypatch.setattr(reading, "PATIENCE", patience)
-        os.mkfifo(tmp_path / "pipe")
-        begin, middle = ("", "sleep 0.4; ") if patience < 0.4 else ("sleep 0.4; ", "")
-        command = f"{begin}exec > {tmp_path}/pipe; {middle}printf 'a text'"
-        with subprocess.Popen(["sh", "-c", command]):
-            time.sleep(0.2)
-            assert read_text(tmp_path / "pipe", "a text", "") == "a text"
 
     def test_a_file_without_an_end(self):
         with pytest.raises(GearbxError, match="longer than 1000"):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -56,40 +55,6 @@ def assert_refused(result, *words: object) -> None:
         assert str(word) in line
 
 
-class TestPipesAndDevices:
-    @pytest.mark.parametrize("name", [*LIBRARIES_READ, "model.safetensors", "gears.json", "chat_template.jinja", "any"])
-    @pytest.mark.parametrize("kind", ["pipe", "device"])
-    def test_in_the_place_of_a_file(self, command, model, kind, name):
-        (model / name).unlink(missing_ok=True)
-        os.mkfifo(model / name) if kind == "pipe" else (model / name).symlink_to("/dev/zero")
-        assert_refused(command("generate", "--model", model), model / name, "is a pipe or a device")
-
-    def test_in_the_place_of_another_template(self, command, model):
-        (model / "additional_chat_templates").mkdir()
-        os.mkfifo(pipe := model / "additional_chat_templates" / "tool.jinja")
-        assert_refused(command("generate", "--model", model), pipe, "is a pipe or a device")
-
-    @pytest.mark.parametrize("name", ["convert", "analyze", *MODEL_FLAGS, "--small-model"])
-    def test_for_every_command_and_model(self, command, model, tmp_path, name):
-        (model / "config.json").unlink()
-        os.mkfifo(model / "config.json")
-        result = command(*run_of(name, model, tmp_path))
-        assert_refused(result, model / "config.json", "is a pipe or a device")
-        assert not (tmp_path / "out").exists()
-
-    @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
-    def test_in_an_adapter(self, command, tmp_path, name):
-        os.mkfifo(tmp_path / name)
-        assert_refused(command("generate", "--adapter-path", tmp_path), tmp_path / name, "is a pipe or a device")
-
-    def test_but_a_link_to_a_file_is_a_file(self, command, model, tmp_path):
-        """As in the Hub's cache; a link to nothing is as good as nothing."""
-        (model / "tokenizer.json").rename(tmp_path / "blob")
-        (model / "tokenizer.json").symlink_to(tmp_path / "blob")
-        (model / "added_tokens.json").symlink_to(tmp_path / "none")
-        assert command("generate", "--model", model, "-m", 1).status == 0
-
-
 class TestSizes:
     @pytest.mark.parametrize(
         "change",
@@ -111,30 +76,6 @@ class TestSizes:
     def test_wider_than_its_arrays(self, command, model, name, value):
         edit(model / "config.json", **{name: value})
         assert_refused(command("generate", "--model", model), model, "cannot load this model")
-
-    @pytest.mark.parametrize("name", [*LIBRARIES_READ, "chat_template.jinja", "tokenizer.model"])
-    def test_a_file_of_two_gigabytes(self, command, model, name):
-        with open(model / name, "wb") as file:
-            file.truncate(2**31)
-        assert_refused(command("generate", "--model", model), model / name, "has 2147483648 bytes, more than the ")
-
-    def test_a_tokenizer_whose_replacements_fill_the_memory(self, command, model):
-        bomb = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-        edit(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [bomb] * 12})
-        words = "its normalizer makes more than 64 characters of one"
-        assert_refused(command("generate", "--model", model), model / "tokenizer.json", words)
-
-    def test_replacements_that_do_not_feed_each_other(self, command, model):
-        pairs = {"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"}
-        steps = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs.items()]
-        edit(model / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
-        assert command("generate", "--model", model, "-m", 2).status == 0
-
-    @pytest.mark.slow
-    def test_a_tokenizer_of_too_many_tokens(self, command, model):
-        tokens = json.loads((model / "tokenizer.json").read_text())["model"]
-        edit(model / "tokenizer.json", model=tokens | {"vocab": {str(i): i for i in range(2**20 + 1)}})
-        assert_refused(command("generate", "--model", model), model / "tokenizer.json", "has 1048577 tokens")
 
 
 @pytest.mark.some(8)

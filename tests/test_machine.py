@@ -10,11 +10,18 @@ import pytest
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.machine import readers
-from gearbx_mlx.machine.budget import SteadyBudget, budget
-from gearbx_mlx.machine.readers import Battery, LinuxThermal, MacThermal, Memory, this_machine
-from gearbx_mlx.machine.scripted import Scripted
-from gearbx_mlx.machine.state import MachineState, merged
-from gearbx_mlx.machine.watch import Watch
+from gearbx_mlx.machine.controller import SteadyBudget, budget
+from gearbx_mlx.machine.readers import (
+    Battery,
+    LinuxThermal,
+    MachineState,
+    MacThermal,
+    Memory,
+    Scripted,
+    Watch,
+    merged,
+    this_machine,
+)
 
 
 class Told:

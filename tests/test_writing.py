@@ -12,12 +12,11 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.files.locking import alone_in
-from gearbx_mlx.files.writing import replacing, write_text
+from gearbx_mlx.files.writing import alone_in, replacing, write_text
 
 HOLDING = """
 import sys, pathlib
-from gearbx_mlx.files.locking import alone_in
+from gearbx_mlx.files.writing import alone_in
 from gearbx_mlx.files.writing import replacing
 path = pathlib.Path(sys.argv[1])
 with {holding} as place:

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from ..errors import GearbxError
 from ..evaluation.text import read_documents, windows_of
-from ..files.context import context_length
+from ..files.model_directory import context_length
 from ..gears.discovery import with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder

@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Meta, Struct, field, structs
 
 from ..errors import GearbxError
-from ..files.problems import shown
-from ..files.reading import Count, check_schema, parse_json, read_as, typed
+from ..files.reading import Count, check_schema, parse_json, read_as, shown, typed
 from ..formats import get_format
 from ..formats.base import Format
 from ..gears.attachment import model_fingerprint

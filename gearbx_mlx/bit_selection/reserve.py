@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..files.context import context_length
+from ..files.model_directory import context_length
 
 CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
 PREFILL = 2048  # tokens that mlx-lm reads in one pass

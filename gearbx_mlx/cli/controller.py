@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..errors import GearbxError, about
 from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
 from ..gears.names import WHOLE
-from ..machine.scripted import Scripted
+from ..machine.readers import Scripted
 from .settings import Settings, flag
 from .sizes import parse_bytes
 

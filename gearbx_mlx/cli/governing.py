@@ -10,9 +10,7 @@ from ..decoding.governor import Governor
 from ..decoding.modes import mode_class
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
-from ..machine.readers import OwnMemory, Reader, this_machine
-from ..machine.scripted import Scripted
-from ..machine.watch import Watch
+from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from .controller import ControllerSettings
 from .sizes import human_bytes
 from .terminal import note

@@ -6,12 +6,12 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..files.context import context_length
-from ..files.problems import shown
+from ..files.model_directory import context_length
+from ..files.reading import shown
 from ..gears.discovery import is_quantized
 from ..gears.saved import saved_gears
 from ..loading import load, model_name
-from ..ranks.run import current
+from ..ranks.place import current
 from .model import ModelSettings
 
 

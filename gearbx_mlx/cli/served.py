@@ -12,7 +12,7 @@ from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
 from ..decoding.pair import Pair
 from ..errors import GearbxError
-from ..files.context import context_length
+from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
 from ..routing.pair import NAMES, check_threshold

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..telemetry.intervals import UNDECIDED
+from ..telemetry.report import UNDECIDED
 from .tables import gear_shares, two_columns
 
 

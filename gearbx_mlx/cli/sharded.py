@@ -14,8 +14,8 @@ from ..errors import GearbxError
 from ..gears.attachment import model_fingerprint
 from ..gears.gearbox import Gearbox
 from ..gears.observer import Observer
-from ..ranks.comparison import check_equal
-from ..ranks.run import current
+from ..ranks.meeting import check_equal
+from ..ranks.place import current
 from .output import OutputSettings
 from .parsers.generate import GenerateSettings
 from .settings import flag_of

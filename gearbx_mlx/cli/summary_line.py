@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.text import Text
 
-from ..telemetry.colors import gear_color
 from ..telemetry.summary import Tally
+from ..telemetry.trace import gear_color
 from .sizes import human_bytes
 
 BETWEEN = " · "

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..routing.pair import NAMES
-from ..telemetry.colors import gear_color
 from ..telemetry.summary import kv_rows
+from ..telemetry.trace import gear_color
 from .sizes import human_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
-from ..telemetry.colors import gear_color
+from ..telemetry.trace import gear_color
 from . import progress, streams
 from .signals import INTERRUPTED
 

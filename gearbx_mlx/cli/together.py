@@ -11,8 +11,7 @@ from rich.console import Console
 
 from ..errors import GearbxError, OutputLost
 from ..ranks.meeting import Refused, meet
-from ..ranks.place import Place, place_here
-from ..ranks.run import begin
+from ..ranks.place import Place, begin, place_here
 from ..ranks.watch import RunEnded, Watch
 from . import signals, terminal
 from .streams import Stderr

@@ -25,7 +25,7 @@ from ..serving.remote.answers import RemoteToken
 from ..serving.remote.connection import Connection
 from ..serving.remote.server import RemoteServer
 from ..serving.remote.ways import Question
-from ..telemetry.intervals import UNDECIDED, IntervalTally, interval_record
+from ..telemetry.report import UNDECIDED, IntervalTally, interval_record
 from ..telemetry.trace import TraceWriter
 from .analysis import Analysis, check_output, make_output, write_report
 

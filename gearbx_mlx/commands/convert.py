@@ -19,7 +19,7 @@ from ..conversion.model_card import provenance
 from ..conversion.restored import is_restoring
 from ..conversion.restoring import original_of
 from ..errors import GearbxError, one_line
-from ..files.locking import alone_in
+from ..files.writing import alone_in
 from ..loading import DEMO_MODEL, find, gears_of
 from .convert_gears import write_gears
 from .convert_manifest import write_manifest_table

@@ -18,7 +18,7 @@ from ..evaluation.runs import Runs
 from ..evaluation.session import Session
 from ..evaluation.tables import Report
 from ..evaluation.text import read_documents, windows_of
-from ..files.context import context_length
+from ..files.model_directory import context_length
 from ..gears.kv_ladder import kv_ladder
 from ..gears.ladder import Gear, Ladder
 from .evaluation_inputs import about, inputs_of

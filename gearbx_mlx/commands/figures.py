@@ -16,7 +16,7 @@ from ..errors import GearbxError
 from ..evaluation.figures import Picture, chosen
 from ..evaluation.figures.style import as_json, save
 from ..evaluation.figures.subject import Subject
-from ..files.context import context_length
+from ..files.model_directory import context_length
 from ..files.reading import read_json
 from ..files.writing import make_directory, write_text
 from ..loading import DEMO_MODEL, find, model_name

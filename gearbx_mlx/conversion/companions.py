@@ -9,8 +9,7 @@ from typing import Any
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..errors import GearbxError
-from ..files.problems import shown
-from ..files.reading import unreadable
+from ..files.reading import shown, unreadable
 from ..files.writing import PART
 from ..gears.manifest import GEARS_FILE, MANIFEST, PRECISION
 from ..gears.original import ORIGINAL_FILE

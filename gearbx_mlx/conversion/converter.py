@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from msgspec.structs import asdict
 
 from ..errors import GearbxError
-from ..files.problems import shown
+from ..files.reading import shown
 from ..formats import get_format
 from ..formats.base import check_ladder
 from ..gears.activations import dtype_name, stored_dtype

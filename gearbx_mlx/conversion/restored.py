@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import GearbxError
-from ..files.problems import shown
+from ..files.reading import shown
 from ..files.writing import remove_parts, write_bytes
 from ..gears.array_hashes import Place, hash_places
 from ..gears.tensor_entries import LENGTH

@@ -9,8 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import GearbxError, about
-from ..files.problems import shown
-from ..files.reading import parse_json, typed
+from ..files.reading import parse_json, shown, typed
 from ..formats.base import dense_weight
 from ..formats.exact_decoding import decode
 from ..formats.native import bare

@@ -19,11 +19,9 @@ from ..gears.discovery import Layer
 from ..gears.experts import used_share
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
-from ..machine.budget import SteadyBudget
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
-from ..machine.controller import Controller, Decision
-from ..machine.state import MachineState
-from ..machine.watch import Watch
+from ..machine.controller import Controller, Decision, SteadyBudget
+from ..machine.readers import MachineState, Watch
 from .step import SampledToken, Step
 
 Bounds = Mapping[str, tuple[int, int]]

@@ -10,10 +10,8 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct
 
 from ..errors import GearbxError
-from ..files.locking import lock_for_good
-from ..files.problems import shown
-from ..files.reading import json_lines, read_text
-from ..files.writing import check_writable
+from ..files.reading import json_lines, read_text, shown
+from ..files.writing import check_writable, lock_for_good
 
 F = TypeVar("F")
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..telemetry.colors import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
 from ..telemetry.report import get_pyplot, save
+from ..telemetry.trace import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
 GREY = "#767676"

@@ -1,31 +1,35 @@
 """What stands in the directory of a model or an adapter, looked at before any library opens it.
 
-mlx-lm, transformers and tokenizers wait at a pipe, read a device without end, build as many layers as config.json asks
-for, and do not say which file they cannot parse.
+mlx-lm builds as many layers as config.json asks for, and the libraries do not say which file they cannot parse.
 """
 
-import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
-from .problems import shown
-from .reading import parse_python_json, read_as, typed, unreadable
+from .reading import parse_python_json, read_as, shown, typed, unreadable
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the model was made for, if its configuration says so."""
+    parts = (part for part in (config, config.get("text_config")) if isinstance(part, Mapping))
+    for part in parts:
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+            if type(part.get(key)) is int:
+                return part[key]
+    return None
+
 
 COMPLETE = "give the directory of a complete model"
 AGAIN = "download it again"
-TEMPLATES = "additional_chat_templates"
 
-# Files that the libraries read into memory, and the bytes that they may have. The largest tokenizers have half of it.
-JSON_FILES = {
-    **{"config.json": 2**24, "generation_config.json": 2**24, "hf_quant_config.json": 2**24},
-    **{"tokenizer.json": 2**26, "tokenizer_config.json": 2**24, "vocab.json": 2**26},
-    **{"added_tokens.json": 2**24, "special_tokens_map.json": 2**24, "adapter_config.json": 2**24},
-}
-LARGEST = JSON_FILES | {"tokenizer.model": 2**26, "tiktoken.model": 2**26, "merges.txt": 2**26, "vocab.txt": 2**26}
-LARGEST_TEMPLATE = 2**20  # bytes
+JSON_FILES = (
+    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("vocab.json", "added_tokens.json", "special_tokens_map.json", "adapter_config.json"),
+)
 
 # Fields from which mlx-lm takes how many layers to build, as a number, or as a list or a string with one item for each.
 LAYERS = (
@@ -35,20 +39,6 @@ LAYERS = (
 )
 MOST_LAYERS = 1000
 SPARE = 64  # a layer without arrays of its own shares those of another; nobody has more of them
-
-
-def check_files(directory: Path) -> None:
-    """Raises GearbxError for a pipe or a device in a directory, and for a file that is too large to be what it says."""
-    for path in (*directory.iterdir(), *(directory / TEMPLATES).glob("*")):
-        try:
-            status = path.stat()
-        except OSError:  # such as a link to nothing: whoever needs the file says so
-            continue
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise GearbxError(f"{path}: is a pipe or a device, and no file; {COMPLETE}")
-        largest = LARGEST_TEMPLATE if path.suffix == ".jinja" else LARGEST.get(path.name, status.st_size)
-        if status.st_size > largest:
-            raise GearbxError(f"{path}: has {status.st_size} bytes, more than the {largest} of any such file; {AGAIN}")
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:

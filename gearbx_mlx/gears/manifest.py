@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import GearbxError
-from ..files.problems import shown
-from ..files.reading import parse_json, read_as, read_json, typed
+from ..files.reading import parse_json, read_as, read_json, shown, typed
 from ..formats import OF_MLX, get_format
 from ..formats.base import Format, check_ladder, stored_bits
 from .discovery import MANAGE, at_least

@@ -8,7 +8,7 @@ from mlx_lm.models.pipeline import PipelineMixin
 from msgspec.structs import replace
 
 from ..errors import GearbxError
-from ..ranks.comparison import gathered
+from ..ranks.meeting import gathered
 from .fingerprint import fingerprint_of, sample
 from .saved import SavedGears
 from .sharding import SHARDED, Sharding

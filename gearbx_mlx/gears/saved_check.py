@@ -7,7 +7,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
-from ..files.problems import shown
+from ..files.reading import shown
 from ..formats.base import StoredArray
 from .activations import DTYPES
 from .adapters import layers_of

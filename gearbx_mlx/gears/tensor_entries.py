@@ -13,8 +13,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
-from ..files.problems import shown
-from ..files.reading import Count, parse_json, typed
+from ..files.reading import Count, parse_json, shown, typed
 
 NAMES = {
     mx.float32: "F32",

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files.locking import lock
+from ..files.writing import lock
 
 
 @contextlib.contextmanager

@@ -15,7 +15,115 @@ import numpy as np
 
 from ..errors import GearbxError
 from .cap_schedule import CapSchedule, Step
-from .pid import GAINS, PID, Gains
+from .readers import THERMAL, MachineState
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Factors of the error (proportional), of its sum (integral) and of its change (derivative)."""
+
+    proportional: float = 0.1
+    integral: float = 0.85
+    derivative: float = 0.05
+
+
+GAINS = Gains()
+
+
+class PID:
+    """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
+
+    **Anti-windup** by back-calculation: `track` takes the actuator's real position. Where the actuator could not follow
+    u (it is at its end, or it moves in steps), the integral becomes what explains that position. So it never
+    accumulates what the actuator cannot do. (Astrom and Hagglund, PID Controllers, 1995, section 3.5, with a tracking
+    time of one sample.)
+    """
+
+    def __init__(self, gains: Gains = GAINS):
+        self.gains = gains
+        self.integral = 0.0
+        self._error = self._slope = 0.0
+
+    def update(self, error: float) -> float:
+        """The position that the actuator should take."""
+        self._slope, self._error = error - self._error, error
+        self.integral += self.gains.integral * error
+        return self.integral + self._immediate()
+
+    def track(self, actual: float) -> None:
+        """Take the position that the actuator has."""
+        self.integral = actual - self._immediate()
+
+    def rest(self, actual: float) -> None:
+        """There is no error (it is within the dead band), and the actuator stays at its position."""
+        self._error = self._slope = 0.0
+        self.integral = actual
+
+    def _immediate(self) -> float:
+        return self.gains.proportional * self._error + self.gains.derivative * self._slope
+
+
+THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
+ENOUGH_CHARGE = 0.5
+LITTLE_CHARGE = 0.1
+MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
+
+
+def between(value: float, least: float, most: float) -> float:
+    """The place of a value between two others: 0 up to the first, 1 from the second on."""
+    return min(1.0, max(0.0, (value - least) / (most - least)))
+
+
+def shares(state: MachineState) -> dict[str, float]:
+    """The share that each known part of the state allows.
+
+    The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
+    out: fewer planes are a smaller working set.
+    """
+    found = {}
+    if state.thermal is not None:
+        found["thermal"] = THERMAL_SHARES[state.thermal]
+    if state.battery is not None and not state.charging:
+        found["battery"] = between(state.battery, LITTLE_CHARGE, ENOUGH_CHARGE)
+    if state.memory is not None:
+        found["memory"] = 1.0 - between(state.memory, MEMORY_FREE, MEMORY_FULL)
+    return found
+
+
+def budget(state: MachineState) -> float:
+    """The smallest share; 1 where nothing is known."""
+    return min(shares(state).values(), default=1.0)
+
+
+class SteadyBudget:
+    """A budget that falls at once, and rises only after a while: caps must not follow a reading up and down.
+
+    Args:
+        patience: readings in a row that have to be higher; their lowest is then the budget.
+        step: the smallest rise, except to 1.
+    """
+
+    def __init__(self, patience: int = 5, step: float = 0.02):
+        self.patience = patience
+        self.step = step
+        self.share = 1.0
+        self._higher: list[float] = []
+
+    def update(self, state: MachineState) -> float:
+        share = budget(state)
+        if share <= self.share:
+            self._higher.clear()
+            if share <= self.share - self.step or share == 0.0:
+                self.share = share
+            return self.share
+        self._higher.append(share)
+        if len(self._higher) >= self.patience:
+            lowest = min(self._higher)
+            if lowest >= self.share + self.step or lowest == 1.0:
+                self.share = lowest
+            self._higher.clear()
+        return self.share
+
 
 EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # share of the target

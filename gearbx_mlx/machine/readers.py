@@ -1,15 +1,84 @@
 """Readers of the machine's state: heat, battery, memory. A reader that cannot work says why when it is made."""
 
 import importlib
+import math
 import platform
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from ..errors import GearbxError
-from .state import THERMAL, MachineState
+from msgspec import Meta, Struct
+
+from ..errors import GearbxError, about
+from ..files.reading import json_lines, parse_json, read_text, typed
+
+THERMAL = ("nominal", "fair", "serious", "critical")  # NSProcessInfo.thermalState, in its order
+
+
+@dataclass(frozen=True)
+class MachineState:
+    """The state of the machine; None is unknown.
+
+    thermal: one of THERMAL. battery: its charge, 0 to 1. charging: whether the machine is on a charger. memory: the
+    share of memory in use, 0 to 1.
+
+    Raises:
+        GearbxError: a value outside of these.
+    """
+
+    thermal: str | None = None
+    battery: float | None = None
+    charging: bool | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.thermal is not None and self.thermal not in THERMAL:
+            raise GearbxError(f"thermal is '{self.thermal}'; choose from {', '.join(THERMAL)}")
+        if self.charging is not None and not isinstance(self.charging, bool):
+            raise GearbxError(f"charging is {self.charging!r}; give true or false")
+        for name in ("battery", "memory"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or not 0 <= value <= 1:
+                raise GearbxError(f"{name} is {value!r}; give a fraction, 0 to 1")
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """Name to value of what is known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        parts = [] if self.thermal is None else [f"thermal {self.thermal}"]
+        if self.battery is not None:
+            parts.append(f"battery {self.battery:.0%}" + (", charging" if self.charging else ""))
+        if self.memory is not None:
+            parts.append(f"memory {self.memory:.0%} in use")
+        return ", ".join(parts) or "nothing known"
+
+
+NAMES = tuple(field.name for field in fields(MachineState))
+
+
+def merged(states: Iterable[MachineState]) -> MachineState:
+    """The states of several readers as one; the worse value where two readers know the same thing."""
+    found: dict[str, Any] = {}
+    for state in states:
+        for name, value in state.known.items():
+            found[name] = worse(name, found[name], value) if name in found else value
+    return MachineState(**found)
+
+
+def worse(name: str, one: Any, other: Any) -> Any:
+    if name == "thermal":
+        return max(one, other, key=THERMAL.index)
+    return max(one, other) if name == "memory" else min(one, other)
+
 
 ZONES = Path("/sys/class/thermal")
 CLOSE = 10_000  # millidegrees Celsius below the trip point
@@ -217,3 +286,203 @@ def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
     thread.start()
     thread.join(seconds)
     return outcome[0] if outcome else GearbxError(f"no answer for {seconds:g} s")
+
+
+INTERVAL = 1.0  # seconds between readings
+TIMEOUT = 5.0  # seconds that a reading may take
+
+
+class Poll(threading.Thread):
+    """A thread that reads one reader again and again.
+
+    latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
+    """
+
+    def __init__(self, reader: Reader, interval: float):
+        super().__init__(name=f"gearbx {reader.name}", daemon=True)
+        self.reader = reader
+        self.interval = interval
+        self.latest: MachineState | None = None
+        self.failure: str | None = None
+        self.began: float | None = time.monotonic()
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            self.began = time.monotonic()
+            try:
+                self.latest, self.failure = self.reader.read(), None
+            except Exception as error:  # sensors and their libraries raise anything
+                self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
+            self.began = None
+            self._stop.wait(self.interval)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+class Watch:
+    """The latest state of the machine, from readers that run in threads of their own.
+
+    A reader that fails, or takes longer than the timeout, is left out until it answers again; `problems` names it once.
+    A `Scripted` reader needs no thread: it is read when the state is asked for.
+
+    Args:
+        readers: of the machine.
+        interval: seconds between two readings.
+        timeout: seconds that a reading may take.
+    """
+
+    def __init__(self, readers: Sequence[Reader], interval: float = INTERVAL, timeout: float = TIMEOUT):
+        self.timeout = timeout
+        self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
+        self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
+        self._reported: set[str] = set()
+        self._problems: list[str] = []
+        for poll in self.polls:
+            poll.start()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the threads end. They are daemons, so a blocked one ends with the program."""
+        for poll in self.polls:
+            poll.stop()
+
+    def state(self, seconds: float = 0.0, tokens: int = 0) -> MachineState:
+        """The state now, without waiting.
+
+        Args:
+            seconds, tokens: since generation began, for scripts.
+        """
+        states = []
+        for script in self.scripts:
+            script.moment = tokens if script.unit == "tokens" else seconds
+            states.append(script.read())
+        for poll in self.polls:
+            began, failure, state = poll.began, poll.failure, poll.latest
+            if began is not None and time.monotonic() - began > self.timeout:
+                self._report(poll, f"no answer for {self.timeout:g} s")
+            elif failure is not None:
+                self._report(poll, failure)
+            elif state is not None:
+                states.append(state)
+        return merged(states)
+
+    def problems(self) -> list[str]:
+        """What went wrong since the last call; only the first problem of each reader."""
+        found, self._problems = self._problems, []
+        return found
+
+    def _report(self, poll: Poll, problem: str) -> None:
+        if poll.reader.name not in self._reported:
+            self._reported.add(poll.reader.name)
+            self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
+
+
+TIMES = ("seconds", "tokens")
+GIVE = 'give lines such as {"seconds": 30, "thermal": "serious"}'
+
+if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
+    Thermal = str
+else:
+    Thermal = Literal[THERMAL]
+Moment = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a script: a time since generation began, and what changes then."""
+
+    seconds: Moment | None = None
+    tokens: Moment | None = None
+    thermal: Thermal | None = None
+    battery: Fraction | None = None
+    charging: bool | None = None
+    memory: Fraction | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """The state from a moment on: seconds or tokens since generation began."""
+
+    at: float
+    state: MachineState
+
+
+class Scripted:
+    """A reader that takes the state of each moment from a script.
+
+    Args:
+        points: in the order of their times; a value that a point leaves out stays as it was.
+        unit: of the times, "seconds" or "tokens".
+    """
+
+    name = "script"
+
+    def __init__(self, points: Sequence[Point], unit: str = "seconds"):
+        self.points = tuple(points)
+        self.unit = unit
+        self.moment = 0.0
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Scripted":
+        """Read a script: JSON Lines, or a JSON array, of objects such as {"seconds": 30, "thermal": "serious"}.
+
+        Each has `seconds` or `tokens` since generation began, and any of `thermal`, `battery`, `charging`, `memory`.
+
+        Raises:
+            GearbxError: naming file and line (of an array, entry).
+        """
+        points: list[Point] = []
+        unit = None
+        for place, entry in read_entries(Path(path)):
+            with about(f"{path}, {place}"):
+                unit, point = point_of(entry, unit, points)
+            points.append(point)
+        if unit is None:
+            raise GearbxError(f"{path}: no states in it; {GIVE}")
+        return cls(points, unit)
+
+    def read(self) -> MachineState:
+        """The state at `moment`; empty before the first point."""
+        known: dict[str, Any] = {}
+        for point in self.points:
+            if point.at <= self.moment:
+                known |= point.state.known
+        return MachineState(**known)
+
+
+def read_entries(path: Path) -> Iterator[tuple[str, Entry]]:
+    """Each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad one."""
+    text = read_text(path, "a script of machine states", GIVE)
+    if not text.lstrip().startswith("["):
+        for number, entry in json_lines(path, text, Entry, GIVE):
+            yield f"line {number}", entry
+        return
+    with about(path):
+        entries = typed(parse_json(text), list[Any])
+    for number, entry in enumerate(entries, 1):
+        with about(f"{path}, entry {number}"):
+            yield f"entry {number}", typed(entry, Entry)
+
+
+def point_of(entry: Entry, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
+    """The unit of an entry's time, and its point.
+
+    Raises:
+        GearbxError: no time or two, another unit than the points before it, or a time before theirs.
+    """
+    times = [name for name in TIMES if getattr(entry, name) is not None]
+    if len(times) != 1:
+        raise GearbxError("give either seconds or tokens")
+    if unit not in (None, times[0]):
+        raise GearbxError(f"{times[0]}, where the lines before have {unit}; use one of them")
+    at = getattr(entry, times[0])
+    if before and at < before[-1].at:
+        raise GearbxError(f"{times[0]} is {at:g}, before the line above; put them in order")
+    return times[0], Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES}))

@@ -5,8 +5,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 
 RANK, HOSTFILE, DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
 MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
@@ -106,3 +107,34 @@ def address_of(file: Path, text: object) -> Address:
     if not host or not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536:
         raise GearbxError(f"{file}: {json.dumps(text)[:60]} is no address; {LAYOUT}")
     return host, int(port)
+
+
+@dataclass(frozen=True)
+class Run:
+    """group: of all ranks, connected."""
+
+    place: Place
+    group: Any
+
+
+_run: Run | None = None
+
+
+def begin(place: Place) -> None:
+    """Connect MLX's group. All ranks do that at once: MLX waits for the others for a few seconds alone.
+
+    Raises:
+        GearbxError: MLX cannot.
+    """
+    import mlx.core as mx  # a command that runs alone does not wait for it here
+
+    global _run
+    try:
+        _run = Run(place, mx.distributed.init(strict=True, backend=place.backend))
+    except (RuntimeError, ValueError) as error:
+        raise GearbxError(f"MLX cannot connect the ranks ({place.backend}): {one_line(error)}") from error
+
+
+def current() -> Run | None:
+    """The run that this process is a rank of; None: it is no rank, and computes alone."""
+    return _run

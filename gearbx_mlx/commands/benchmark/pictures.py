@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.output import check_distinct, output_path
-from ...telemetry.colors import BLACK, SERIES, gear_color, gear_marker
 from ...telemetry.report import OUTSIDE, get_pyplot, save
+from ...telemetry.trace import BLACK, SERIES, gear_color, gear_marker
 
 W4A8_LINES = {"float32": "o", "4 bits, weight-only": "s", "W4A16": "^", "W4A8": "D"}
 AS_BLOCKS, GRAPH_AS_BLOCKS = WITH_BLOCKS = "as blocks", "graph as blocks"  # rows of `benchmark token`

@@ -11,7 +11,7 @@ from mlx_lm.generate import BatchGenerator as MlxBatchGenerator
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ...errors import GearbxError
-from ...files.context import context_length
+from ...files.model_directory import context_length
 from ...gears.ladder import Gear, Ladder
 from ...ranks.agreement import agreement_of
 from ..caches import parts

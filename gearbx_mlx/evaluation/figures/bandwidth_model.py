@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...gears.gearbox import Gearbox
-from ...telemetry.colors import BLACK, BLUE, GREEN, VERMILION
+from ...telemetry.trace import BLACK, BLUE, GREEN, VERMILION
 from .style import GUIDE
 from .subject import Subject
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...routing.entropy import entropy_bits
 from ...routing.thresholds import HIGH_BITS, LOW_BITS, REFERENCE_VOCABULARY
-from ...telemetry.colors import BLUE, GREEN, VERMILION
+from ...telemetry.trace import BLUE, GREEN, VERMILION
 from .style import GUIDE, LINES
 from .subject import Subject
 from .workloads import EASY, HARD

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ...formats.rowwise import Rowwise
 from ...gears.gearbox import Gearbox
 from ...kernels import cpu
-from ...telemetry.colors import BLUE, ORANGE, VERMILION
+from ...telemetry.trace import BLUE, ORANGE, VERMILION
 from .style import GUIDE, HATCHES
 from .subject import GEARS, Subject
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...telemetry.colors import gear_color
+from ...telemetry.trace import gear_color
 from .routing_trace import routed, shifts
 from .style import HATCHES
 from .subject import NAMES, Subject

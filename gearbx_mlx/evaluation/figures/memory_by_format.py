@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...formats import get_format
-from ...telemetry.colors import BLUE, ORANGE
+from ...telemetry.trace import BLUE, ORANGE
 from .matrices import matrices
 from .style import HATCHES
 from .subject import Subject

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...formats.rowwise import dequantize, quantize
-from ...telemetry.colors import BLACK, BLUE, VERMILION
+from ...telemetry.trace import BLACK, BLUE, VERMILION
 from .matrices import matrices
 from .subject import Subject
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...gears.gearbox import Gearbox
 from ...gears.offload import Host
-from ...telemetry.colors import BLUE, ORANGE
+from ...telemetry.trace import BLUE, ORANGE
 from .style import HATCHES
 from .subject import GEARS, NAMES, Subject
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...routing.gates import ThresholdGate
 from ...routing.monitor import Monitor
-from ...telemetry.colors import BLACK, gear_color
+from ...telemetry.trace import BLACK, gear_color
 from .style import GUIDE, HATCHES
 from .subject import NAMES, Subject
 from .workloads import EASY, HARD

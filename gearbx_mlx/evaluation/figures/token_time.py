@@ -16,7 +16,7 @@ from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
 from ...routing.gates import ThresholdGate, replay
 from ...routing.monitor import Monitor
-from ...telemetry.colors import BLUE, GREEN, ORANGE, VERMILION
+from ...telemetry.trace import BLUE, GREEN, ORANGE, VERMILION
 from .style import HATCHES
 from .subject import GEARS, NAMES, Subject
 from .workloads import EASY, HARD
