@@ -57,7 +57,7 @@ class Ranks:
     ):
         self._stack = ExitStack()
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        hostfile = directory / "hosts.json"
+        self._hostfile = hostfile = directory / "hosts.json"
         hostfile.write_text(json.dumps(free_addresses(count) if hosts is None else hosts))
         common = os.environ | {"MLX_HOSTFILE": str(hostfile), "GEARBX_TUNE": "0"}
         further = dict(environment or {})
@@ -111,6 +111,13 @@ class Ranks:
         while text not in "".join(self.output(rank)) or (not text and not self.output(rank)[0]):
             assert self.elapsed() < seconds, (text, self.output(rank))
             assert self.processes[rank].poll() is None, (text, self.output(rank))
+            time.sleep(0.02)
+
+    def until_all_begin(self, seconds: float = PATIENCE) -> None:
+        """Wait until each rank has made a file that is named as the hostfile, with the rank's number behind."""
+        names = [f"{self._hostfile}{rank}" for rank in range(len(self.processes))]
+        while not all(os.path.exists(name) for name in names):
+            assert self.elapsed() < seconds, [self.output(rank) for rank in range(len(names))]
             time.sleep(0.02)
 
 

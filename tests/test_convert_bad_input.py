@@ -17,7 +17,7 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.conversion import tensor_file
+from gearbx_mlx.conversion import journal
 from gearbx_mlx.gears.manifest import VERSION
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -137,7 +137,7 @@ class TestConverting:
 
     @pytest.mark.parametrize("after", [0, 1, 30])
     def test_a_disk_that_fills_up(self, whole, tmp_path, command, monkeypatch, after):
-        flushes, flush = iter(range(after)), tensor_file.TensorFile.flush
+        flushes, flush = iter(range(after)), journal.TensorFile.flush
 
         def full(self):
             if next(flushes, None) is None:
@@ -146,7 +146,7 @@ class TestConverting:
 
         out = tmp_path / "geared"
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_file.TensorFile, "flush", full)
+            patch.setattr(journal.TensorFile, "flush", full)
             done = command("convert", "--mlx-path", out)
         self.stopped(done, out, "No space left on device")
         assert command("convert", "--mlx-path", out).status == 0
@@ -195,7 +195,7 @@ class TestConverting:
     def test_a_beginning_of_another_conversion(self, tmp_path, command, monkeypatch):
         out = tmp_path / "geared"
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_file.TensorFile, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(journal.TensorFile, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
             assert command("convert", "--mlx-path", out).status == 130
         done = command("convert", "--mlx-path", out, "--gears", "4,8")
         assert done.status == 2

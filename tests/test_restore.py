@@ -279,7 +279,7 @@ KILLED = """
 import itertools, os, signal, sys
 from gearbx_mlx.commands import command
 from gearbx_mlx.conversion.restoring import Restorer
-from gearbx_mlx.conversion.tensor_file import TensorFile
+from gearbx_mlx.conversion.journal import TensorFile
 
 last, fsync, tensors, count = int(sys.argv.pop(1)), os.fsync, Restorer.tensors, itertools.count()
 

@@ -156,7 +156,7 @@ class TestAFailedConversion:
         def full(*_):
             raise RuntimeError("[write] Unable to write 224067 bytes to file.")
 
-        monkeypatch.setattr("gearbx_mlx.conversion.static.save", full)
+        monkeypatch.setattr("gearbx_mlx.conversion.model_card.save", full)
         done = command("convert", *model, "--manifest", manifest, "--mlx-path", tmp_path / "table")
         assert done.status == 2
         said = f"{tmp_path}/table.incomplete: cannot be written ([write] Unable to write 224067 bytes to file.); mend"

@@ -16,8 +16,7 @@ from ..cli.parsers.convert import ConversionSettings, ConvertSettings
 from ..cli.settings import command_settings
 from ..conversion.journal import is_begun
 from ..conversion.model_card import provenance
-from ..conversion.restored import is_restoring
-from ..conversion.restoring import original_of
+from ..conversion.restoring import is_restoring, original_of
 from ..errors import GearbxError, one_line
 from ..files.writing import alone_in
 from ..loading import DEMO_MODEL, find, gears_of

@@ -7,8 +7,7 @@ from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import trust
 from ..cli.terminal import messages, note
-from ..conversion.model_card import CARD, Provenance, table_card
-from ..conversion.static import AFFINE, clip_weights, write_table
+from ..conversion.model_card import AFFINE, CARD, Provenance, clip_weights, table_card, write_table
 from ..errors import GearbxError, about
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized

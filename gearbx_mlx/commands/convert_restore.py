@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from ..cli.terminal import progress_bar
-from ..conversion.restored import write_original
-from ..conversion.restoring import Restorer
+from ..conversion.restoring import Restorer, write_original
 from ..errors import GearbxError
 from ..gears.original import ORIGINAL_FILE
 from ..gears.saved import SavedGears, open_gears

@@ -13,7 +13,7 @@ from ..gears.array_hashes import Place, hash_bytes, hash_places
 from ..gears.original import ORIGINAL_FILE, Original, Shard, Tensor, View, file_key, header_key, is_plain, tensor_key
 from ..gears.tensor_entries import LENGTH, SIZES, Entry, read_entries
 from .companions import content_of, is_copied
-from .tensor_file import TensorFile
+from .journal import TensorFile
 from .views import find
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")

@@ -1,4 +1,7 @@
-"""Output files that are complete or absent: written beside their place, then renamed into it."""
+"""Output files that are complete or absent: written beside their place, then renamed into it.
+
+A lock (flock) on the file beside tells other processes that it is still being written. It ends with its process.
+"""
 
 import contextlib
 import errno

@@ -3,6 +3,11 @@
 The document raises precision when generation is too slow, which runs away: fewer bytes are faster. Here it is the other
 way round. Time is nearly proportional to bytes, so everything is in logarithms: an error of ln(speed / target) is
 corrected by an equal change of ln(bytes).
+
+The state of the machine sets the most that it may read (same document, "Architecture"): "If thermal state is nominal
+and battery exceeds 50%, allow all layers to use max_precision. Under throttling or low battery, shift layers toward
+min_precision starting with the least sensitive." The document does not say how far. Here it is a share of the way from
+the fewest bytes to the most: 1 is every layer at its most bits, 0 at its fewest.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Readers of the machine's state: heat, battery, memory. A reader that cannot work says why when it is made."""
+"""The state of the machine at a moment (heat, battery, memory), and who reads it.
+
+A reader that cannot work says why when it is made. `Watch` reads in a thread of its own, so that no reader can stop or
+delay generation. `Scripted` plays states from a file, for tests and for trying things out.
+"""
 
 import importlib
 import math

@@ -1,7 +1,7 @@
 """All ranks meet before MLX connects them: MLX's ring would wait for ever, or fail without saying for whom.
 
 They meet at rank 0's address in the hostfile, which MLX gets for itself right after. The connections stay: through them
-every rank learns when another one is gone (watch.py).
+every rank learns when another one is gone (watch.py). What all ranks must have in common is compared first.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Which rank of a run this process is, as the environment says: MLX's launcher and MPI's set variables."""
+"""Which rank of a run this process is, as the environment says: MLX's launcher and MPI's set variables.
+
+There is one run per process, as MLX's group of all ranks is.
+"""
 
 import json
 import os

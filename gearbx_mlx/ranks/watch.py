@@ -2,6 +2,10 @@
 
 Rank 0 is in the middle. It hears of every error, shows it, and says to all other ranks how the run ended. What ends a
 run is shown once if a rank could still say it, and by every rank where one died without a word.
+
+Ranks talk beside MLX's own connections: JSON objects, one per line, over TCP. A process that dies closes its sockets,
+whatever it computes at that moment. A machine that is switched off does not: so the system asks every two seconds
+whether the other end is still there, and gives up after eight.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Pictures of a trace. matplotlib is the extra `plots`."""
+"""Pictures of a trace. matplotlib is the extra `plots`.
+
+Where a record has bounds, as of a server that shows a few log-probabilities, `entropy_low` and `entropy_high` stand in
+the place of `entropy`.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

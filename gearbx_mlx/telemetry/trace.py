@@ -1,4 +1,8 @@
-"""The trace: one JSON object per token."""
+"""The trace: one JSON object per token, and the colours of gears: blue for low, over mauve, to orange for high.
+
+The colours ascend in lightness, so that they differ in grey and for every colour blindness, and have a contrast of at
+least 3 against white, black and the grey of dark terminals.
+"""
 
 import contextlib
 import json

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-STRANGE = ("a_directory", "a_pipe", "a_loop", "a_link_to_nothing", "unreadable", "empty")
+STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
 # What a name on the command line stands for besides: the rest of an interrupted run, the data of a task.
 WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
@@ -55,8 +55,6 @@ def make_strange(path: Path, kind: str) -> None:
     """Make something that is no readable file."""
     if kind == "a_directory":
         path.mkdir()
-    elif kind == "a_pipe":  # to which nobody writes
-        os.mkfifo(path)
     elif kind == "a_loop":
         path.symlink_to(path.name)
     elif kind == "a_link_to_nothing":
