@@ -1,6 +1,5 @@
 """A case: a command, its arguments, and what stands in the place of one of its files."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
