@@ -19,7 +19,7 @@ from gearbx_mlx import load
 from gearbx_mlx.bit_selection.calibration_text import CALIBRATION
 from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import Exact
+from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity
 from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.cli.calibration_text import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
@@ -67,7 +67,7 @@ def measured_tables(model, texts, tables):
         tables: (name, target) to the bits of each path, or to one number of bits for all layers.
     """
     gearbox = Gearbox(model, "3,4,5,6,8,16", format="affine", kernels="auto", activations="float")
-    exact = {name: Exact(gearbox, windows) for name, windows in texts.items()}
+    exact = {name: ExactSensitivity(gearbox, windows) for name, windows in texts.items()}
     weights = sum(layer.module.weight.size for layer in gearbox.layers)
     rows = []
     for (name, target), chosen in tables.items():

@@ -22,7 +22,7 @@ import numpy as np
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.budget import fit, point_cells, point_rows
+from gearbx_mlx.bit_selection.budget import fit_floors, point_cells, point_rows
 from gearbx_mlx.bit_selection.garbage import GarbageCheck
 from gearbx_mlx.cli.prompts import HARD, MIXED, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
@@ -126,7 +126,9 @@ def measure_kl(problems: int) -> str:
 def measure_points(target_bpw: float) -> str:
     model, tokenizer = load()
     with progress_bar() as progress:
-        found = fit(model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress=progress)
+        found = fit_floors(
+            model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress=progress
+        )
     head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
     return table(head, [point_cells(row) for row in point_rows(found)])
 

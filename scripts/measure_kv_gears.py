@@ -26,9 +26,9 @@ from time_lossless import widened
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.commands.evaluate_text import context_for
 from gearbx_mlx.decoding.kv_gears import put_in_gears
-from gearbx_mlx.evaluation.plans import Entry
+from gearbx_mlx.evaluation.plans import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
-from gearbx_mlx.evaluation.session import Session
+from gearbx_mlx.evaluation.session import EvaluationSession
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.formats.nested_kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
@@ -89,8 +89,8 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
     top = gearbox.ladder.top
     for ladder in LADDERS:
         with tempfile.TemporaryDirectory() as out:
-            runs = Runs(Session(Path(out), {}), gearbox, windows, (top, top), {})
-            runs.compute([Entry("kv", bits=bits, kv_gears=ladder) for bits in (4, 8)])
+            runs = Runs(EvaluationSession(Path(out), {}), gearbox, windows, (top, top), {})
+            runs.compute([PolicyRow("kv", bits=bits, kv_gears=ladder) for bits in (4, 8)])
         found = [
             cell for each in runs.recordings.values() for cell in (f"{each.kl.mean():.2g}", f"{each.agree.mean():.1%}")
         ]

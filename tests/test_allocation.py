@@ -16,7 +16,7 @@ from gearbx_mlx.bit_selection.allocating import Allocator
 from gearbx_mlx.bit_selection.allocation import Option, greedy_path, least_bytes, lower_hull, moves, within_bytes
 from gearbx_mlx.bit_selection.layer_precision import layer_precisions
 from gearbx_mlx.bit_selection.precision import LayerPrecision, PrecisionManifest, read_precision
-from gearbx_mlx.bit_selection.sensitivity import Exact
+from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.fingerprint import fingerprint
 
@@ -113,7 +113,7 @@ def measured():
     model = tiny_model(dtype=mx.bfloat16)
     for place, block in enumerate(model.model.layers):
         block.mlp.down_proj.weight = block.mlp.down_proj.weight * (8 if place else 1)
-    exact = Exact(Gearbox(model, "3,4,8,16", format="affine"), windows())
+    exact = ExactSensitivity(Gearbox(model, "3,4,8,16", format="affine"), windows())
     parts = {}
     for layer in exact.in_order():
         found = {str(bits): exact.measure(layer, bits) for bits in BITS}

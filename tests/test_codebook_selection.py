@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection import selection_report as report
 from gearbx_mlx.bit_selection.budget import fit_budget, points_table
-from gearbx_mlx.bit_selection.codebook_selection import Measured, kind_of, measure, select
+from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, kind_of, measure, select
 from gearbx_mlx.bit_selection.floors import Floors
 from gearbx_mlx.bit_selection.garbage import GarbageCheck, Sense, loops
 from gearbx_mlx.bit_selection.h_process import encoding_spike, operating_points, search
@@ -29,9 +29,9 @@ def cosine(made: mx.array, weight: mx.array) -> float:
     return float(np.median(np.array((made * weight).sum(-1) / norms)))
 
 
-def layer(path: str, kind: str, cosines: dict[int, float], weights: int = 1000) -> Measured:
+def layer(path: str, kind: str, cosines: dict[int, float], weights: int = 1000) -> LayerQualities:
     found = [Quality(bits, c, c - 0.01, 1 - c, 1.1 - c, 0.003, bits + 0.5) for bits, c in cosines.items()]
-    return Measured(path, kind, weights, 0, tuple(found))
+    return LayerQualities(path, kind, weights, 0, tuple(found))
 
 
 LAYERS = [

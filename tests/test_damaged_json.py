@@ -17,7 +17,7 @@ from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.journal import Journal
-from gearbx_mlx.evaluation.session import Session
+from gearbx_mlx.evaluation.session import EvaluationSession
 from gearbx_mlx.evaluation.text import read_documents, read_rows
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.loading import DEMO_MODEL, read_config
@@ -42,8 +42,8 @@ ATTEMPT = {"found": "3", "right": True, "tokens": 5, "weight_bytes": 10}
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
 
 
-def read_session(file: Path) -> Session:
-    return Session(file.parent, INPUTS)
+def read_session(file: Path) -> EvaluationSession:
+    return EvaluationSession(file.parent, INPUTS)
 
 
 READERS = {

@@ -230,10 +230,10 @@ class TestAFullDisk:
             journal.add("first", [float("nan")])
 
     def test_what_a_killed_run_wrote_beside_a_recording_makes_room(self, tmp_path):
-        session.Session(tmp_path, {"model": "a"})
+        session.EvaluationSession(tmp_path, {"model": "a"})
         for name in (".reference.npy.a1b2c3d4.part", "static-4.npz"):
             (tmp_path / "recordings" / name).touch()
-        session.Session(tmp_path, {"model": "a"})
+        session.EvaluationSession(tmp_path, {"model": "a"})
         assert [file.name for file in (tmp_path / "recordings").iterdir()] == ["static-4.npz"]
 
     @pytest.mark.parametrize("name", ["route", "target", "final numbers"])

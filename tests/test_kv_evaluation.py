@@ -11,7 +11,7 @@ from test_evaluation import HELD_OUT, evaluate
 from gearbx_mlx import Gearbox
 from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
 from gearbx_mlx.decoding.kv_gears import cache_in_gears
-from gearbx_mlx.evaluation.policies import Static
+from gearbx_mlx.evaluation.policies import StaticPolicy
 from gearbx_mlx.evaluation.replay import driven
 from gearbx_mlx.formats.kv_planes import group_for, pack, unpack
 
@@ -70,7 +70,7 @@ def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
     gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
 
     def predictions(make_cache) -> np.ndarray:
-        steps = driven(gearbox, WINDOWS, Static(gearbox.ladder.top), make_cache)
+        steps = driven(gearbox, WINDOWS, StaticPolicy(gearbox.ladder.top), make_cache)
         return np.array([step.logprobs for step in steps])
 
     def rounded(model) -> list[KVCache]:

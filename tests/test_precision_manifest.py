@@ -12,9 +12,9 @@ from gearbx_mlx import GearbxError, Ladder, load
 from gearbx_mlx.bit_selection.least_bits import least_bits
 from gearbx_mlx.bit_selection.precision import (
     SCHEMA_FILE,
+    GearTable,
     LayerPrecision,
     PrecisionManifest,
-    Table,
     parse_precision,
     read_precision,
 )
@@ -30,7 +30,7 @@ def manifest(**change) -> PrecisionManifest:
         UP: LayerPrecision("mlp", 100, 3, 16, KL, {3: 0.1, 4: 0.0, 8: 0.0}, 3.5, 0.25, KL),
         DOWN: LayerPrecision("mlp", 300, 4, 8, KL),
     }
-    gears = {4: Table({UP: 3, DOWN: 4}, "4.5 bits per weight", 4.25, 0.0125, 0.3, 0.0125)}
+    gears = {4: GearTable({UP: 3, DOWN: 4}, "4.5 bits per weight", 4.25, 0.0125, 0.3, 0.0125)}
     content = {
         "method": "exact",
         "model": "demo",
@@ -59,7 +59,7 @@ def for_demo() -> dict:
     layers, _ = discover(model, "all", 64)
     held = {e.path: LayerPrecision("mlp", e.module.weight.size, 3, 16, KL) for e in layers}
     bits = {path: 3 + place % 2 for place, path in enumerate(held)}
-    made = manifest(layers=held, fingerprint=fingerprint(model), gears={4: Table(bits, "", 4.0, 0.1, 0.1, 0.1)})
+    made = manifest(layers=held, fingerprint=fingerprint(model), gears={4: GearTable(bits, "", 4.0, 0.1, 0.1, 0.1)})
     return content_of(made)
 
 

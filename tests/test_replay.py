@@ -11,7 +11,7 @@ from gearbx_mlx.decoding.kickdown_model import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.drafting import drafted
 from gearbx_mlx.evaluation.noise import noisy
-from gearbx_mlx.evaluation.policies import Planned, Route, SameToken, Static
+from gearbx_mlx.evaluation.policies import Planned, RoutePolicy, SameToken, StaticPolicy
 from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.gates import ThresholdGate
 from gearbx_mlx.routing.monitor import Monitor
@@ -28,7 +28,7 @@ def geared() -> Gearbox:
 @pytest.fixture
 def reference(geared, tmp_path) -> replay.Reference:
     replay.Reference.write(
-        tmp_path / "r.npy", replay.driven(geared, WINDOWS, Static(geared.ladder.top)), TOKENS, "float32"
+        tmp_path / "r.npy", replay.driven(geared, WINDOWS, StaticPolicy(geared.ladder.top)), TOKENS, "float32"
     )
     return replay.Reference(tmp_path / "r.npy", replay.targets_of(WINDOWS))
 
@@ -39,7 +39,7 @@ def recorded(geared, policy, reference) -> replay.Recording:
 
 class TestReplay:
     def test_the_top_gear_is_the_reference(self, geared, reference):
-        result = recorded(geared, Static(geared.ladder.top), reference)
+        result = recorded(geared, StaticPolicy(geared.ladder.top), reference)
         assert (result.kl == 0).all()
         assert (result.kl_reverse == 0).all()
         assert result.agree.all()
@@ -68,7 +68,7 @@ class TestReplay:
 
     def test_a_route_acts_two_tokens_later_and_begins_anew_in_every_window(self, geared, reference):
         gate = ThresholdGate((1e-9, 2e-9), hysteresis=0, min_gear_duration=1)  # any entropy is too much
-        result = recorded(geared, Route(geared.ladder, gate, Monitor(128)), reference)
+        result = recorded(geared, RoutePolicy(geared.ladder, gate, Monitor(128)), reference)
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
     def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
@@ -78,9 +78,9 @@ class TestReplay:
 
     def test_noise_is_small_and_leaves_the_model_as_it_was(self, geared, reference):
         with noisy(geared, seed=0):
-            floor = recorded(geared, Static(geared.ladder.top), reference)
+            floor = recorded(geared, StaticPolicy(geared.ladder.top), reference)
         assert 0 < floor.kl.mean() < 1e-3
-        assert (recorded(geared, Static(geared.ladder.top), reference).kl == 0).all()
+        assert (recorded(geared, StaticPolicy(geared.ladder.top), reference).kl == 0).all()
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
@@ -107,7 +107,9 @@ class TestReplay:
 
         pair = Gearbox(tiny_model(), "2,16", group_size=32)
         low, top = pair.ladder
-        threshold = float(np.median([entropy(0, s.logprobs) for s in replay.driven(pair, WINDOWS[:1], Static(low))]))
+        threshold = float(
+            np.median([entropy(0, s.logprobs) for s in replay.driven(pair, WINDOWS[:1], StaticPolicy(low))])
+        )
         steps = list(replay.driven(pair, WINDOWS[:1], SameToken(low, top, entropy, threshold)))
         model = GearedModel(pair, [threshold])
         cache = make_prompt_cache(model)

@@ -17,7 +17,7 @@ from gearbx_mlx.bit_selection.layer_precision import (
     outliers,
 )
 from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import Exact, intercepted
+from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, intercepted
 from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.metrics import ranks, spearman
@@ -31,8 +31,8 @@ def windows(count: int = 2, length: int = 12) -> list[list[int]]:
     return [random.integers(0, VOCABULARY, length + i).tolist() for i in range(count)]
 
 
-def exact_of(model, format: str = "affine", **change) -> Exact:
-    return Exact(Gearbox(model, "3,8,16", format=format, **change), windows())
+def exact_of(model, format: str = "affine", **change) -> ExactSensitivity:
+    return ExactSensitivity(Gearbox(model, "3,8,16", format=format, **change), windows())
 
 
 class TestExact:
@@ -47,7 +47,7 @@ class TestExact:
     @pytest.mark.parametrize("format", ["planes", "rowwise"])
     def test_of_any_format(self, format):
         bits = 3 if format == "planes" else 4
-        exact = Exact(Gearbox(tiny_model(), f"{bits},8,16", format=format), windows())
+        exact = ExactSensitivity(Gearbox(tiny_model(), f"{bits},8,16", format=format), windows())
         for layer in exact.in_order():
             assert exact.measure(layer, bits) == exact.measure_caps({layer.path: bits})
 
@@ -173,7 +173,7 @@ class TestClamps:
         journal = Journal(tmp_path / "journal", {})
         measure_layers(exact, BITS, journal)
         gearbox = Gearbox(model, "3,8,16", format="affine", manage=with_clamps("all", sizes))
-        measure_clamped(Exact(gearbox, windows()), journal)
+        measure_clamped(ExactSensitivity(gearbox, windows()), journal)
         made = layer_precisions(gearbox.layers, journal.parts, sizes)["lm_head"]
         assert made.clamp is None
         assert list(made.kl_clamped) == [3]  # no better there, so that no other width is tried
@@ -192,7 +192,7 @@ class TestClamps:
         exact = exact_of(model)
         measure_layers(exact, BITS, journal)
         gearbox = Gearbox(model, "3,8,16", format="affine", manage=with_clamps("all", sizes))
-        measure_clamped(Exact(gearbox, windows()), journal)
+        measure_clamped(ExactSensitivity(gearbox, windows()), journal)
         made = layer_precisions(gearbox.layers, journal.parts, sizes)[next(iter(sizes))]
         assert made.clamp == 0.5
         assert made.kl == made.kl_clamped
@@ -280,7 +280,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
-        out, own, measured = tmp_path / "m.json", Exact.measure, []
+        out, own, measured = tmp_path / "m.json", ExactSensitivity.measure, []
 
         def until(most):
             def measure(self, layer, bits):
@@ -289,7 +289,7 @@ class TestCommand:
                 measured.append((layer.path, layer.clamp is None))
                 return own(self, layer, bits)
 
-            monkeypatch.setattr(Exact, "measure", measure)
+            monkeypatch.setattr(ExactSensitivity, "measure", measure)
 
         until(8)  # two layers at three widths, and a part of a third
         assert command("sensitivity", *SMALL, "--out", out).status == 130

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError
-from .allocation import EXCHANGES, Option, greedy_path, least_bytes, moves, within_bytes
-from .allocation import Table as Bits
-from .precision import PrecisionManifest, Table
-from .sensitivity import Distance, Exact
+from .allocation import EXCHANGES, Bits, Option, greedy_path, least_bytes, moves, within_bytes
+from .precision import GearTable, PrecisionManifest
+from .sensitivity import Distance, ExactSensitivity
 
 
 @dataclass
-class Found:
+class MeasuredTable:
     """A table with its measured distance from full precision, and the sum of its layers' KLs (nats per token)."""
 
     bits: Bits
@@ -33,7 +32,7 @@ class Allocator:
 
     def __init__(
         self,
-        exact: Exact,
+        exact: ExactSensitivity,
         manifest: PrecisionManifest,
         ranges: bool = True,
         trials: int = EXCHANGES,
@@ -65,17 +64,17 @@ class Allocator:
         """Bytes of all layers at these bits per weight."""
         return bits_per_weight * self.weights / 8
 
-    def for_bytes(self, budget: float) -> Found:
+    def for_bytes(self, budget: float) -> MeasuredTable:
         """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes."""
         return self._exchanged(self._measured(within_bytes(self.options, budget).table), budget)
 
-    def for_wishes(self, bits: Mapping[str, int]) -> Found:
+    def for_wishes(self, bits: Mapping[str, int]) -> MeasuredTable:
         """A table that is given: each layer has the next width that it can have, or its highest."""
         return self._measured({path: next_width(options, bits[path]) for path, options in self.options.items()})
 
-    def for_kl(self, kl: float) -> Found:
+    def for_kl(self, kl: float) -> MeasuredTable:
         """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
-        points, known = greedy_path(self.options), dict[int, Found]()
+        points, known = greedy_path(self.options), dict[int, MeasuredTable]()
 
         def measured(table: Bits) -> float:
             key = self.bytes_of(table)
@@ -87,13 +86,13 @@ class Allocator:
         measured(point.table)
         return known[point.bytes]
 
-    def _measured(self, bits: Bits) -> Found:
+    def _measured(self, bits: Bits) -> MeasuredTable:
         distance = self.exact.measure_caps(bits)
         self.progress()
         parts = sum(o.kl for path, width in bits.items() for o in self.options[path] if o.bits == width)
-        return Found(dict(bits), self.bytes_of(bits), distance, parts)
+        return MeasuredTable(dict(bits), self.bytes_of(bits), distance, parts)
 
-    def _exchanged(self, best: Found, budget: float) -> Found:
+    def _exchanged(self, best: MeasuredTable, budget: float) -> MeasuredTable:
         """Give one layer its next width and another one its previous width; keep the table that measures better."""
         tried, left = {frozenset(best.bits.items())}, self.trials
         while left:
@@ -115,9 +114,9 @@ def next_width(options: Sequence[Option], bits: int) -> int:
     return min((o.bits for o in options if o.bits >= bits), default=max(o.bits for o in options))
 
 
-def table_of(found: Found, wish: str, weights: int) -> Table:
+def gear_table(found: MeasuredTable, wish: str, weights: int) -> GearTable:
     """The table as the manifest stores it. wish: the target in words; weights: how many the layers have."""
-    return Table(
+    return GearTable(
         bits=found.bits,
         wish=wish,
         bits_per_weight=8 * found.bytes / weights,

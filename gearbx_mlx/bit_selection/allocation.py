@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-Table = dict[str, int]
+Bits = dict[str, int]
 EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
 ROUNDING = 1e-6  # bytes by which a computed budget may be off
 
@@ -47,21 +47,21 @@ def gain(low: Option, high: Option) -> float:
 
 
 @dataclass(frozen=True)
-class Point:
+class PathPoint:
     """A table on the greedy path, its bytes, and the sum of its layers' KLs (nats per token)."""
 
-    table: Table
+    table: Bits
     bytes: int
     kl: float
 
 
-def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[Point]:
+def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
     """Tables from the fewest bytes to the most: at each step, the layer that saves the most KL per byte gets more."""
     hulls = {path: lower_hull(choices) for path, choices in options.items()}
     place = dict.fromkeys(hulls, 0)
     table = {path: hull[0].bits for path, hull in hulls.items()}
     total, kl = (sum(getattr(hull[0], name) for hull in hulls.values()) for name in ("bytes", "kl"))
-    points = [Point(dict(table), total, kl)]
+    points = [PathPoint(dict(table), total, kl)]
     steps = [(-gain(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(steps)
     while steps:
@@ -70,13 +70,13 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[Point]:
         place[path], table[path] = here, hull[here].bits
         total += hull[here].bytes - hull[here - 1].bytes
         kl += hull[here].kl - hull[here - 1].kl
-        points.append(Point(dict(table), total, kl))
+        points.append(PathPoint(dict(table), total, kl))
         if here + 1 < len(hull):
             heapq.heappush(steps, (-gain(hull[here], hull[here + 1]), path))
     return points
 
 
-def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Point:
+def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> PathPoint:
     """The last table of the greedy path within a budget, and single steps that the rest of the budget allows.
 
     Below the fewest bytes that layers can have, the table of the fewest.
@@ -94,13 +94,13 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Poin
             if now[path].bytes < option.bytes <= now[path].bytes + budget - total and option.kl < now[path].kl
         ]
         if not steps:
-            return Point(table, total, kl)
+            return PathPoint(table, total, kl)
         _, path, option = max(steps, key=lambda step: step[0])
         total, kl = total + option.bytes - now[path].bytes, kl + option.kl - now[path].kl
         table[path], now[path] = option.bits, option
 
 
-def least_bytes(points: Sequence[Point], measured: Callable[[Table], float], kl: float) -> Point | None:
+def least_bytes(points: Sequence[PathPoint], measured: Callable[[Bits], float], kl: float) -> PathPoint | None:
     """The first point of a path with at most this KL, found by bisection; None where the last point has more.
 
     Args:
@@ -110,7 +110,7 @@ def least_bytes(points: Sequence[Point], measured: Callable[[Table], float], kl:
     return points[found] if found < len(points) else None
 
 
-def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Table]:
+def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Bits]:
     """Tables in which one layer has its next width and another one its previous width; the least sum of KLs first.
 
     Args:

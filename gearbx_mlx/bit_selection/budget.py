@@ -18,12 +18,12 @@ from ..kernels.dispatch import choose
 from .codebook_selection import Selection, measure
 from .floors import Floors
 from .garbage import KL_BOUND, GarbageCheck, Sense, continuation
-from .h_process import LAZY_FLOORS, STRICT_FLOORS, Found, Point, encoding_spike, operating_points, search
+from .h_process import LAZY_FLOORS, STRICT_FLOORS, FloorSearch, OperatingPoint, encoding_spike, operating_points, search
 
 MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original model writes after each prompt
 
 
-def fit(
+def fit_floors(
     model: nn.Module,
     tokenizer: Any,
     format: str,
@@ -33,7 +33,7 @@ def fit(
     target_bpw: float | None,
     progress: Progress,
     reserve: int = 0,
-) -> Found:
+) -> FloorSearch:
     """`fit_budget` on text that the model writes after the prompts."""
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
@@ -70,8 +70,8 @@ def fit_budget(
     kl_bound: float = KL_BOUND,
     reserve: int = 0,
     judged: Callable[[str], None] = lambda path: None,
-    progress: Callable[[Point], None] = lambda point: None,
-) -> Found:
+    progress: Callable[[OperatingPoint], None] = lambda point: None,
+) -> FloorSearch:
     """The last point of a grid of floors that meets the budget and passes the garbage check.
 
     The model is left in its top gear.
@@ -117,7 +117,7 @@ def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predica
     return Gearbox(model, "2,16", format=fast, manage=manage, kernels=kernels, activations="float")
 
 
-def points_table(found: Found) -> Table:
+def points_table(found: FloorSearch) -> Table:
     """All points that were tried, in the form of XFP's table 10."""
     table = Table(title="Points tried, from aggressive to conservative")
     for name in ("strict", "lazy", "steady", "peak", "bits", "KL", "repeats", ""):
@@ -127,7 +127,7 @@ def points_table(found: Found) -> Table:
     return table
 
 
-def point_rows(found: Found) -> list[dict[str, Any]]:
+def point_rows(found: FloorSearch) -> list[dict[str, Any]]:
     """The rows of `points_table` as numbers."""
     return [point.row for point in found.tried]
 

@@ -14,7 +14,7 @@ from ..gears.discovery import with_clamps
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
 from ..loading import DEMO_MODEL
-from .sensitivity import Exact
+from .sensitivity import ExactSensitivity
 
 CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 
@@ -72,7 +72,7 @@ def single_layer_gearbox(
     )
 
 
-def exact_of(gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Progress) -> Exact:
+def exact_of(gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Progress) -> ExactSensitivity:
     """Measures layers of a gearbox; the pass at full precision is done."""
     task = progress.add_task("full precision", total=len(windows))
-    return Exact(gearbox, windows, lambda: progress.advance(task))
+    return ExactSensitivity(gearbox, windows, lambda: progress.advance(task))

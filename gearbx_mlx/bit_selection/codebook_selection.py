@@ -34,7 +34,7 @@ def kind_of(path: str, module: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerQualities:
     """A layer and its quality at several widths, ascending."""
 
     path: str
@@ -49,7 +49,7 @@ def measure(
     format: CodebookFormat,
     enough: Floors,
     progress: Callable[[str], None] = lambda path: None,
-) -> list[Measured]:
+) -> list[LayerQualities]:
     """The quality of every layer at ascending bits, up to the first that reaches `enough`.
 
     Raises:
@@ -66,13 +66,13 @@ def measure(
             found.append(quality)
             if quality.bits >= layer.lowest_bits and quality.cosine >= enough.of(kind):
                 break
-        measured.append(Measured(layer.path, kind, weight.size, layer.lowest_bits, tuple(found)))
+        measured.append(LayerQualities(layer.path, kind, weight.size, layer.lowest_bits, tuple(found)))
         progress(layer.path)
     return measured
 
 
 @dataclass(frozen=True)
-class Choice:
+class CodebookChoice:
     """The bits of a layer, and its quality at these bits.
 
     Where no codebook reaches the floor, `bits` is 16 and `quality` that of the largest codebook.
@@ -95,7 +95,7 @@ class Selection:
     """The bits of every layer, and why."""
 
     floors: Floors
-    choices: Sequence[Choice]
+    choices: Sequence[CodebookChoice]
 
     @property
     def bits(self) -> Mapping[str, int]:
@@ -118,7 +118,7 @@ class Selection:
         return with_bits(self.bits)
 
 
-def select(measured: Iterable[Measured], floors: Floors) -> Selection:
+def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
     """The first bits of each layer that reach its floor; 16, the weights as they are, where none do."""
     choices = []
     for layer in measured:
@@ -126,7 +126,7 @@ def select(measured: Iterable[Measured], floors: Floors) -> Selection:
         allowed = [q for q in layer.qualities if q.bits >= layer.lowest_bits]
         good = next((q for q in allowed if q.cosine >= floor), None)
         choices.append(
-            Choice(
+            CodebookChoice(
                 *(layer.path, layer.kind, layer.weights, floor),
                 good.bits if good else DENSE,
                 good or layer.qualities[-1],

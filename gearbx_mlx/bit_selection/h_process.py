@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 from ..formats.codebook import CodebookFormat
 from ..gears.discovery import Layer
-from .codebook_selection import Floors, Measured, Selection, select
+from .codebook_selection import Floors, LayerQualities, Selection, select
 
 STRICT_FLOORS = (0.90, 0.93, 0.96, 0.98, 0.99, 0.995)
 LAZY_FLOORS = (0.80, 0.88, 0.92, 0.93, 0.935, 0.94, 0.96, 0.98, 0.99)
@@ -24,7 +24,7 @@ MOST_POINTS = 8
 FITS, OVER = "fits", "over budget"
 
 
-class Verdict(Protocol):
+class Sense(Protocol):
     """The outcome of the garbage check. kl: from the original, nats per token. looped: texts that repeat themselves."""
 
     @property
@@ -41,7 +41,7 @@ class Verdict(Protocol):
 
 
 @dataclass(frozen=True)
-class Point:
+class OperatingPoint:
     """One operating point. steady: bytes of the model. spike: bytes at the peak, while the model is encoded.
 
     reserve: bytes that generation needs beside the model.
@@ -51,7 +51,7 @@ class Point:
     steady: int
     spike: int
     outcome: str = ""
-    verdict: Verdict | None = None
+    verdict: Sense | None = None
     reserve: int = 0
 
     @property
@@ -77,11 +77,11 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Found:
+class FloorSearch:
     """The chosen point, and all points that were tried, from aggressive to conservative."""
 
-    best: Point
-    tried: Sequence[Point]
+    best: OperatingPoint
+    tried: Sequence[OperatingPoint]
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
@@ -101,13 +101,13 @@ def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -
 
 
 def operating_points(
-    measured: Sequence[Measured],
+    measured: Sequence[LayerQualities],
     unmanaged: int,
     spike: int,
     grid: Iterable[tuple[float, float]] | None = None,
     most: int = MOST_POINTS,
     reserve: int = 0,
-) -> list[Point]:
+) -> list[OperatingPoint]:
     """Points of a grid of floors with different bits for the layers, by bytes ascending.
 
     The strict floor is never below the lazy one. Pairs of floors that give the same bits are one point, named by the
@@ -129,16 +129,16 @@ def operating_points(
     ordered = sorted(different.values(), key=lambda s: (s.bytes, s.floors.strict, s.floors.lazy))
     if len(ordered) > most:
         ordered = [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
-    return [Point(s, s.bytes + unmanaged, s.bytes + unmanaged + spike, reserve=reserve) for s in ordered]
+    return [OperatingPoint(s, s.bytes + unmanaged, s.bytes + unmanaged + spike, reserve=reserve) for s in ordered]
 
 
 def search(
-    points: Sequence[Point],
-    judge: Callable[[Selection], Verdict],
+    points: Sequence[OperatingPoint],
+    judge: Callable[[Selection], Sense],
     memory_budget: int | None = None,
     target_bpw: float | None = None,
-    progress: Callable[[Point], None] = lambda point: None,
-) -> Found:
+    progress: Callable[[OperatingPoint], None] = lambda point: None,
+) -> FloorSearch:
     """Try points from aggressive to conservative, and take the last that fits and passes the check.
 
     The first point beyond the budget ends the search, because more conservative points are larger. It is not made.
@@ -152,7 +152,7 @@ def search(
     Raises:
         GearbxError: no point meets the budget, or none of those passes the check; the message names the closest.
     """
-    tried: list[Point] = []
+    tried: list[OperatingPoint] = []
     for point in points:
         over = memory_budget is not None and point.needed > memory_budget
         over = over or (target_bpw is not None and point.selection.effective_bits > target_bpw)
@@ -166,7 +166,7 @@ def search(
             break
     good = [point for point in tried if point.outcome == FITS]
     if good:
-        return Found(good[-1], tried)
+        return FloorSearch(good[-1], tried)
     failed = [point for point in tried if point.verdict]
     if failed:
         closest = min(failed, key=lambda point: point.verdict.kl if point.verdict else 0.0)
@@ -177,7 +177,7 @@ def search(
     raise GearbxError(f"no point meets the budget; the smallest has {described(points[0])}; give that much or more")
 
 
-def described(point: Point) -> str:
+def described(point: OperatingPoint) -> str:
     return (
         f"floors {point.selection.floors.strict:g} and {point.selection.floors.lazy:g}, "
         f"{point.selection.effective_bits:.2f} bits per weight, {point.needed / 1e9:.3g} GB at its peak"

@@ -14,7 +14,7 @@ from ..gears.ladder import DENSE
 from .codebook_selection import kind_of
 from .least_bits import ACCURACY_THRESHOLD, least_bits
 from .precision import LayerPrecision
-from .sensitivity import Cost, Distance, Exact
+from .sensitivity import Cost, Distance, ExactSensitivity
 
 GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
 CLAMP = 3.0  # sigmas: where the weights of a flagged layer are clipped
@@ -50,7 +50,7 @@ def flagged(layers: Sequence[Layer]) -> dict[str, float]:
 
 
 def measure_layers(
-    exact: Exact, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
+    exact: ExactSensitivity, bits: Sequence[int], journal: Journal, progress: Callable[[], None] = lambda: None
 ) -> None:
     """Measure every layer at every width that it can have; each layer goes into the journal."""
     exact.continue_after(journal.parts)
@@ -63,7 +63,7 @@ def measure_layers(
         progress()
 
 
-def measure_clamped(clamped: Exact, journal: Journal, progress: Callable[[], None] = lambda: None) -> None:
+def measure_clamped(clamped: ExactSensitivity, journal: Journal, progress: Callable[[], None] = lambda: None) -> None:
     """Measure the layers that have a clamp, from the lowest width up, for as long as the clamp lowers the KL.
 
     A clamp has to pay at every width, because one stack of planes serves all widths.

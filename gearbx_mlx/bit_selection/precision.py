@@ -64,7 +64,7 @@ class LayerPrecision(Struct, frozen=True):
             raise GearbxError(f"min_bits is {self.min_bits} and max_bits {self.max_bits}; give a range")
 
 
-class Table(Struct, frozen=True):
+class GearTable(Struct, frozen=True):
     """Bits of every layer in one gear; wish: what they were to meet. bits_per_weight: as read, scales included.
     kl (nats per token), perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
 
@@ -96,7 +96,7 @@ class PrecisionManifest(Struct, frozen=True):
     bits: tuple[Width, ...]
     perplexity: float | None
     layers: Annotated[Mapping[str, LayerPrecision], Meta(min_length=1)]
-    gears: Mapping[Width, Table] = field(default_factory=dict)
+    gears: Mapping[Width, GearTable] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
     accuracy_threshold: Annotated[float, Meta(gt=0)] = ACCURACY_THRESHOLD
     schema: str = SCHEMA

@@ -6,28 +6,28 @@ from typing import Any
 import numpy as np
 
 from ..gears.ladder import DENSE
-from .codebook_selection import Choice, Selection
+from .codebook_selection import CodebookChoice, Selection
 
 
-def component(choice: Choice) -> str:
+def component(choice: CodebookChoice) -> str:
     """The class and the last name of a layer, such as attention q_proj."""
     return f"{choice.kind} {choice.path.split('.')[-1]}"
 
 
-def grouped(selection: Selection, key) -> dict[str, list[Choice]]:
-    groups: dict[str, list[Choice]] = defaultdict(list)
+def grouped_choices(selection: Selection, key) -> dict[str, list[CodebookChoice]]:
+    groups: dict[str, list[CodebookChoice]] = defaultdict(list)
     for choice in selection.choices:
         groups[key(choice)].append(choice)
     return dict(groups)
 
 
-def bits_text(choices: list[Choice]) -> str:
+def bits_text(choices: list[CodebookChoice]) -> str:
     """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
     counts = Counter(choice.bits for choice in choices)
     return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
 
 
-def effective(choices: list[Choice]) -> float:
+def effective(choices: list[CodebookChoice]) -> float:
     return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
 
 
@@ -41,7 +41,7 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
             "selected": bits_text(choices),
             "effective_bits": effective(choices),
         }
-        for kind, choices in grouped(selection, lambda c: c.kind).items()
+        for kind, choices in grouped_choices(selection, lambda c: c.kind).items()
     ]
     every = list(selection.choices)
     total = {
@@ -61,7 +61,7 @@ def component_rows(selection: Selection) -> list[dict[str, Any]]:
     error without outliers to the error with them at the 50th and 90th percentile, and the share of outliers.
     """
     rows = []
-    for name, choices in grouped(selection, component).items():
+    for name, choices in grouped_choices(selection, component).items():
         found = [choice.quality for choice in choices]
         gains = [q.cosine - q.bulk_cosine for q in found]
         ratios = [q.bulk_error / q.error if q.error else 1.0 for q in found]
@@ -100,7 +100,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
     ]
 
 
-def as_dict(selection: Selection) -> dict[str, Any]:
+def selection_as_dict(selection: Selection) -> dict[str, Any]:
     """The whole report, for a JSON file."""
     return {
         "floors": vars(selection.floors),

@@ -112,7 +112,7 @@ class _Window:
     calls: dict[str, list[tuple[Call, Any]]] = field(default_factory=dict)
 
 
-class Exact:
+class ExactSensitivity:
     """Reads windows with one layer reduced, or with any caps of the gearbox.
 
     Args:

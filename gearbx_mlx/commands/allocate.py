@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ..bit_selection.allocating import Allocator, Found, table_of
+from ..bit_selection.allocating import Allocator, MeasuredTable, gear_table
 from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
-from ..bit_selection.precision import Table, fit, read_precision
+from ..bit_selection.precision import GearTable, fit, read_precision
 from ..cli.loaded import load_original
 from ..cli.output import output_path
 from ..cli.parsers.allocate import AllocateSettings, Target
@@ -48,7 +48,7 @@ def run(settings: AllocateSettings) -> int:
                 found, wish = find_table(allocator, target), str(target)
             else:
                 found, wish = allocator.for_wishes(outer_bits(allocator, gear, wanted.bits[0])), wanted.preset
-            tables[gear] = table_of(found, wish, allocator.weights)
+            tables[gear] = gear_table(found, wish, allocator.weights)
             report(allocator, gear, tables[gear])
     write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
@@ -71,7 +71,7 @@ def uniform_bytes(gearbox: Gearbox, bits: int) -> int:
     return sum(gearbox.layer_bytes(layer, gearbox.ladder.find(bits)) for layer in gearbox.layers)
 
 
-def find_table(allocator: Allocator, target: Target) -> Found:
+def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
     """A table that meets a target; where none does, the nearest, and a note."""
     gearbox, kind, value = allocator.exact.gearbox, target.kind, target.value
     if kind == "kl":
@@ -119,7 +119,7 @@ def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     return few + (1 / tokens_per_second - fast) * (many - few) / (slow - fast)
 
 
-def report(allocator: Allocator, gear: int, table: Table) -> None:
+def report(allocator: Allocator, gear: int, table: GearTable) -> None:
     """Print the size and the quality of a table, beside those of the uniform gear."""
     exact = allocator.exact
     uniform = exact.measure_caps({layer.path: gear for layer in exact.gearbox.layers})

@@ -26,12 +26,12 @@ from ..evaluation.drafting import drafted, sequences_of
 from ..evaluation.inputs import hash_of_tokens
 from ..evaluation.journal import Journal
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
-from ..evaluation.policies import SameToken, Static
-from ..evaluation.replay import Recording, Reference, Step, driven, read_at_once, record, targets_of
-from ..evaluation.report import Costs
-from ..evaluation.session import Session
+from ..evaluation.policies import SameToken, StaticPolicy
+from ..evaluation.replay import Recording, Reference, ReplayStep, driven, read_at_once, record, targets_of
+from ..evaluation.report import RecordingCosts
+from ..evaluation.session import EvaluationSession
 from ..evaluation.text import read_documents, windows_of
-from ..evaluation.wish import Outcome, Wish
+from ..evaluation.wish import PolicyOutcome, Wish
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..gears.output_head import vocabulary
@@ -53,7 +53,7 @@ class Chosen:
     """A candidate that meets the wish in a sequential run, its outcome there, and its file."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: PolicyOutcome
     file: DraftFile | ThresholdFile
 
 
@@ -77,7 +77,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     with contextlib.ExitStack() as stack:
         folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(terminal.progress_bar())
-        session = Session(folder, inputs)
+        session = EvaluationSession(folder, inputs)
         if documents is None:
             texts = written(prompts, gearbox, tokenizer, session, progress)
             windows = [text[: target.context] for text in texts]
@@ -85,7 +85,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         recordings = record_gears(gearbox, windows, reference, session, progress)
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
-        search = Search(settings, gears, wish, windows, by_bits, reference, session.journal("verified", Outcome))
+        search = Search(settings, gears, wish, windows, by_bits, reference, session.journal("verified", PolicyOutcome))
         try:
             chosen = search.first_that_meets(in_order(found, wish), progress)
         except GearbxError as error:
@@ -98,7 +98,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
 
 
 def written(
-    prompts: Prompts, gearbox: Gearbox, tokenizer: Any, session: Session, progress: Progress
+    prompts: Prompts, gearbox: Gearbox, tokenizer: Any, session: EvaluationSession, progress: Progress
 ) -> list[list[int]]:
     """The prompts, each with the text that the top gear writes after it greedily; tokens."""
 
@@ -110,7 +110,7 @@ def written(
     return session.rows("text", write, list[int], progress.track(range(len(prompts)), description="text"))
 
 
-def reference_of(gearbox: Gearbox, windows: Windows, session: Session, progress: Progress) -> Reference:
+def reference_of(gearbox: Gearbox, windows: Windows, session: EvaluationSession, progress: Progress) -> Reference:
     """The top gear's log-probabilities."""
     targets = targets_of(windows)
 
@@ -123,7 +123,7 @@ def reference_of(gearbox: Gearbox, windows: Windows, session: Session, progress:
 
 
 def record_gears(
-    gearbox: Gearbox, windows: Windows, reference: Reference, session: Session, progress: Progress
+    gearbox: Gearbox, windows: Windows, reference: Reference, session: EvaluationSession, progress: Progress
 ) -> dict[Gear, Recording]:
     """Each gear alone along the windows."""
     tokens = len(reference.nll)
@@ -187,13 +187,13 @@ class Search:
 
     def outcome_of(
         self, candidate: Candidate, gearbox: Gearbox, file: DraftFile | ThresholdFile, progress: Progress
-    ) -> Outcome:
+    ) -> PolicyOutcome:
         """The outcome of a sequential run."""
         steps = steps_of(gearbox, candidate, file, self.windows)
         tracked = progress.track(steps, len(self.reference.nll), description=f"verify {candidate}")
         recording = record(tracked, self.reference)
-        read = Costs(gearbox, gearbox.ladder).weight_bytes(recording)
-        return Outcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
+        read = RecordingCosts(gearbox, gearbox.ladder).weight_bytes(recording)
+        return PolicyOutcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
 
     def gearbox_of(self, candidate: Candidate) -> Gearbox:
         """The candidate's gears, on the model as it is loaded."""
@@ -226,7 +226,7 @@ class Search:
 
 def steps_of(
     gearbox: Gearbox, candidate: Candidate, file: DraftFile | ThresholdFile, windows: Windows
-) -> Iterator[Step]:
+) -> Iterator[ReplayStep]:
     """A candidate, one token at a time, on a KV cache that keeps the low gear's entries."""
     low, high = gearbox.ladder[0], gearbox.ladder.top
     if isinstance(file, DraftFile):
@@ -235,7 +235,7 @@ def steps_of(
         threshold = candidate.thresholds[0]
         policy = SameToken(low, high, lambda place, q: float(entropy_of_logprobs(log_softmax(q))), threshold)
         return driven(gearbox, windows, policy)
-    return driven(gearbox, windows, Static(low))
+    return driven(gearbox, windows, StaticPolicy(low))
 
 
 def best_static(found: Sequence[Candidate], wish: Wish) -> Candidate | None:
@@ -255,7 +255,7 @@ def notes_on(chosen: Chosen, static: Candidate | None, wish: Wish) -> list[str]:
     return [note, f"the best static gear that meets it is {static}, with {shown(static.predicted)}"]
 
 
-def shown(outcome: Outcome) -> str:
+def shown(outcome: PolicyOutcome) -> str:
     return (
         f"agreement {outcome.agreement:.4f}, mean KL {outcome.kl_mean:.3g}, "
         f"{human_bytes(outcome.weight_bytes)} of weights per token"

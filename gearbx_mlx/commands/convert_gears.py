@@ -8,13 +8,13 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from msgspec import structs
 
-from ..bit_selection.budget import fit, point_rows, points_table
+from ..bit_selection.budget import fit_floors, point_rows, points_table
 from ..bit_selection.floors import Floors
 from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..bit_selection.precision import fit as fit_precision
+from ..bit_selection.precision import fit_floors as fit_precision
 from ..bit_selection.reserve import measure_reserve
 from ..bit_selection.selecting import select_bits, selection_lines
-from ..bit_selection.selection_report import as_dict
+from ..bit_selection.selection_report import selection_as_dict
 from ..cli.budget import Budget
 from ..cli.loaded import trust
 from ..cli.parsers.convert import ConvertSettings
@@ -148,7 +148,7 @@ def bits_for(
         if isinstance(quality, Budget):
             prompts = MIXED + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
             limits, reserve = (quality.memory_budget, quality.target_bpw), reserve_for(quality, model)
-            found = fit(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
+            found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
             selection, report["points"] = found.best.selection, point_rows(found)
             messages.print(points_table(found))
         else:
@@ -157,7 +157,7 @@ def bits_for(
         note(line)
     if earlier is None:
         work.mkdir(parents=True, exist_ok=True)
-        write_text(work / REPORT, as_json(as_dict(selection) | report))
+        write_text(work / REPORT, as_json(selection_as_dict(selection) | report))
     return dict(selection.bits)
 
 

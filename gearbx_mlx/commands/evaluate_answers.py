@@ -16,7 +16,7 @@ from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation import answers
 from ..evaluation.inputs import hash_of_tokens
-from ..evaluation.session import Session
+from ..evaluation.session import EvaluationSession
 from ..evaluation.tables import Report
 from ..gears.attachment import model_fingerprint
 from ..gears.output_head import vocabulary
@@ -48,7 +48,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     modes = answers.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
     prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, config, examples, problems)
     depends_on = answers_inputs(settings, prompts) | {"native": gearbox.kernels.native} | vars(routing)
-    session = Session(out, inputs_of(settings, gears) | depends_on)
+    session = EvaluationSession(out, inputs_of(settings, gears) | depends_on)
     attempts: dict[str, list[answers.Attempt]] = {}
     with terminal.progress_bar() as progress:
         try:

@@ -15,7 +15,7 @@ from ..evaluation.answers import TASKS, grouped
 from ..evaluation.inputs import hash_of_tokens, model_contents
 from ..evaluation.math_problems import problem_files
 from ..evaluation.pair_picture import draw_pair
-from ..evaluation.session import Session, fingerprint
+from ..evaluation.session import EvaluationSession, fingerprint
 from ..evaluation.tables import Report
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
 from ..gears.activations import dtype_name, model_dtype
@@ -65,7 +65,7 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
         raise GearbxError(f"{task.data}: no question leaves room for its answer in {context} tokens; raise --context")
     depends_on = {"context": context, "tokens": tokens, "answers_only": task.answers_only}
     read = {"windows": hash_of_tokens([window for window, _ in windows])}
-    session = Session(out, inputs_of(settings, turns) | depends_on | read)
+    session = EvaluationSession(out, inputs_of(settings, turns) | depends_on | read)
     with terminal.progress_bar() as progress:
         tracked = progress.track(windows, description="both models")
         recording = pair.record_pair(models.small, models.large, tracked, models.vocab_size, session)
@@ -88,7 +88,7 @@ def answers_report(
 ) -> dict[str, Any]:
     """The models write answers. The session keeps every row as soon as it is complete."""
     seed, task = settings.comparison.seed, TASKS[settings.task.task]
-    session = Session(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
+    session = EvaluationSession(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
     solve = partial(answers_pair.solve, models.small, models.large, models.tokenizer, task, prompts, turns.window)
     attempts: dict[str, list[answers_pair.PairAttempt]] = {}
     thresholds: dict[str, float] = {}

@@ -15,7 +15,7 @@ from ..evaluation.picture import draw
 from ..evaluation.plans import entries
 from ..evaluation.report import COLUMNS, FIRST, markdown
 from ..evaluation.runs import Runs
-from ..evaluation.session import Session
+from ..evaluation.session import EvaluationSession
 from ..evaluation.tables import Report
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
@@ -50,7 +50,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
     gate = vars(settings.gate.filled())
     depends_on = {"windows": hash_of_tokens(windows), "native": gearbox.kernels.native}
-    session = Session(out, inputs(settings, gears, between, context, gate) | depends_on)
+    session = EvaluationSession(out, inputs(settings, gears, between, context, gate) | depends_on)
     with terminal.progress_bar() as progress:
         runs = Runs(
             session,

@@ -22,11 +22,11 @@ from ..decoding.kickdown import Kickdown
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.route import Route as RouteMode
-from ..decoding.static import Static as StaticMode
+from ..decoding.route import RoutePolicy as RouteMode
+from ..decoding.static import StaticPolicy as StaticMode
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
-from ..evaluation.policies import Policy, Route, Static
+from ..evaluation.policies import Policy, RoutePolicy, StaticPolicy
 from ..evaluation.replay import computed, next_logprobs
 from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
@@ -120,9 +120,9 @@ class GearbxLM(MLXLM):
     def policy(self) -> Policy:
         """A new one, at the beginning of a sequence. Kickdown needs none: its model decides."""
         if self.mode != ROUTE:
-            return Static(self.first)
+            return StaticPolicy(self.first)
         ladder = self.gearbox.ladder
-        policy = Route(ladder, ThresholdGate(self.thresholds), Monitor(self.vocabulary), self.first.index)
+        policy = RoutePolicy(ladder, ThresholdGate(self.thresholds), Monitor(self.vocabulary), self.first.index)
         policy.begin()
         return policy
 

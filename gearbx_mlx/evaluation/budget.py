@@ -13,7 +13,7 @@ from ..errors import GearbxError
 from ..gears.ladder import Gear, Ladder
 from .drafting import best_rule
 from .replay import Recording
-from .wish import Outcome, Wish
+from .wish import PolicyOutcome, Wish
 
 SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
 STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
@@ -25,7 +25,7 @@ class Candidate:
 
     mode: str
     gears: tuple[int, ...]
-    predicted: Outcome
+    predicted: PolicyOutcome
     thresholds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Lad
 
     gears = list(recordings)
     found = [
-        Candidate(STATIC, (gear.bits,), Outcome(float(r.agree.mean()), float(r.kl.mean()), *cost([gear.bits])))
+        Candidate(STATIC, (gear.bits,), PolicyOutcome(float(r.agree.mean()), float(r.kl.mean()), *cost([gear.bits])))
         for gear, r in recordings.items()
     ]
     for index, low in enumerate(gears):
@@ -54,7 +54,7 @@ def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Lad
             found += kickdowns(recordings, low, high, *cost([low.bits, high.bits]))
     for low in gears[:-1]:
         *_, read = best_rule(recordings[low], *cost([low.bits, gears[-1].bits]))
-        found.append(Candidate(LOSSLESS, (low.bits, gears[-1].bits), Outcome(1.0, 0.0, read)))
+        found.append(Candidate(LOSSLESS, (low.bits, gears[-1].bits), PolicyOutcome(1.0, 0.0, read)))
     return found
 
 
@@ -66,7 +66,7 @@ def kickdowns(
     found = []
     for threshold in np.unique(np.quantile(below.entropy, 1 - SHARES, method="inverted_cdf")):
         again = below.entropy > threshold
-        outcome = Outcome(
+        outcome = PolicyOutcome(
             float(np.where(again, above.agree, below.agree).mean()),
             float(np.where(again, above.kl, below.kl).mean()),
             low_bytes + float(again.mean()) * high_bytes,

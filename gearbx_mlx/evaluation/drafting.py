@@ -18,7 +18,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
 from .metrics import entropy_of_logprobs, log_softmax
-from .replay import Recording, Step, logprobs_of, next_logprobs
+from .replay import Recording, ReplayStep, logprobs_of, next_logprobs
 
 
 def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
@@ -43,7 +43,7 @@ def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[
 
 def drafted(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], low: Gear, top: Gear, rule: DraftRule
-) -> Iterator[Step]:
+) -> Iterator[ReplayStep]:
     """The predictions of lossless mode along the windows.
 
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
@@ -68,7 +68,7 @@ def drafted(
             passes[low.index] += len(drafts)
             passes[top.index] += 1
             for offset in range(kept):
-                yield Step(number, window[place + offset + 1], verified[offset], top, passes)
+                yield ReplayStep(number, window[place + offset + 1], verified[offset], top, passes)
                 passes = [0] * len(gearbox.ladder)
             place += kept
 

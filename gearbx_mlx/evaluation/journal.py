@@ -19,7 +19,7 @@ REMOVE = "remove it, and the same command begins anew"
 REMOVE_LINE = "remove this line, and the same command goes on"
 
 
-class Part(Struct, Generic[F], frozen=True):
+class JournalPart(Struct, Generic[F], frozen=True):
     """A line of the journal after the first, which has the inputs."""
 
     part: str
@@ -49,7 +49,7 @@ class Journal:
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):
             check_inputs(before, inputs, f"{file}: holds measurements", "that file")
-        for _, part in json_lines(file, rest, Part[found], REMOVE_LINE, first=2):
+        for _, part in json_lines(file, rest, JournalPart[found], REMOVE_LINE, first=2):
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
         try:

@@ -20,7 +20,7 @@ from .chance import Chance, against_chance
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .pair_scores import table_1
 from .replay import Recording, load_shaped
-from .session import Session
+from .session import EvaluationSession
 from .tables import Columns, change_of_kl, kilobytes, markdown_table, percent, three_digits
 
 
@@ -64,7 +64,7 @@ def record_pair(
     large: nn.Module,
     windows: Iterable[tuple[Sequence[int], int]],
     vocab_size: int,
-    session: Session | None = None,
+    session: EvaluationSession | None = None,
 ) -> PairRecording:
     """Let both models read every window from its beginning.
 

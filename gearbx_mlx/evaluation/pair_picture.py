@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..telemetry.report import get_pyplot, save
-from .pair_scores import Point, points, scores_of
+from .pair_scores import ThresholdPoint, points, scores_of
 
 COIN = "0.45"  # a grey of its own lightness, with hollow markers and a dashed line besides
 PARAMETERS = "parameters used, % of the large model's"
@@ -37,7 +37,7 @@ def draw_pair(report: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def draw_panel(axes: Any, found: Sequence[Point], color_of: Callable[[float], Any], scale: float) -> None:
+def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[float], Any], scale: float) -> None:
     """The points of one score, with a second axis for the parameters that are used.
 
     Args:
@@ -59,7 +59,7 @@ def draw_panel(axes: Any, found: Sequence[Point], color_of: Callable[[float], An
     axes.secondary_xaxis("top", functions=both_ways(ratio_of_small(found))).set_xlabel(PARAMETERS)
 
 
-def ratio_of_small(found: Sequence[Point]) -> float:
+def ratio_of_small(found: Sequence[ThresholdPoint]) -> float:
     """The small model's parameters over the large one's, P_S / P_L, by any point at which it computes tokens."""
     point = min(found, key=lambda point: point.share)
     return (point.parameters - point.share) / (1 - point.share) if point.share < 1 else 0.0
@@ -70,7 +70,7 @@ def both_ways(least: float) -> tuple[Callable, Callable]:
     return lambda share: 100 * least + (1 - least) * share, lambda ratio: (ratio - 100 * least) / (1 - least)
 
 
-def label(axes: Any, found: Sequence[Point], scale: float, offset: tuple[int, int]) -> None:
+def label(axes: Any, found: Sequence[ThresholdPoint], scale: float, offset: tuple[int, int]) -> None:
     """Write the threshold beside each point that has room for it.
 
     Args:

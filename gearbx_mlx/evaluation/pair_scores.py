@@ -16,7 +16,7 @@ WRITING = {"accuracy": "right answers", "same_answer_as_reference": "same answer
 
 
 @dataclass(frozen=True)
-class Point:
+class ThresholdPoint:
     """A threshold in bits, the large model's share of the tokens and used parameters over its own, both parts of 1.
 
     score: as in the report, with its standard error. coin: a coin's share and score; None if it was not tossed.
@@ -35,7 +35,7 @@ def scores_of(report: Row) -> dict[str, str]:
     return WRITING if "accuracy" in report["policies"][0] else ALONG_A_TEXT
 
 
-def points(report: Row, score: str) -> list[Point]:
+def points(report: Row, score: str) -> list[ThresholdPoint]:
     """A point for each threshold, the highest first, as in Table 1."""
     rows = {row["name"]: row for row in report["policies"]}
     found = []
@@ -44,7 +44,9 @@ def points(report: Row, score: str) -> list[Point]:
             control = row.get("against_random_same_share") or rows.get(row["name"].replace("pair", "random"))
             coin = (control.get("share_top", row["share_top"]), control[score]) if control else None
             error = row["standard_error"] if score == "accuracy" else 0.0
-            found.append(Point(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], error, coin))
+            found.append(
+                ThresholdPoint(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], error, coin)
+            )
     return sorted(found, key=lambda point: -point.threshold)
 
 

@@ -12,7 +12,7 @@ from ..routing.calibration import share_thresholds
 from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from .policies import Policy, Route, SameToken, position_plan, random_plan
+from .policies import Policy, RoutePolicy, SameToken, position_plan, random_plan
 from .replay import Recording, Reference, positions_of, targets_of
 
 ONE_PASS = "one pass per token, in the gear that it is computed in"
@@ -36,7 +36,7 @@ SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
 
 
 @dataclass(frozen=True)
-class Entry:
+class PolicyRow:
     """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
 
     kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
@@ -75,22 +75,22 @@ class Setting:
 
 def entries(
     policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear], kv_gears: tuple[int, ...] = ()
-) -> list[Entry]:
+) -> list[PolicyRow]:
     """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
     rows = []
     for policy in COUNTED:
         if policy not in (*policies, *CONTROLS):
             continue
         if policy == "static":
-            rows += [Entry(policy, bits=gear.bits) for gear in ladder]
+            rows += [PolicyRow(policy, bits=gear.bits) for gear in ladder]
         elif policy in SHIFTING:
-            rows += [Entry(policy, share) for share in shares]
+            rows += [PolicyRow(policy, share) for share in shares]
         else:
-            rows.append(Entry(policy))
-    return rows + [Entry("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
+            rows.append(PolicyRow(policy))
+    return rows + [PolicyRow("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
 
 
-def make_policy(entry: Entry, setting: Setting) -> tuple[Policy, float | None]:
+def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | None]:
     """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share.
 
     The policies without a threshold have None.
@@ -121,11 +121,11 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
     }
 
 
-def route_policy(setting: Setting, share: float) -> tuple[Route, float]:
+def route_policy(setting: Setting, share: float) -> tuple[RoutePolicy, float]:
     """The gate of mode route, with the threshold that `calibrate --method share` would find."""
     recorded, vocabulary = setting.recorded, setting.reference.stored.shape[1]
     sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
     thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)
     gate = {key: value for key, value in setting.gate.items() if key != "window"}
     monitor = Monitor(vocabulary, **({"window": setting.gate["window"]} if "window" in setting.gate else {}))
-    return Route((setting.low, setting.high), ThresholdGate(thresholds, **gate), monitor), thresholds[0]
+    return RoutePolicy((setting.low, setting.high), ThresholdGate(thresholds, **gate), monitor), thresholds[0]

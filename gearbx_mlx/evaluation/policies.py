@@ -59,7 +59,7 @@ class OnePass:
         pass
 
 
-class Static(OnePass):
+class StaticPolicy(OnePass):
     """One gear for every token."""
 
     def __init__(self, gear: Gear):
@@ -79,7 +79,7 @@ class Planned(OnePass):
         return self.gears[place]
 
 
-class Route(OnePass):
+class RoutePolicy(OnePass):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
     Args:

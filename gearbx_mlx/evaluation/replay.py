@@ -23,7 +23,7 @@ AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayStep:
     """One prediction.
 
     window: number of its window. target: the token of the text. logprobs: (V,), float32. gear: computed them. passes:
@@ -110,14 +110,14 @@ def driven(
     windows: Sequence[Sequence[int]],
     policy: Policy,
     make_cache: Callable[[Any], Any] = make_prompt_cache,
-) -> Iterator[Step]:
+) -> Iterator[ReplayStep]:
     """Read the windows under a policy, each with an empty cache of the model, and yield every prediction."""
     place = itertools.count()
     for number, window in enumerate(windows):
         cache = make_cache(gearbox.model)
         policy.begin()
         for token, target in itertools.pairwise(window):
-            yield Step(number, target, *computed(gearbox, policy, next(place), token, cache))
+            yield ReplayStep(number, target, *computed(gearbox, policy, next(place), token, cache))
 
 
 def computed(
@@ -138,7 +138,7 @@ def computed(
     return logprobs, engaged, passes
 
 
-def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear) -> Iterator[Step]:
+def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear) -> Iterator[ReplayStep]:
     """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time."""
     gearbox.shift(gear)
     for number, window in enumerate(windows):
@@ -146,7 +146,7 @@ def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear)
         for start in range(0, len(window) - 1, AT_ONCE):
             part = window[start : min(start + AT_ONCE, len(window) - 1)]
             for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield Step(number, target, logprobs, gear, [0] * len(gearbox.ladder))
+                yield ReplayStep(number, target, logprobs, gear, [0] * len(gearbox.ladder))
 
 
 class Reference:
@@ -165,7 +165,7 @@ class Reference:
         return log_softmax(self.stored[place])
 
     @staticmethod
-    def write(path: Path, steps: Iterable[Step], tokens: int, dtype: str) -> None:
+    def write(path: Path, steps: Iterable[ReplayStep], tokens: int, dtype: str) -> None:
         """Store the log-probabilities. It writes row by row: in a sparse memory map, a full disk would end the process.
 
         Args:
@@ -203,7 +203,7 @@ def positions_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
     return np.concatenate([np.arange(len(window) - 1) for window in windows])
 
 
-def record(steps: Iterable[Step], reference: Reference) -> Recording:
+def record(steps: Iterable[ReplayStep], reference: Reference) -> Recording:
     """The predictions of a policy, compared with the reference."""
     rows = []
     for place, step in enumerate(steps):

@@ -8,14 +8,14 @@ import numpy as np
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from .metrics import by_bucket, quality
-from .plans import COUNTED, SHIFTING, Entry
+from .plans import COUNTED, SHIFTING, PolicyRow
 from .replay import Recording, Reference
 from .tables import INCOMPLETE, Columns, change_of_kl, kilobytes, markdown_table, three_digits
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 1
 
 
-class Costs:
+class RecordingCosts:
     """What a recording read, from its passes.
 
     Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
@@ -57,7 +57,7 @@ def quality_arguments(recording: Recording, reference: Reference) -> dict[str, n
 
 
 def row_of(
-    entry: Entry, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
+    entry: PolicyRow, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
 ) -> dict[str, Any]:
     """A row of the report.
 
@@ -71,7 +71,7 @@ def row_of(
     else:
         used = between if entry.policy in SHIFTING else (between[0], ladder.top)
     tokens, shares = quality_arguments(recording, reference), gear_shares(recording, ladder)
-    costs = Costs(gearbox, used)
+    costs = RecordingCosts(gearbox, used)
     return {
         "policy": entry.policy,
         "name": entry.name,

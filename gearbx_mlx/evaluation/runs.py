@@ -17,18 +17,18 @@ from .chance import compare_with_chance
 from .drafting import best_rule, drafted, sequences_of
 from .metrics import by_bucket, quality
 from .noise import noisy
-from .plans import Entry, Setting, make_policy
-from .policies import Static
-from .replay import Recording, Reference, Step, driven, record, targets_of
+from .plans import PolicyRow, Setting, make_policy
+from .policies import StaticPolicy
+from .replay import Recording, Reference, ReplayStep, driven, record, targets_of
 from .report import SCHEMA, VERSION, compare_with_static, quality_arguments, row_of
-from .session import Session
+from .session import EvaluationSession
 
 NOISE = "noise"
 
-Track = Callable[[Iterable[Step], int, str], Iterable[Step]]
+Track = Callable[[Iterable[ReplayStep], int, str], Iterable[ReplayStep]]
 
 
-def untracked(steps: Iterable[Step], total: int, name: str) -> Iterable[Step]:
+def untracked(steps: Iterable[ReplayStep], total: int, name: str) -> Iterable[ReplayStep]:
     return steps
 
 
@@ -46,7 +46,7 @@ class Runs:
         track: shows the progress: gets steps, their number, and the name of the recording.
     """
 
-    session: Session
+    session: EvaluationSession
     gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     between: tuple[Gear, Gear]
@@ -54,8 +54,8 @@ class Runs:
     seed: int = 0
     dtype: str = "float32"
     track: Track = untracked
-    recordings: dict[Entry, Recording] = field(default_factory=dict)
-    thresholds: dict[Entry, float | None] = field(default_factory=dict)
+    recordings: dict[PolicyRow, Recording] = field(default_factory=dict)
+    thresholds: dict[PolicyRow, float | None] = field(default_factory=dict)
     noise: Recording | None = None
 
     @cached_property
@@ -66,7 +66,7 @@ class Runs:
     def reference(self) -> Reference:
         return Reference(self.session.file("reference.npy", self._write_reference), self.targets)
 
-    def compute(self, entries: Sequence[Entry]) -> None:
+    def compute(self, entries: Sequence[PolicyRow]) -> None:
         """Make the recordings that the session does not have. An interrupt keeps those that are complete."""
         # Static gears first: all thresholds come from the low one.
         for entry in sorted(entries, key=lambda entry: entry.policy != "static"):
@@ -75,21 +75,21 @@ class Runs:
         with noisy(self.gearbox, self.seed):
             self.noise = self._recording(NOISE, self._static(self.gearbox.ladder.top))
 
-    def _steps(self, entry: Entry) -> tuple[Iterator[Step], float | None]:
+    def _steps(self, entry: PolicyRow) -> tuple[Iterator[ReplayStep], float | None]:
         """The predictions of a row, and the threshold of its policy."""
         low, high = self.between
         if entry.policy == "static":
             return self._static(self.gearbox.ladder.find(entry.bits or low)), None
         if entry.policy == "kv":
             return self._in_kv_gear(entry), None
-        recorded = self.recordings[Entry("static", bits=low.bits)]
+        recorded = self.recordings[PolicyRow("static", bits=low.bits)]
         if entry.policy.startswith("lossless"):
             return self._drafts(entry.policy, recorded)
         setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
         return driven(self.gearbox, self.windows, policy), threshold
 
-    def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[Step], float]:
+    def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
         """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
@@ -100,18 +100,18 @@ class Runs:
         length, _ = best_length(sequences_of(recorded), *costs)
         return drafted(self.gearbox, self.windows, low, top, FixedLength(length)), length
 
-    def _in_kv_gear(self, entry: Entry) -> Iterator[Step]:
+    def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
         """The top gear over a KV cache in one of its gears."""
 
         def make_cache(model: Any) -> Any:
             return cache_in_gears(model, self.gearbox, entry.kv_gears, fixed=entry.bits)
 
-        return driven(self.gearbox, self.windows, Static(self.gearbox.ladder.top), make_cache)
+        return driven(self.gearbox, self.windows, StaticPolicy(self.gearbox.ladder.top), make_cache)
 
-    def _static(self, gear: Gear) -> Iterator[Step]:
-        return driven(self.gearbox, self.windows, Static(gear))
+    def _static(self, gear: Gear) -> Iterator[ReplayStep]:
+        return driven(self.gearbox, self.windows, StaticPolicy(gear))
 
-    def _recording(self, name: str, steps: Iterator[Step]) -> Recording:
+    def _recording(self, name: str, steps: Iterator[ReplayStep]) -> Recording:
         def make() -> Recording:
             return record(self.track(steps, len(self.targets), name), self.reference)
 
@@ -151,7 +151,7 @@ class Runs:
 
     def _about_reference(self) -> dict[str, Any]:
         """The report's part about the top gear. Its KL of itself is what storing its log-probabilities changed."""
-        top = self.recordings.get(Entry("static", bits=self.gearbox.ladder.top.bits))
+        top = self.recordings.get(PolicyRow("static", bits=self.gearbox.ladder.top.bits))
         about: dict[str, Any] = {
             "bits": self.gearbox.ladder.top.bits,
             "dtype": self.dtype,

@@ -41,7 +41,7 @@ def fingerprint(*files: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class Session:
+class EvaluationSession:
     """Keeps what was computed, so that a rerun with the same inputs does not compute it again.
 
     Args:

@@ -14,7 +14,7 @@ PROMPT = "Question: {question}\nAnswer:"
 NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 
 
-class Row(Struct, frozen=True):
+class TextRow(Struct, frozen=True):
     """A line of JSON Lines."""
 
     text: str | None = None
@@ -48,7 +48,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
-    for number, row in json_lines(path, read_text(path, "text", GIVE), Row, GIVE):
+    for number, row in json_lines(path, read_text(path, "text", GIVE), TextRow, GIVE):
         names = next((names for names in choices if row.has(names)), None)
         if names is None:
             shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)

@@ -6,7 +6,7 @@ from ..errors import GearbxError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """The quality and the cost of a policy: agreement with the top gear, mean KL (nats), weight bytes per token."""
 
     agreement: float
@@ -43,14 +43,14 @@ class Wish:
             f"mean KL of {self.kl:g} nats" if self.kl is not None else f"{self.weight_bytes:g} weight bytes per token"
         )
 
-    def met_by(self, outcome: Outcome) -> bool:
+    def met_by(self, outcome: PolicyOutcome) -> bool:
         if self.agreement is not None:
             return outcome.agreement >= self.agreement
         if self.kl is not None:
             return outcome.kl_mean <= self.kl
         return outcome.weight_bytes <= (self.weight_bytes or 0)
 
-    def rank(self, outcome: Outcome) -> tuple[float, float]:
+    def rank(self, outcome: PolicyOutcome) -> tuple[float, float]:
         """Sort key, the best outcome first: by bytes, then KL; where bytes are the wish, by KL, then bytes."""
         both = outcome.weight_bytes, outcome.kl_mean
         return both if self.weight_bytes is None else both[::-1]
