@@ -16,11 +16,9 @@ from mlx_lm.quant.dynamic_quant import estimate_threshold
 from pages import fill, table
 
 from gearbx_mlx import load
-from gearbx_mlx.bit_selection.calibration_text import CALIBRATION
-from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
+from gearbx_mlx.bit_selection.first_order import first_order, read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity
-from gearbx_mlx.bit_selection.sensitivity_fast import first_order
+from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity
 from gearbx_mlx.cli.calibration_text import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.files.writing import replacing

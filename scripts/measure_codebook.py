@@ -22,8 +22,7 @@ import numpy as np
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.budget import fit_floors, point_cells, point_rows
-from gearbx_mlx.bit_selection.garbage import GarbageCheck
+from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
 from gearbx_mlx.cli.prompts import HARD, MIXED, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.formats import codebook, codebook_library

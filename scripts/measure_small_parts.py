@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from pages import fill, table
 
 from gearbx_mlx import load
-from gearbx_mlx.bit_selection.garbage import GarbageCheck
+from gearbx_mlx.bit_selection.h_process import GarbageCheck
 from gearbx_mlx.evaluation.text import read_documents
 
 TALES = Path(__file__).with_name("tales_calibrate.txt")

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.allocating import Allocator
-from gearbx_mlx.bit_selection.allocation import Option, greedy_path, least_bytes, lower_hull, moves, within_bytes
-from gearbx_mlx.bit_selection.layer_precision import layer_precisions
+from gearbx_mlx.bit_selection.allocation import (
+    Allocator,
+    Option,
+    greedy_path,
+    least_bytes,
+    lower_hull,
+    moves,
+    within_bytes,
+)
 from gearbx_mlx.bit_selection.precision import LayerPrecision, PrecisionManifest, read_precision
-from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity
+from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, layer_precisions
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.fingerprint import fingerprint
 

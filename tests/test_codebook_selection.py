@@ -9,13 +9,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.bit_selection import selection_report as report
-from gearbx_mlx.bit_selection.budget import fit_budget, points_table
+from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, kind_of, measure, select
 from gearbx_mlx.bit_selection.floors import Floors
-from gearbx_mlx.bit_selection.garbage import GarbageCheck, Sense, loops
-from gearbx_mlx.bit_selection.h_process import encoding_spike, operating_points, search
-from gearbx_mlx.bit_selection.reserve import measure_reserve
+from gearbx_mlx.bit_selection.h_process import (
+    GarbageCheck,
+    Sense,
+    encoding_spike,
+    fit_budget,
+    loops,
+    measure_reserve,
+    operating_points,
+    points_table,
+    search,
+)
 from gearbx_mlx.cli.budget import BudgetSettings
 from gearbx_mlx.cli.floors import FloorSettings
 from gearbx_mlx.cli.sizes import parse_bytes
@@ -294,7 +301,7 @@ class TestGarbage:
     def test_repeating_text_that_the_original_does_not_repeat(self, monkeypatch):
         model = tiny_model()
         check = GarbageCheck(model, [[1, 2, 3, 4]], kl_bound=1e9, written=16)
-        monkeypatch.setattr("gearbx_mlx.bit_selection.garbage.continuation", lambda *args: [5] * 16)
+        monkeypatch.setattr("gearbx_mlx.bit_selection.h_process.continuation", lambda *args: [5] * 16)
         sense = check(model)
         assert sense.looped == (0 if check._loops[0] else 1)
         check._loops = [True]

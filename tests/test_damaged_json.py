@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from mutations import DEEP, damaged
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.bit_selection.layer_precision import MeasuredLayer
-from gearbx_mlx.bit_selection.mlx_sensitivities import read_sensitivities
+from gearbx_mlx.bit_selection.first_order import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
+from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file

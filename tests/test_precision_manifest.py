@@ -9,12 +9,12 @@ import pytest
 from test_bad_input import assert_refused
 
 from gearbx_mlx import GearbxError, Ladder, load
-from gearbx_mlx.bit_selection.least_bits import least_bits
 from gearbx_mlx.bit_selection.precision import (
     SCHEMA_FILE,
     GearTable,
     LayerPrecision,
     PrecisionManifest,
+    least_bits,
     parse_precision,
     read_precision,
 )

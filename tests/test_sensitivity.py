@@ -9,16 +9,17 @@ from conftest import ARCHITECTURES, VOCABULARY, save_model, tiny_model
 from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.bit_selection.layer_precision import (
+from gearbx_mlx.bit_selection.first_order import first_order
+from gearbx_mlx.bit_selection.precision import read_precision
+from gearbx_mlx.bit_selection.sensitivity import (
+    ExactSensitivity,
     flagged,
+    intercepted,
     layer_precisions,
     measure_clamped,
     measure_layers,
     outliers,
 )
-from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, intercepted
-from gearbx_mlx.bit_selection.sensitivity_fast import first_order
 from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.metrics import ranks, spearman
 from gearbx_mlx.gears.discovery import Layer, with_clamps

@@ -4,18 +4,24 @@ A floor is the least median cosine between the rows of a weight and their recons
 shared experts, dense MLPs and the output head, a lazy one for routed experts.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
+from rich.progress import Progress
 
 from ..errors import GearbxError
+from ..formats import get_format
 from ..formats.codebook import CodebookFormat
 from ..formats.codebook_quality import Quality, qualities
-from ..gears.discovery import Layer, Predicate, is_attention, with_bits
+from ..gears.discovery import Layer, Predicate, discover, is_attention, with_bits
 from ..gears.ladder import DENSE
+from ..gears.offload import EMPTY
 from .floors import Floors
 
 ROUTED = "routed"
@@ -133,3 +139,144 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
             )
         )
     return Selection(floors, choices)
+
+
+def component(choice: CodebookChoice) -> str:
+    """The class and the last name of a layer, such as attention q_proj."""
+    return f"{choice.kind} {choice.path.split('.')[-1]}"
+
+
+def grouped_choices(selection: Selection, key) -> dict[str, list[CodebookChoice]]:
+    groups: dict[str, list[CodebookChoice]] = defaultdict(list)
+    for choice in selection.choices:
+        groups[key(choice)].append(choice)
+    return dict(groups)
+
+
+def bits_text(choices: list[CodebookChoice]) -> str:
+    """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
+    counts = Counter(choice.bits for choice in choices)
+    return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
+
+
+def effective(choices: list[CodebookChoice]) -> float:
+    return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
+
+
+def class_rows(selection: Selection) -> list[dict[str, Any]]:
+    """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
+    rows = [
+        {
+            "component": kind,
+            "layers": len(choices),
+            "floor": choices[0].floor,
+            "selected": bits_text(choices),
+            "effective_bits": effective(choices),
+        }
+        for kind, choices in grouped_choices(selection, lambda c: c.kind).items()
+    ]
+    every = list(selection.choices)
+    total = {
+        "component": "total",
+        "layers": len(every),
+        "floor": None,
+        "selected": bits_text(every),
+        "effective_bits": selection.effective_bits,
+    }
+    return [*rows, total]
+
+
+def component_rows(selection: Selection) -> list[dict[str, Any]]:
+    """XFP's table A.1: a row for each component, over its layers.
+
+    A row has the mean cosine without and with outliers, the mean and the largest gain by outliers, the ratio of the
+    error without outliers to the error with them at the 50th and 90th percentile, and the share of outliers.
+    """
+    rows = []
+    for name, choices in grouped_choices(selection, component).items():
+        found = [choice.quality for choice in choices]
+        gains = [q.cosine - q.bulk_cosine for q in found]
+        ratios = [q.bulk_error / q.error if q.error else 1.0 for q in found]
+        rows.append(
+            {
+                "type": name,
+                "layers": len(choices),
+                "bits": bits_text(choices),
+                "cos_bulk": float(np.mean([q.bulk_cosine for q in found])),
+                "cos_outlier": float(np.mean([q.cosine for q in found])),
+                "gain_mean": float(np.mean(gains)),
+                "gain_max": float(np.max(gains)),
+                "mse_ratio_p50": float(np.percentile(ratios, 50)),
+                "mse_ratio_p90": float(np.percentile(ratios, 90)),
+                "outlier_share": float(np.mean([q.outlier_share for q in found])),
+                "effective_bits": effective(choices),
+            }
+        )
+    return rows
+
+
+def layer_rows(selection: Selection) -> list[dict[str, Any]]:
+    """A row for each layer."""
+    return [
+        {
+            "layer": choice.path,
+            "type": component(choice),
+            "floor": choice.floor,
+            "bits": choice.bits,
+            "cos_bulk": choice.quality.bulk_cosine,
+            "cos_outlier": choice.quality.cosine,
+            "outlier_share": choice.quality.outlier_share,
+            "effective_bits": choice.effective_bits,
+        }
+        for choice in selection.choices
+    ]
+
+
+def selection_as_dict(selection: Selection) -> dict[str, Any]:
+    """The whole report, for a JSON file."""
+    return {
+        "floors": vars(selection.floors),
+        "classes": class_rows(selection),
+        "components": component_rows(selection),
+        "layers": layer_rows(selection),
+    }
+
+
+def select_bits(
+    model: nn.Module,
+    format: str,
+    manage: str | Predicate,
+    floors: Floors,
+    progress: Progress,
+    group_size: int = 64,
+    give_up: bool = False,
+) -> Selection:
+    """The fewest bits of every managed layer that reach its floor.
+
+    Args:
+        give_up: drop the weights of a layer once it is judged: of a lazily read model, one layer is in memory at a
+            time.
+    """
+    codebooks = get_format(format)
+    assert isinstance(codebooks, CodebookFormat)
+    layers, _ = discover(model, manage, group_size, codebooks)
+    task = progress.add_task("judging codebooks", total=len(layers))
+    judged = dropping_weights(layers) if give_up else layers
+    return select(measure(judged, codebooks, floors, lambda path: progress.advance(task)), floors)
+
+
+def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """The layers one by one; each loses its weights when the next one is asked for."""
+    for layer in layers:
+        yield layer
+        layer.module.weight = EMPTY
+        mx.clear_cache()
+
+
+def selection_lines(selection: Selection) -> list[str]:
+    """What was chosen, a line for each class: "attention: 24×xfp3, 4.04 bits per weight (floor 0.98)"."""
+    return [
+        f"{row['component']}: {row['selected']}, {row['effective_bits']:.2f} bits per weight"
+        + (f" (floor {row['floor']:g})" if row["floor"] is not None else "")
+        for row in class_rows(selection)
+    ]

@@ -7,37 +7,177 @@ to conservative, and takes the last one that fits and passes the check.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from rich.progress import Progress
+from rich.table import Table
 
 from ..errors import GearbxError
+from ..files.model_directory import context_length
+from ..formats import get_format
 from ..formats.codebook import CodebookFormat
-from ..gears.discovery import Layer
-from .codebook_selection import Floors, LayerQualities, Selection, select
+from ..gears.activations import stored_dtype
+from ..gears.cost import layer_bytes
+from ..gears.discovery import Layer, Predicate, discover
+from ..gears.gearbox import Gearbox
+from ..kernels.dispatch import choose
+from .codebook_selection import LayerQualities, Selection, measure, select
+from .floors import Floors
+
+KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
+GENERATED = 64  # tokens of each text
+LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
+
+
+@dataclass(frozen=True)
+class Sense:
+    """The outcome of the check.
+
+    kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not; more than a quarter of
+    the texts fail. reason: why the check failed; empty if it passed.
+    """
+
+    kl: float
+    looped: int
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason
+
+
+def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
+    """(T, V) float32: after each of T tokens, the log-probability of every token."""
+    logits = model(mx.array(list(tokens))[None])[0].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or more."""
+    for period in range(1, LONGEST_PERIOD + 1):
+        repeats = max(LEAST_REPEATS, -(-LEAST_TOKENS // period))
+        tail = list(tokens[-period * repeats :])
+        if len(tail) == period * repeats and tail == tail[-period:] * repeats:
+            return True
+    return False
+
+
+def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Collection[int] = ()) -> list[int]:
+    """The tokens that greedy decoding writes after a text, at most `length`, before the first of `ends`."""
+    steps = (int(token) for token, _ in generate_step(mx.array(list(tokens)), model, max_tokens=length))
+    return list(itertools.takewhile(lambda token: token not in ends, steps))
+
+
+class GarbageCheck:
+    """Compares models with the original, whose distributions and texts it keeps.
+
+    Args:
+        model: in its top gear.
+        texts: tokens of calibration texts. Distributions are compared over the whole text; what the models write is
+            compared after its first half.
+        kl_bound: the most nats per token that pass.
+        written: tokens to generate for each text.
+        ends: tokens that end a text, such as a tokenizer's `eos_token_ids`.
+
+    Raises:
+        GearbxError: no text of two tokens or more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        texts: Sequence[Sequence[int]],
+        kl_bound: float = KL_BOUND,
+        written: int = GENERATED,
+        ends: Collection[int] = (),
+    ):
+        self.texts = [list(text) for text in texts if len(text) > 1]
+        if not self.texts:
+            raise GearbxError("no calibration text has two tokens or more; give longer ones")
+        self.kl_bound, self.written, self.ends = kl_bound, written, ends
+        self._logprobs = []
+        for text in self.texts:
+            self._logprobs.append(log_probabilities(model, text))
+            mx.eval(self._logprobs[-1])
+        self._loops = [loops(self._written(model, text)) for text in self.texts]
+
+    def __call__(self, model: nn.Module) -> Sense:
+        kl = self.divergence(model)
+        if not kl <= self.kl_bound:  # NaN as well
+            return Sense(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
+        looped = sum(loops(self._written(model, text)) and not before for text, before in zip(self.texts, self._loops))
+        return Sense(kl, looped, "repeats itself" if 4 * looped > len(self.texts) else "")
+
+    def divergence(self, model: nn.Module) -> float:
+        """Mean KL from the original to the model over all tokens of the texts, in nats."""
+        total = 0.0
+        for text, original in zip(self.texts, self._logprobs):
+            total += float(np.array((mx.exp(original) * (original - log_probabilities(model, text))).sum()))
+        return total / sum(map(len, self.texts))
+
+    def _written(self, model: nn.Module, text: list[int]) -> list[int]:
+        return continuation(model, text[: len(text) // 2], self.written, self.ends) if self.written else []
+
+
+CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
+PREFILL = 2048  # tokens that mlx-lm reads in one pass
+STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes beside the weights. tokens: of the context that the cache is for; 0 where the user gave the bytes."""
+
+    cache: int
+    activations: int = 0
+    tokens: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.cache + self.activations
+
+
+def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
+    """Bytes of the cache after so many tokens, and of the activations of the pass that read them.
+
+    Resets MLX's peak memory.
+    """
+    caches = make_prompt_cache(model)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    mx.eval(logits, [cache.state for cache in caches])
+    kept = sum(a.nbytes for _, a in tree_flatten([cache.state for cache in caches]) if isinstance(a, mx.array))
+    return kept, max(0, mx.get_peak_memory() - before - kept)
+
+
+def measure_reserve(model: nn.Module) -> Reserve:
+    """The reserve for the model's context, at most 8192 tokens of it, read in passes of 2048.
+
+    Two short passes give what 256 tokens add. A window or a state that stops growing counts as if it grew on.
+    """
+    made_for = context_length(vars(model.args)) if hasattr(model, "args") else None
+    context = min(made_for or CONTEXT, CONTEXT)
+    if context <= 2 * STEP:
+        return Reserve(*cache_bytes(model, context), context)
+    (start, _), (end, activations) = cache_bytes(model, STEP), cache_bytes(model, 2 * STEP)
+    steps = math.ceil(context / STEP)
+    return Reserve(end + (end - start) * (steps - 2), round(activations * min(PREFILL, context) / (2 * STEP)), context)
+
 
 STRICT_FLOORS = (0.90, 0.93, 0.96, 0.98, 0.99, 0.995)
 LAZY_FLOORS = (0.80, 0.88, 0.92, 0.93, 0.935, 0.94, 0.96, 0.98, 0.99)
 MOST_POINTS = 8
 FITS, OVER = "fits", "over budget"
-
-
-class Sense(Protocol):
-    """The outcome of the garbage check. kl: from the original, nats per token. looped: texts that repeat themselves."""
-
-    @property
-    def passed(self) -> bool: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def kl(self) -> float: ...
-
-    @property
-    def looped(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -182,3 +322,128 @@ def described(point: OperatingPoint) -> str:
         f"floors {point.selection.floors.strict:g} and {point.selection.floors.lazy:g}, "
         f"{point.selection.effective_bits:.2f} bits per weight, {point.needed / 1e9:.3g} GB at its peak"
     )
+
+
+MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original model writes after each prompt
+
+
+def fit_floors(
+    model: nn.Module,
+    tokenizer: Any,
+    format: str,
+    manage: str,
+    prompts: Sequence[str],
+    memory_budget: int | None,
+    target_bpw: float | None,
+    progress: Progress,
+    reserve: int = 0,
+) -> FloorSearch:
+    """`fit_budget` on text that the model writes after the prompts."""
+    codebooks = get_format(format)
+    assert isinstance(codebooks, CodebookFormat)
+    ends = tokenizer.eos_token_ids
+    starts = [tokenizer.encode(prompt) for prompt in prompts[:MOST_PROMPTS]]
+    fast_gearbox(model, codebooks, manage)
+    texts = [
+        start + continuation(model, start, WRITTEN, ends)
+        for start in progress.track(starts, description="writing calibration text")
+    ]
+    judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
+    return fit_budget(
+        model,
+        texts,
+        codebooks,
+        manage,
+        memory_budget,
+        target_bpw,
+        ends,
+        reserve=reserve,
+        judged=lambda path: progress.advance(judging),
+        progress=lambda point: progress.advance(trying),
+    )
+
+
+def fit_budget(
+    model: nn.Module,
+    texts: Sequence[Sequence[int]],
+    format: CodebookFormat,
+    manage: str | Predicate = "all",
+    memory_budget: int | None = None,
+    target_bpw: float | None = None,
+    ends: Sequence[int] = (),
+    kl_bound: float = KL_BOUND,
+    reserve: int = 0,
+    judged: Callable[[str], None] = lambda path: None,
+    progress: Callable[[OperatingPoint], None] = lambda point: None,
+) -> FloorSearch:
+    """The last point of a grid of floors that meets the budget and passes the garbage check.
+
+    The model is left in its top gear.
+
+    Args:
+        model: not quantized.
+        texts: tokens of calibration texts.
+        memory_budget: bytes, for the model and the more of what its encoding needs at its peak, and the reserve.
+        target_bpw: most effective bits per weight of the managed layers.
+        ends: tokens that end a text.
+        reserve: bytes that generation needs beside the model.
+        judged, progress: called with the path of each layer that has been measured, and with each point tried.
+
+    Raises:
+        GearbxError: no point meets the budget, or none of those passes the check.
+    """
+    layers, _ = discover(model, manage, 64, format)
+    if not layers:
+        raise GearbxError("codebooks can store no layer of this model")
+    storage = stored_dtype(model)
+    rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
+    fast_gearbox(model, format, manage)
+    check = GarbageCheck(model, texts, kl_bound, ends=ends)
+    measured = measure(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
+
+    def judge(selection: Selection) -> Sense:
+        gearbox = fast_gearbox(model, format, selection.predicate)
+        gearbox.shift("low")
+        try:
+            return check(model)
+        finally:
+            gearbox.shift("high")
+
+    spike = encoding_spike(layers, format, max(format.layer_bits))
+    return search(operating_points(measured, rest, spike, reserve=reserve), judge, memory_budget, target_bpw, progress)
+
+
+def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
+    """A gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed once."""
+    native = choose("native", "float").native and format.native
+    fast = format if native else type(format)(cache=True, options=format.options)
+    kernels = "native" if native else "mlx"
+    return Gearbox(model, "2,16", format=fast, manage=manage, kernels=kernels, activations="float")
+
+
+def points_table(found: FloorSearch) -> Table:
+    """All points that were tried, in the form of XFP's table 10."""
+    table = Table(title="Points tried, from aggressive to conservative")
+    for name in ("strict", "lazy", "steady", "peak", "bits", "KL", "repeats", ""):
+        table.add_column(name, justify="left" if not name else "right")
+    for point in found.tried:
+        table.add_row(*point_cells(point.row), style="bold" if point is found.best else None)
+    return table
+
+
+def point_rows(found: FloorSearch) -> list[dict[str, Any]]:
+    """The rows of `points_table` as numbers."""
+    return [point.row for point in found.tried]
+
+
+def point_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['strict']:g}",
+        f"{row['lazy']:g}",
+        f"{row['steady'] / 1e9:.3g} GB",
+        f"{row['spike'] / 1e9:.3g} GB",
+        f"{row['effective_bits']:.2f}",
+        "-" if row["kl"] is None else f"{row['kl']:.4f}",
+        "-" if row["looped"] is None else str(row["looped"]),
+        row["outcome"],
+    ]

@@ -15,17 +15,19 @@ from msgspec import Meta, Struct, field, structs
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, read_as, shown, typed
 from ..formats import get_format
-from ..formats.base import Format
-from ..gears.attachment import model_fingerprint
-from ..gears.discovery import Layer, discover
 from ..gears.ladder import DENSE, Ladder
 from ..gears.values import Fingerprint, GroupSize, Length, Width
-from .least_bits import ACCURACY_THRESHOLD
+
+if TYPE_CHECKING:
+    from ..formats.base import Format
+    from ..gears.discovery import Layer
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT, FIRST_ORDER = "exact", "first order"
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
+ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
+SAFE, CAREFUL = 0.02, 0.05  # nats: by the KL at 4 bits, 4, 6 or 8 are wanted
 
 
 if TYPE_CHECKING:
@@ -161,9 +163,34 @@ class PrecisionManifest(Struct, frozen=True):
         return structs.replace(self, gears=gears), missing
 
 
+def least_bits(
+    kl: Mapping[int, float], perplexity_change: Mapping[int, float], threshold: float = ACCURACY_THRESHOLD
+) -> int:
+    """min_bits of a layer.
+
+    The lowest width whose perplexity rises by less than the threshold, but not below what the KL at 4 bits (or the
+    first measured width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below
+    4 bits the KL has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
+
+    Args:
+        kl: bits to nats.
+        perplexity_change: bits to percent.
+        threshold: percent.
+    """
+    widths = sorted(kl)
+    at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
+    floor = 0 if at_four < SAFE else 6 if at_four <= CAREFUL else 8
+    good = (
+        bits
+        for bits in widths
+        if bits >= floor and (bits >= 4 or kl[bits] < SAFE) and perplexity_change.get(bits, 0.0) < threshold
+    )
+    return next(good, widths[-1])
+
+
 def fit(
-    manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
-) -> tuple[PrecisionManifest, list[Layer], list[str]]:
+    manifest: PrecisionManifest, model: nn.Module, format: "Format | None" = None
+) -> "tuple[PrecisionManifest, list[Layer], list[str]]":
     """The manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
 
     Args:
@@ -172,6 +199,9 @@ def fit(
     Raises:
         GearbxError: it is another model's, or has a layer that this one does not have.
     """
+    from ..gears.attachment import model_fingerprint  # flags take their defaults from here, before mlx_lm is loaded
+    from ..gears.discovery import discover
+
     manifest.check_model(model_fingerprint(model))
     layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))
     manifest, missing = manifest.fitted([layer.path for layer in layers])

@@ -187,7 +187,7 @@ def require_gearbox(settings: GearSettings, model: nn.Module, checkpoint: str | 
 
 def predicate_of_floors(model: nn.Module, settings: GearSettings, floors: Floors) -> Predicate:
     """Which layers change gear, each with the fewest bits that reach its floor; prints what was chosen."""
-    from ..bit_selection.selecting import select_bits, selection_lines  # codebooks: few runs need them
+    from ..bit_selection.codebook_selection import select_bits, selection_lines  # codebooks: few runs need them
 
     with progress_bar() as progress:
         selection = select_bits(model, settings.format, settings.manage, floors, progress)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ..bit_selection.allocating import Allocator, MeasuredTable, gear_table
-from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
+from ..bit_selection.allocation import Allocator, MeasuredTable, gear_table
 from ..bit_selection.precision import GearTable, fit, read_precision
+from ..bit_selection.sensitivity import calibration_windows, exact_of, single_layer_gearbox
 from ..cli.loaded import load_original
 from ..cli.output import output_path
 from ..cli.parsers.allocate import AllocateSettings, Target

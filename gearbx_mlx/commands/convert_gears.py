@@ -8,13 +8,11 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from msgspec import structs
 
-from ..bit_selection.budget import fit_floors, point_rows, points_table
+from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.floors import Floors
+from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..bit_selection.precision import fit_floors as fit_precision
-from ..bit_selection.reserve import measure_reserve
-from ..bit_selection.selecting import select_bits, selection_lines
-from ..bit_selection.selection_report import selection_as_dict
+from ..bit_selection.precision import fit as fit_precision
 from ..cli.budget import Budget
 from ..cli.loaded import trust
 from ..cli.parsers.convert import ConvertSettings

@@ -10,21 +10,21 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
-from ..bit_selection.calibration_text import calibration_windows, exact_of, single_layer_gearbox
-from ..bit_selection.layer_precision import (
+from ..bit_selection.first_order import LOW, as_kl, first_order, read_sensitivities, sensitivities_of
+from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest, least_bits
+from ..bit_selection.sensitivity import (
     MeasuredLayer,
+    calibration_windows,
     estimated_precisions,
+    exact_of,
     flagged,
     layer_precisions,
     measure_clamped,
     measure_layers,
     measuring_cost,
     rank_agreement,
+    single_layer_gearbox,
 )
-from ..bit_selection.least_bits import least_bits
-from ..bit_selection.mlx_sensitivities import LOW, as_kl, read_sensitivities, sensitivities_of
-from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest
-from ..bit_selection.sensitivity_fast import first_order
 from ..cli.loaded import load_original
 from ..cli.output import output_path
 from ..cli.parsers.sensitivity import SensitivitySettings

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ....bit_selection.calibration_text import CALIBRATION
+from ....bit_selection.sensitivity import CALIBRATION
 from ....cli.output import output_path
 from ....cli.parsers.benchmark import ServerBenchmark
 from ....cli.terminal import progress_bar, spinner
