@@ -21,8 +21,7 @@ from pages import fill, table
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.evaluation.answers import prompt_of
-from gearbx_mlx.evaluation.gsm8k import final_number, finished
+from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of
 from gearbx_mlx.evaluation.text import NEXT_PROMPT, read_rows
 from gearbx_mlx.files.writing import replacing
 
@@ -46,7 +45,7 @@ def rates(gearbox: Gearbox, tokenizer: object, rows: Sequence[dict[str, str]], g
         keywords = {"mode": Static(gear), "gearbox": gearbox, "sampler": sampler}
         for response in stream_generate(gearbox.model, tokenizer, prompt_of(row, []), LONGEST, **keywords):
             text += response.text
-            if finished(text):
+            if number_finished(text):
                 break
         wanted = final_number(row["answer"])
         strict += final_number(text) == wanted

@@ -16,8 +16,7 @@ from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.answers import Attempt
-from gearbx_mlx.evaluation.journal import Journal
-from gearbx_mlx.evaluation.session import EvaluationSession
+from gearbx_mlx.evaluation.session import EvaluationSession, Journal
 from gearbx_mlx.evaluation.text import read_documents, read_rows
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.loading import DEMO_MODEL, read_config

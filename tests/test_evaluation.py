@@ -17,8 +17,7 @@ from gearbx_mlx.cli import progress
 from gearbx_mlx.cli.parsers.evaluate import POLICIES
 from gearbx_mlx.cli.report_table import report_table
 from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
-from gearbx_mlx.evaluation.picture import STYLES
-from gearbx_mlx.evaluation.report import COLUMNS, FIRST
+from gearbx_mlx.evaluation.report import COLUMNS, FIRST, STYLES
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
 ROW = {

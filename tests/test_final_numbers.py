@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gearbx_mlx.evaluation.answers import Attempt, score
-from gearbx_mlx.evaluation.gsm8k import final_number, finished
+from gearbx_mlx.evaluation.answers import Attempt, final_number, number_finished, score
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
 
@@ -27,9 +26,9 @@ class TestFinalNumbers:
         assert final_number(written) == number
 
     def test_writing_ends_with_the_line_of_the_number(self):
-        assert not finished("#### 12")  # it may be the beginning of 120
-        assert finished("#### 12\n")
-        assert finished("\nQuestion:")
+        assert not number_finished("#### 12")  # it may be the beginning of 120
+        assert number_finished("#### 12\n")
+        assert number_finished("\nQuestion:")
 
     def test_scores_are_compared_on_the_same_problems(self):
         def attempts(*right: int) -> list[Attempt]:

@@ -15,8 +15,8 @@ from test_bad_input import assert_refused
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.evaluation import pair, session
-from gearbx_mlx.evaluation.journal import Journal, beside
 from gearbx_mlx.evaluation.pair import PairRecording
+from gearbx_mlx.evaluation.session import Journal, beside
 from gearbx_mlx.files.writing import replacing
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
@@ -132,7 +132,7 @@ def test_an_evaluation_that_is_interrupted_after_each_recording_reports_what_it_
 def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     name, *more = flags["final numbers"]
     assert command(name, *more, "--out", tmp_path / "once").status == 0
-    code = "import itertools, os, signal; from gearbx_mlx.evaluation.journal import Journal; "
+    code = "import itertools, os, signal; from gearbx_mlx.evaluation.session import Journal; "
     code += "from gearbx_mlx.commands import command; fsync, count = os.fsync, itertools.count(); "
     code += "os.fsync = lambda file: next(count) == 5 and os.kill(os.getpid(), signal.SIGKILL) or fsync(file); "
     code += "command('evaluate')()"
@@ -214,7 +214,7 @@ class TestAFullDisk:
         assert Journal(file, {"model": "a"}).parts == {"first": [1.0] * 10, "second": [2.0] * 10}
 
     def test_a_journal_that_another_process_writes_is_refused(self, tmp_path):
-        code = "import sys, pathlib; from gearbx_mlx.evaluation.journal import Journal; "
+        code = "import sys, pathlib; from gearbx_mlx.evaluation.session import Journal; "
         code += "Journal(pathlib.Path(sys.argv[1]), {'model': 'a'}); print('ready', flush=True); sys.stdin.read()"
         command, file = [sys.executable, "-c", code], tmp_path / "journal"
         with subprocess.Popen([*command, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

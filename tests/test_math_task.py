@@ -7,9 +7,7 @@ import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.answers import by_group
-from gearbx_mlx.evaluation.boxed import final_answer, finished, normalised
-from gearbx_mlx.evaluation.math_problems import read_problems
+from gearbx_mlx.evaluation.answers import box_finished, boxed_answer, by_group, normalised, read_problems
 
 SAMPLE = Path(__file__).parent / "data" / "math_sample.jsonl"
 GOOD = {"problem": "1 + 1?", "solution": r"$\boxed{2}$"}
@@ -34,14 +32,14 @@ class TestBoxes:
         ],
     )
     def test_the_last_one_is_the_answer(self, text, answer):
-        assert final_answer(text) == answer
+        assert boxed_answer(text) == answer
 
     def test_writing_ends_with_the_line_of_a_whole_box(self):
-        assert not finished("\\boxed{\\frac{1}{2}")
-        assert not finished("\\boxed{1}$.")
-        assert finished("\\boxed{1}$.\n")
-        assert not finished("\\boxed{1}\\boxed{\n")
-        assert finished("\nQuestion:")
+        assert not box_finished("\\boxed{\\frac{1}{2}")
+        assert not box_finished("\\boxed{1}$.")
+        assert box_finished("\\boxed{1}$.\n")
+        assert not box_finished("\\boxed{1}\\boxed{\n")
+        assert box_finished("\nQuestion:")
 
 
 class TestEqualAnswers:
@@ -89,7 +87,7 @@ class TestEqualAnswers:
 class TestReading:
     def test_the_sample(self):
         rows = read_problems(SAMPLE)
-        assert [final_answer(row["answer"]) for row in rows] == [r"\frac{7}{8}", r"3\sqrt{2}", "5", "12", "(-1,3)"]
+        assert [boxed_answer(row["answer"]) for row in rows] == [r"\frac{7}{8}", r"3\sqrt{2}", "5", "12", "(-1,3)"]
         assert [row["level"] for row in rows] == [f"Level {n}" for n in (1, 2, 2, 3, 3)]
 
     def test_a_folder_as_published_in_the_order_of_its_numbers(self, tmp_path):

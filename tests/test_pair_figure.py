@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from gearbx_mlx.evaluation.pair_picture import both_ways, draw_pair, ratio_of_small
-from gearbx_mlx.evaluation.pair_scores import points, table_1
+from gearbx_mlx.evaluation.pair import both_ways, draw_pair, points, ratio_of_small, table_1
 
 ABOUT = {"small_model": "models/1B", "model": "3B", "data": "math.jsonl"}
 # EAD, Table 1, Llama 3.2 3B and 1B: threshold, large model usage, score, parameter ratio.

@@ -20,8 +20,8 @@ from gearbx_mlx.bit_selection.sensitivity import (
     measure_layers,
     outliers,
 )
-from gearbx_mlx.evaluation.journal import Journal
 from gearbx_mlx.evaluation.metrics import ranks, spearman
+from gearbx_mlx.evaluation.session import Journal
 from gearbx_mlx.gears.discovery import Layer, with_clamps
 
 BITS = (3, 8)

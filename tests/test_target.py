@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from test_bad_input import assert_refused
 
-from gearbx_mlx.evaluation.budget import candidates, in_order
 from gearbx_mlx.evaluation.replay import Recording
-from gearbx_mlx.evaluation.wish import Wish
+from gearbx_mlx.evaluation.target import Wish, candidates, in_order
 from gearbx_mlx.gears.ladder import Ladder
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"

@@ -1,9 +1,13 @@
 """The H-Process: the highest two floors whose model fits a budget and gives no garbage (XFP 6.3).
 
 Memory bounds the floors from above. While the model is encoded, the layers that are encoded already and the layer in
-work are in memory together; while it generates, the model and a reserve for its cache and activations (reserve.py).
-Garbage bounds them from below, and only an end-to-end check shows it. The search therefore tries points from aggressive
-to conservative, and takes the last one that fits and passes the check.
+work are in memory together; while it generates, the model and a reserve for its cache and activations. XFP reserves
+8 GiB and 10 GiB for its model; here both are measured by reading a few tokens with the model itself.
+
+Garbage bounds the floors from below, and no cosine of weights shows it: a quantized model gives garbage if its
+distributions on a calibration text are far from the original's, or if it repeats itself where the original does not.
+The search therefore tries points from aggressive to conservative, and takes the last one that fits and passes the
+check.
 """
 
 import itertools

@@ -2,7 +2,8 @@
 
 Only what the layer changes is computed again. The blocks before it keep their outputs at full precision, and so do the
 managed layers of its own block whose inputs stay the same: to reduce v_proj does not change the outputs of q_proj and
-k_proj. The result is exact, since the same operations on the same numbers give the same numbers.
+k_proj. The result is exact, since the same operations on the same numbers give the same numbers. What is measured
+becomes the layers of a precision manifest.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from msgspec import Meta
 from rich.progress import Progress
 
 from ..errors import GearbxError
-from ..evaluation.journal import Journal
 from ..evaluation.metrics import kl_divergence, log_softmax, spearman
+from ..evaluation.session import Journal
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.discovery import Layer, with_clamps

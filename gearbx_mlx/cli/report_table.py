@@ -7,7 +7,7 @@ from rich import box
 from rich.cells import cell_len
 from rich.table import Table
 
-from ..evaluation.tables import Columns
+from ..evaluation.report import Columns
 
 GAP = 2  # characters between columns
 MARGIN = 1

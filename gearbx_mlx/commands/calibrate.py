@@ -8,8 +8,7 @@ from ..cli.device import choose_device
 from ..cli.output import output_path
 from ..cli.parsers.calibrate import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from ..cli.settings import command_settings
-from ..evaluation.journal import JOURNAL, beside
-from ..evaluation.session import remove_session
+from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
 from ..routing.draft_file import DraftFile

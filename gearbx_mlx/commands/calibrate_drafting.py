@@ -19,7 +19,7 @@ from ..cli.parsers.calibrate import CalibrateSettings
 from ..cli.room import warn_of_memory
 from ..decoding.agreement import Agreement, draft_files, record_agreement
 from ..errors import GearbxError
-from ..evaluation.journal import Journal
+from ..evaluation.session import Journal
 from ..formats import get_format
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder

@@ -21,17 +21,23 @@ from ..cli.sizes import human_bytes
 from ..decoding.agreement import Agreement, draft_files
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
-from ..evaluation.budget import KICKDOWN, LOSSLESS, STATIC, Candidate, candidates, in_order
-from ..evaluation.drafting import drafted, sequences_of
-from ..evaluation.inputs import hash_of_tokens
-from ..evaluation.journal import Journal
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, StaticPolicy
-from ..evaluation.replay import Recording, Reference, ReplayStep, driven, read_at_once, record, targets_of
+from ..evaluation.replay import (
+    Recording,
+    Reference,
+    ReplayStep,
+    drafted,
+    driven,
+    read_at_once,
+    record,
+    sequences_of,
+    targets_of,
+)
 from ..evaluation.report import RecordingCosts
-from ..evaluation.session import EvaluationSession
+from ..evaluation.session import EvaluationSession, Journal, hash_of_tokens
+from ..evaluation.target import KICKDOWN, LOSSLESS, STATIC, Candidate, PolicyOutcome, Wish, candidates, in_order
 from ..evaluation.text import read_documents, windows_of
-from ..evaluation.wish import PolicyOutcome, Wish
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..gears.output_head import vocabulary

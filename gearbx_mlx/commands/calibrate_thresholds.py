@@ -17,7 +17,7 @@ from ..cli.room import warn_of_memory
 from ..decoding.entropy_sampler import sampled_tokens
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.stream import stream_generate
-from ..evaluation.journal import Journal
+from ..evaluation.session import Journal
 from ..gears.observer import Observer
 from ..gears.output_head import vocabulary
 from ..loading import model_name

@@ -14,7 +14,7 @@ from ..cli.loaded import room_for
 from ..cli.parsers.calibrate import MANUAL, CalibrateSettings, CalibrationSettings
 from ..cli.prompt import PromptSettings, encode_prompt
 from ..errors import GearbxError
-from ..evaluation.inputs import hash_of_tokens
+from ..evaluation.session import hash_of_tokens
 from ..gears.ladder import Ladder
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile

@@ -9,7 +9,7 @@ from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
 from ..cli.report_table import report_table
 from ..cli.settings import command_settings
 from ..errors import GearbxError
-from ..evaluation.tables import Report
+from ..evaluation.report import Report
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
 from ..telemetry.report import get_pyplot

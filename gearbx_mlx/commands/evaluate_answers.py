@@ -15,9 +15,8 @@ from ..cli.room import warn_of_memory
 from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation import answers
-from ..evaluation.inputs import hash_of_tokens
-from ..evaluation.session import EvaluationSession
-from ..evaluation.tables import Report
+from ..evaluation.report import Report
+from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..gears.attachment import model_fingerprint
 from ..gears.output_head import vocabulary
 from .evaluation_inputs import about, inputs_of

@@ -10,13 +10,11 @@ from ..cli.loaded_pair import LoadedPair, load_pair
 from ..cli.pair import Turns, turns_of
 from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
 from ..errors import GearbxError
-from ..evaluation import answers_pair, pair
-from ..evaluation.answers import TASKS, grouped
-from ..evaluation.inputs import hash_of_tokens, model_contents
-from ..evaluation.math_problems import problem_files
-from ..evaluation.pair_picture import draw_pair
-from ..evaluation.session import EvaluationSession, fingerprint
-from ..evaluation.tables import Report
+from ..evaluation import pair
+from ..evaluation.answers import TASKS, grouped, problem_files
+from ..evaluation.pair import draw_pair
+from ..evaluation.report import Report
+from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens, model_contents
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
 from ..gears.activations import dtype_name, model_dtype
 from ..loading import model_name
@@ -45,7 +43,8 @@ def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
         prompts = prompts_of(settings.prompt, settings.task.task, models.tokenizer, models.config, examples, problems)
         report = answers_report(settings, turns, models, prompts, out)
         report["policies"] = grouped(problems, report["policies"])
-        return Report(report, answers_pair.markdown(report), answers_pair.COLUMNS, answers_pair.FIRST, PICTURES)
+        page = pair.answers_page(report)
+        return Report(report, page, pair.ANSWER_COLUMNS, pair.FIRST_OF_ANSWERS, PICTURES)
     report = text_report(settings, turns, small_model, out)
     return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST, PICTURES)
 
@@ -84,36 +83,36 @@ def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out:
 
 
 def answers_report(
-    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[answers_pair.Prompt], out: Path
+    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[pair.Prompt], out: Path
 ) -> dict[str, Any]:
     """The models write answers. The session keeps every row as soon as it is complete."""
     seed, task = settings.comparison.seed, TASKS[settings.task.task]
     session = EvaluationSession(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
-    solve = partial(answers_pair.solve, models.small, models.large, models.tokenizer, task, prompts, turns.window)
-    attempts: dict[str, list[answers_pair.PairAttempt]] = {}
+    solve = partial(pair.solve_in_turns, models.small, models.large, models.tokenizer, task, prompts, turns.window)
+    attempts: dict[str, list[pair.PairAttempt]] = {}
     thresholds: dict[str, float] = {}
     complete = False
     with terminal.progress_bar() as progress:
 
-        def attempt(name: str, threshold: float, gate_of: Callable) -> list[answers_pair.PairAttempt]:
+        def attempt(name: str, threshold: float, gate_of: Callable) -> list[pair.PairAttempt]:
             numbers = progress.track(range(len(prompts)), description=name)
-            attempts[name] = session.rows(name, partial(solve, gate_of), answers_pair.PairAttempt, numbers)
+            attempts[name] = session.rows(name, partial(solve, gate_of), pair.PairAttempt, numbers)
             thresholds[name] = threshold
             return attempts[name]
 
         try:
             for threshold in sorted({*turns.sweep(models.vocab_size), 0.0}):
-                gate = answers_pair.by_entropy(threshold, turns.min_duration)
-                share = answers_pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
+                gate = pair.by_entropy(threshold, turns.min_duration)
+                share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
                 if 0 < share < 1:
-                    coin = answers_pair.by_chance(share, turns.min_duration, seed)
+                    coin = pair.by_chance(share, turns.min_duration, seed)
                     attempt(f"random-{threshold:g}", threshold, coin)
             complete = True
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
     return about(settings, turns, models) | {
         "complete": complete,
-        "policies": answers_pair.rows_of(attempts, thresholds, models.parameters),
+        "policies": pair.answer_rows(attempts, thresholds, models.parameters),
     }
 
 

@@ -10,13 +10,10 @@ from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
 from ..cli.room import warn_of_memory
 from ..decoding.kv_gears import check_heads
 from ..errors import GearbxError
-from ..evaluation.inputs import hash_of_tokens
-from ..evaluation.picture import draw
-from ..evaluation.plans import entries
-from ..evaluation.report import COLUMNS, FIRST, markdown
+from ..evaluation.policies import entries
+from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown
 from ..evaluation.runs import Runs
-from ..evaluation.session import EvaluationSession
-from ..evaluation.tables import Report
+from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.kv_ladder import kv_ladder

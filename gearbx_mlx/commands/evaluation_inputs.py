@@ -6,9 +6,8 @@ from typing import Any
 from ..cli.gears import GearSettings
 from ..cli.model import ModelSettings
 from ..cli.parsers.evaluate import EvaluateSettings
-from ..evaluation.inputs import adapter_contents, model_contents, versions
-from ..evaluation.math_problems import problem_files
-from ..evaluation.session import fingerprint
+from ..evaluation.answers import problem_files
+from ..evaluation.session import adapter_contents, fingerprint, model_contents, versions
 from ..kernels.device import device_in_use
 from ..loading import model_name
 

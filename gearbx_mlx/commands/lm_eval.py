@@ -22,12 +22,12 @@ from ..decoding.kickdown import Kickdown
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.route import RoutePolicy as RouteMode
-from ..decoding.static import StaticPolicy as StaticMode
+from ..decoding.route import Route
+from ..decoding.static import Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
-from ..evaluation.policies import Policy, RoutePolicy, StaticPolicy
-from ..evaluation.replay import computed, next_logprobs
+from ..evaluation.policies import RoutePolicy, StaticPolicy
+from ..evaluation.replay import Policy, computed, next_logprobs
 from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
 from ..kernels.device import use_device
@@ -129,10 +129,10 @@ class GearbxLM(MLXLM):
     def generation_mode(self) -> Mode:
         """The mode in which a continuation is written."""
         if self.mode == ROUTE:
-            return RouteMode(self.thresholds, initial_gear=self.first.name)
+            return Route(self.thresholds, initial_gear=self.first.name)
         if self.mode == KICKDOWN:
             return Kickdown(self.thresholds)
-        return StaticMode(self.first.name) if self.mode == STATIC else Lossless()
+        return Static(self.first.name) if self.mode == STATIC else Lossless()
 
     def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> tuple[mx.array, Read]:
         """Log-probabilities (1, V) after the prompt, whose last token is the first that the policy has a say in: what

@@ -30,8 +30,7 @@ from ..cli.output import output_path
 from ..cli.parsers.sensitivity import SensitivitySettings
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..errors import GearbxError
-from ..evaluation.inputs import hash_of_tokens, versions
-from ..evaluation.journal import JOURNAL, Journal, beside
+from ..evaluation.session import JOURNAL, Journal, beside, hash_of_tokens, versions
 from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.attachment import model_fingerprint

@@ -1,12 +1,24 @@
-"""Problems, free-running: the model writes greedily, and its final answer is right or wrong."""
+r"""Problems, free-running: the model writes greedily, and its final answer is right or wrong.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+GSM8K: the answer is the number after ####. MATH: the answer in \boxed{...}, in a form in which equal answers are equal
+strings. Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (arXiv:2103.03874): their
+evaluation takes the last box and compares strings after the replacements below. So 0.5 and \frac{1}{2} are the same
+answer, and 0.25 and \frac{1}{4} are not: scores compare with published ones only under the same rule.
+
+Problems of MATH are read as they are published: JSON Lines, or a folder of files with one problem each. The fields are
+problem, solution (with the answer in \boxed{...}), level and type; of MATH-500, subject instead of type.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from ..decoding.kickdown import Kickdown
 from ..decoding.lossless import Lossless
@@ -15,14 +27,171 @@ from ..decoding.response import GearResponse
 from ..decoding.route import Route
 from ..decoding.static import Static
 from ..decoding.stream import stream_generate
-from ..files.reading import Count
+from ..errors import GearbxError
+from ..files.reading import Count, json_lines, read_json, read_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
-from . import boxed, gsm8k
-from .math_problems import read_problems
 from .metrics import mcnemar, paired
-from .tables import INCOMPLETE, Columns, kilobytes, markdown_table, percent
-from .text import PROMPT, read_rows
+from .report import INCOMPLETE, Columns, kilobytes, markdown_table, percent
+from .text import NEXT_PROMPT, PROMPT, read_rows
+
+FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the first ####, as GSM8K writes its answers: "#### 1,200" is 1200."""
+    match = FINAL.search(text.split(NEXT_PROMPT)[0])
+    try:
+        return Decimal(match.group(1).replace(",", "")) if match else None
+    except InvalidOperation:
+        return None
+
+
+def number_finished(text: str) -> bool:
+    """Whether nothing that follows can change the final number."""
+    return NEXT_PROMPT in text or re.search(r"####[^\n]*\d[^\n]*\n", text) is not None
+
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+BRACES = re.compile(r"\\[{}]|[{}]")  # an escaped brace is a sign of a set, and closes nothing
+
+# What is replaced, in this order; first in the answer with its spaces, then in the one without.
+SPACED = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"\n|\\!", ""),  # line breaks and negative spaces
+        (r"\\\\", r"\\"),
+        (r"\\[td]frac", r"\\frac"),
+        (r"\\(?:left|right)(?![A-Za-z])", ""),
+        (r"\^(?:\{\\circ\}|\\circ)", ""),  # degrees
+        (r"\\?\$", ""),  # dollars, and the signs of formulas
+        (r"\\(?:text|mbox)\{ .*", ""),  # a unit to the right: in MATH only units have a space there
+        (r"\\?%", ""),
+        (r"(^|[ {])\.(?=\d)", r"\g<1>0."),
+        (r"^[^=]{0,2}=([^=]*)$", r"\1"),  # the name of a variable
+    )
+)
+TIGHT = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"\\sqrt([A-Za-z0-9])", r"\\sqrt{\1}"),
+        (r"\\frac([A-Za-z0-9])([A-Za-z0-9])", r"\\frac{\1}{\2}"),
+        (r"\\frac([A-Za-z0-9])\{", r"\\frac{\1}{"),
+        (r"^0\.5$", r"\\frac{1}{2}"),
+        (r"^(0|-?[1-9]\d*)/([1-9]\d*)$", r"\\frac{\1}{\2}"),
+    )
+)
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The content of the last box before the next problem, normalised; None without a box, or if it does not end."""
+    text = text.split(NEXT_PROMPT)[0]
+    boxes = list(BOX.finditer(text))
+    content = box_content(text, boxes[-1].end()) if boxes else None
+    return None if content is None else normalised(content)
+
+
+def box_finished(text: str) -> bool:
+    """Whether the line of an answer has ended: a solution ends with its box."""
+    if NEXT_PROMPT in text:
+        return True
+    boxes = list(BOX.finditer(text))
+    return bool(boxes) and "\n" in text[boxes[-1].end() :] and box_content(text, boxes[-1].end()) is not None
+
+
+def box_content(text: str, start: int) -> str | None:
+    """What the braces at `start` contain, braces inside them included; without braces, up to $ or the line's end.
+
+    None: the braces do not close, or the box is empty.
+    """
+    if not text.startswith("{", start):
+        return re.split(r"[$\n]", text[start:])[0].strip() or None
+    depth = 0
+    for brace in BRACES.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()].strip() or None
+    return None
+
+
+def normalised(answer: str) -> str:
+    """An answer as the public evaluation compares it: without units, spaces and the many ways to write a fraction."""
+    for pattern, to in SPACED:
+        answer = pattern.sub(to, answer)
+    answer = re.sub(r"\s", "", answer)
+    for pattern, to in TIGHT:
+        answer = pattern.sub(to, answer)
+    return answer
+
+
+GIVE_PROBLEMS = "give problems of MATH: JSON Lines, or a folder of JSON files, with problem and solution"
+
+
+class Problem(Struct, frozen=True):
+    """A problem of MATH."""
+
+    problem: str
+    solution: str
+    level: str | int | None = None
+    type: str | None = None
+    subject: str | None = None
+
+    def row(self) -> dict[str, str]:
+        """Question, answer, and the names of the level and of the subject."""
+        level = f"Level {self.level}" if isinstance(self.level, int) else self.level
+        return {
+            "question": self.problem,
+            "answer": self.solution,
+            "level": level or "",
+            "type": self.type or self.subject or "",
+        }
+
+
+def problem_files(path: Path) -> list[Path]:
+    """The files of problems, in the order of their folders and numbers: 2.json is before 10.json.
+
+    Raises:
+        GearbxError: a folder without any.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.rglob("*.json"), key=lambda file: (file.parent, len(file.stem), file.stem))
+    if not files:
+        raise GearbxError(f"{path}: has no .json file; {GIVE_PROBLEMS}")
+    return files
+
+
+def read_problems(path: Path) -> list[dict[str, str]]:
+    """The problems of a file of JSON Lines, of a file with one problem (.json), or of a folder of these.
+
+    Returns:
+        for each a dictionary with question, answer, level and type, all strings.
+
+    Raises:
+        GearbxError: a file that cannot be read or has no problems, or a problem without text or without a boxed answer.
+    """
+    rows = [checked_row(place, problem) for file in problem_files(path) for place, problem in problems_in(file)]
+    if not rows:
+        raise GearbxError(f"{path}: is empty; {GIVE_PROBLEMS}")
+    return rows
+
+
+def problems_in(file: Path) -> Iterator[tuple[str, Problem]]:
+    """Where each problem of a file stands, for errors, and the problem."""
+    if file.suffix == ".json":
+        yield str(file), read_json(file, Problem, "a problem of MATH", GIVE_PROBLEMS)
+        return
+    for number, problem in json_lines(file, read_text(file, "problems of MATH", GIVE_PROBLEMS), Problem, GIVE_PROBLEMS):
+        yield f"{file}, line {number}", problem
+
+
+def checked_row(place: str, problem: Problem) -> dict[str, str]:
+    if not problem.problem.strip():
+        raise GearbxError(f"{place}: its problem has no text; {GIVE_PROBLEMS}")
+    if boxed_answer(problem.solution) is None:
+        raise GearbxError(f"{place}: its solution has no answer in \\boxed{{...}}; add it, or leave the problem out")
+    return problem.row()
+
 
 DRAFTS = Lossless(
     cost="bytes", lookup_tokens=0, draft_ahead=0
@@ -46,8 +215,8 @@ class Task:
 
 
 TASKS = {
-    "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), gsm8k.final_number, gsm8k.finished),
-    "math": Task(read_problems, boxed.final_answer, boxed.finished, "\nPut the final answer in \\boxed{}."),
+    "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), final_number, number_finished),
+    "math": Task(read_problems, boxed_answer, box_finished, "\nPut the final answer in \\boxed{}."),
 }
 
 

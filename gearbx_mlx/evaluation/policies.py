@@ -1,47 +1,26 @@
 """Which gear computes a token: the policies of the comparison, and the controls that they have to beat.
 
 All but the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes it
-in `low` first and then, perhaps, again in `high`: both passes are counted.
+in `low` first and then, perhaps, again in `high`: both passes are counted. A report has a row for every policy with its
+controls, each with the threshold that gives the share of tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.gates import Gate
+from ..routing.calibration import share_thresholds
+from ..routing.gates import Gate, ThresholdGate
 from ..routing.monitor import Monitor
-from .metrics import entropy_of_logprobs, log_softmax
+from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
+from .replay import Policy, Recording, Reference, positions_of, targets_of
 
 ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
-
-
-class Policy(Protocol):
-    """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
-
-    `takes_back`: tokens may be computed again, so that the KV cache is put back.
-    """
-
-    takes_back: bool
-
-    def begin(self) -> None:
-        """Start a new window, with an empty KV cache."""
-        ...
-
-    def first(self, place: int) -> Gear:
-        """The gear that computes this token first."""
-        ...
-
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        """The higher gear that computes the token again, given its log-probabilities (V,); or None."""
-        ...
-
-    def after(self, logprobs: np.ndarray) -> None:
-        """Take the log-probabilities (V,) of the last pass."""
-        ...
 
 
 class OnePass:
@@ -141,3 +120,119 @@ def position_plan(low: Gear, high: Gear, share: float, positions: np.ndarray) ->
     """The first tokens of every window in `high`; positions (n,) within the windows, up to the quantile."""
     last = np.quantile(positions, share, method="inverted_cdf")
     return Planned([high if up else low for up in positions < last])
+
+
+ONE_PASS = "one pass per token, in the gear that it is computed in"
+TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
+DRAFTS = "the low passes of all drafts, and one top pass for each verification"
+COUNTED = {
+    "static": ONE_PASS,
+    "random": ONE_PASS,
+    "route": ONE_PASS,
+    "position": ONE_PASS,
+    "kickdown": TWO_PASSES,
+    "inverted": TWO_PASSES,
+    "oracle": TWO_PASSES,
+    "lossless": DRAFTS,
+    "lossless-fixed": DRAFTS,
+    "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
+}
+WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
+CONTROLS = ("static", "random")  # in every report
+SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
+
+    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
+    """
+
+    policy: str
+    share: float | None = None
+    bits: int | None = None
+    kv_gears: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        if self.policy == "static":
+            return f"static-{self.bits}"
+        if self.policy == "kv":
+            return f"kv-{self.bits}-of-{'-'.join(map(str, self.kv_gears))}"
+        return self.policy if self.share is None else f"{self.policy}-{self.share:g}"
+
+
+@dataclass
+class Setting:
+    """What the policies are made from.
+
+    recorded: the low gear alone. gate: window, hysteresis and min_gear_duration of route.
+    """
+
+    gearbox: Gearbox
+    windows: Sequence[Sequence[int]]
+    low: Gear
+    high: Gear
+    reference: Reference
+    recorded: Recording
+    gate: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+def entries(
+    policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear], kv_gears: tuple[int, ...] = ()
+) -> list[PolicyRow]:
+    """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
+    rows = []
+    for policy in COUNTED:
+        if policy not in (*policies, *CONTROLS):
+            continue
+        if policy == "static":
+            rows += [PolicyRow(policy, bits=gear.bits) for gear in ladder]
+        elif policy in SHIFTING:
+            rows += [PolicyRow(policy, share) for share in shares]
+        else:
+            rows.append(PolicyRow(policy))
+    return rows + [PolicyRow("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
+
+
+def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | None]:
+    """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share.
+
+    The policies without a threshold have None.
+    """
+    low, high, share = setting.low, setting.high, entry.share or 0.0
+    tokens = len(targets_of(setting.windows))
+    if entry.policy == "random":
+        return random_plan(low, high, share, tokens, setting.seed), None
+    if entry.policy == "position":
+        return position_plan(low, high, share, positions_of(setting.windows)), None
+    if entry.policy == "route":
+        return route_policy(setting, share)
+    signal, recorded = signals(setting)[entry.policy]
+    threshold = float(np.quantile(recorded, 1 - share, method="inverted_cdf"))
+    return SameToken(low, high, signal, threshold), threshold
+
+
+def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], float], np.ndarray]]:
+    """The signal that each policy compares with its threshold, and its values in the low gear alone (n,)."""
+    entropy, reference = setting.recorded.entropy, setting.reference
+    return {
+        "kickdown": (lambda place, q: float(entropy_of_logprobs(log_softmax(q))), entropy),
+        "inverted": (lambda place, q: -float(entropy_of_logprobs(log_softmax(q))), -entropy),
+        "oracle": (
+            lambda place, q: float(kl_divergence(reference.logprobs(place), log_softmax(q))),
+            setting.recorded.kl,
+        ),
+    }
+
+
+def route_policy(setting: Setting, share: float) -> tuple[RoutePolicy, float]:
+    """The gate of mode route, with the threshold that `calibrate --method share` would find."""
+    recorded, vocabulary = setting.recorded, setting.reference.stored.shape[1]
+    sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
+    thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)
+    gate = {key: value for key, value in setting.gate.items() if key != "window"}
+    monitor = Monitor(vocabulary, **({"window": setting.gate["window"]} if "window" in setting.gate else {}))
+    return RoutePolicy((setting.low, setting.high), ThresholdGate(thresholds, **gate), monitor), thresholds[0]

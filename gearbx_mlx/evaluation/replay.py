@@ -1,25 +1,57 @@
-"""A text read one token at a time on a real KV cache, which keeps the entries that a low gear writes."""
+"""A text read one token at a time on a real KV cache, which keeps the entries that a low gear writes.
+
+Lossless along a text: the low gear reads the text's own tokens and drafts, the top gear verifies the draft in one pass.
+A drafted token is accepted where both gears have the same most likely token, even if the text has another. The first
+token on which they differ ends the draft, and the top gear's prediction stands there. So the passes are those of a
+greedy generation that would have written this text.
+"""
 
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..decoding.rows import Verifier
 from ..decoding.snapshots import Snapshot
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from .policies import Policy
 
 REMAKE = "remove it, and the same command makes it again"
 AT_ONCE = 16  # tokens in a pass: as many as native kernels take
+
+
+class Policy(Protocol):
+    """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
+
+    `takes_back`: tokens may be computed again, so that the KV cache is put back.
+    """
+
+    takes_back: bool
+
+    def begin(self) -> None:
+        """Start a new window, with an empty KV cache."""
+        ...
+
+    def first(self, place: int) -> Gear:
+        """The gear that computes this token first."""
+        ...
+
+    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
+        """The higher gear that computes the token again, given its log-probabilities (V,); or None."""
+        ...
+
+    def after(self, logprobs: np.ndarray) -> None:
+        """Take the log-probabilities (V,) of the last pass."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -221,3 +253,67 @@ def record(steps: Iterable[ReplayStep], reference: Reference) -> Recording:
             )
         )
     return Recording(*(np.array(column) for column in zip(*rows)))
+
+
+def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
+    """Entropies and agreements of each window."""
+    inside = [recorded.window == number for number in np.unique(recorded.window)]
+    return [(recorded.entropy[chosen].tolist(), recorded.agree[chosen].tolist()) for chosen in inside]
+
+
+def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[AcceptanceCurve, float, float]:
+    """The rule that reads the fewest bytes on the recorded tokens.
+
+    Args:
+        recorded: the low gear alone.
+        low_bytes, top_bytes: weight bytes of a pass in either gear.
+
+    Returns:
+        the curve a(H), the bound on its product, and weight bytes per token.
+    """
+    curve = fit_curve(recorded.entropy.tolist(), recorded.agree.tolist())
+    return curve, *best_bound(sequences_of(recorded), curve, low_bytes, top_bytes)
+
+
+def drafted(
+    gearbox: Gearbox, windows: Sequence[Sequence[int]], low: Gear, top: Gear, rule: DraftRule
+) -> Iterator[ReplayStep]:
+    """The predictions of lossless mode along the windows.
+
+    After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
+    counts the passes of the draft and of its verification.
+    """
+    verifier = Verifier(gearbox, top)
+    for number, window in enumerate(windows):
+        cache = make_prompt_cache(gearbox.model)
+        place, last = 0, len(window) - 1  # nothing follows the last token
+        while place < last:
+            most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft
+            gearbox.shift(low)
+            with Snapshot(cache).borrowed():
+                drafts = draft(gearbox, window[place : place + most], cache, rule)
+            read = mx.array([window[place : place + len(drafts) + 1]])
+            rows = verifier.rows(read, cache)
+            verified = logprobs_of(rows.logits)
+            same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
+            kept = sum(itertools.takewhile(bool, same)) + 1
+            rows.show(kept)
+            passes = [0] * len(gearbox.ladder)
+            passes[low.index] += len(drafts)
+            passes[top.index] += 1
+            for offset in range(kept):
+                yield ReplayStep(number, window[place + offset + 1], verified[offset], top, passes)
+                passes = [0] * len(gearbox.ladder)
+            place += kept
+
+
+def draft(gearbox: Gearbox, tokens: Sequence[int], cache: object, rule: DraftRule) -> list[int]:
+    """The engaged gear's most likely token after each of the tokens, until the rule stops the draft."""
+    rule.begin()
+    drafts: list[int] = []
+    for token in tokens:
+        logprobs = next_logprobs(gearbox.model, [token], cache)[0]
+        drafts.append(int(logprobs.argmax()))
+        if not rule.goes_on(float(entropy_of_logprobs(log_softmax(logprobs)))):
+            break
+    return drafts

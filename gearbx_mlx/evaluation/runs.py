@@ -1,27 +1,73 @@
-"""The recordings of one report, made in turn, each kept in a file as soon as it is complete."""
+"""The recordings of one report, made in turn, each kept in a file as soon as it is complete.
 
+Among them is the noise floor: how far the reference is from itself where arithmetic is as coarse as bfloat16's.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..decoding.kv_gears import cache_in_gears
+from ..formats.base import dense_weight
 from ..gears.activations import dtype_name
+from ..gears.adapters import layers_of, places_of, put_modules, tree_of
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.acceptance import FixedLength, ProductRule, best_length
-from .chance import compare_with_chance
-from .drafting import best_rule, drafted, sequences_of
 from .metrics import by_bucket, quality
-from .noise import noisy
-from .plans import PolicyRow, Setting, make_policy
-from .policies import StaticPolicy
-from .replay import Recording, Reference, ReplayStep, driven, record, targets_of
-from .report import SCHEMA, VERSION, compare_with_static, quality_arguments, row_of
+from .policies import PolicyRow, Setting, StaticPolicy, make_policy
+from .replay import Recording, Reference, ReplayStep, best_rule, drafted, driven, record, sequences_of, targets_of
+from .report import SCHEMA, VERSION, compare_with_chance, compare_with_static, quality_arguments, row_of
 from .session import EvaluationSession
+
+UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
+
+
+class Noisy(nn.Module):
+    """A layer that changes each of its outputs by a random relative error, uniform within bfloat16's unit roundoff."""
+
+    def __init__(self, layer: nn.Module, seed: int):
+        super().__init__()
+        self.layer = layer
+        self._key = mx.random.key(seed)
+
+    def __call__(self, *args, **kwargs) -> mx.array:
+        return self.blur(self.layer(*args, **kwargs))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The product of an embedding that is the output head as well."""
+        return self.blur(self.layer.as_linear(x))
+
+    def dense_weight(self) -> mx.array:
+        """The weight (O, I), whose norms an adapter may need."""
+        return dense_weight(self.layer)
+
+    def blur(self, y: mx.array) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
+
+
+@contextlib.contextmanager
+def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
+    """The top gear with noise on the output of every managed layer; do not shift inside the context."""
+    gearbox.shift(gearbox.ladder.top)
+    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
+    engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
+    wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
+    put_modules(gearbox.model, tree_of(wrapped, places))
+    try:
+        with gearbox.compiled.aside():
+            yield
+    finally:
+        put_modules(gearbox.model, tree_of(engaged, places))
+
 
 NOISE = "noise"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import GearbxError
-from ...evaluation.wish import Wish
+from ...evaluation.target import Wish
 from ...routing.pass_costs import BYTES, COSTS, TIME
 from ..floors import FloorSettings
 from ..gate import GateSettings

@@ -1,19 +1,73 @@
 """A budget instead of thresholds: the policy that meets a wish at the least cost, from one recorded pass per gear.
 
-Candidates are each static gear; kickdown between any two gears, at every share; lossless under the top gear with any
-gear as the draft. Routing by past tokens is no candidate: at the same share it is about as good as chance.
+The wish of `calibrate --target-...` is at least this agreement, at most this KL, or at most these bytes. Candidates are
+each static gear; kickdown between any two gears, at every share; lossless under the top gear with any gear as the
+draft. Routing by past tokens is no candidate: at the same share it is about as good as chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import GearbxError
 from ..gears.ladder import Gear, Ladder
-from .drafting import best_rule
-from .replay import Recording
-from .wish import PolicyOutcome, Wish
+
+if TYPE_CHECKING:
+    from .replay import Recording
+
+
+@dataclass(frozen=True)
+class PolicyOutcome:
+    """The quality and the cost of a policy: agreement with the top gear, mean KL (nats), weight bytes per token."""
+
+    agreement: float
+    kl_mean: float
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One of three: the least agreement with the top gear, the most mean KL (nats), the most weight bytes per token.
+
+    Raises:
+        GearbxError: not exactly one of them, or a value that it cannot have.
+    """
+
+    agreement: float | None = None
+    kl: float | None = None
+    weight_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in vars(self).values()) != 1:
+            raise GearbxError("give one of a target agreement, a target KL, or target bytes")
+        if self.agreement is not None and not 0 < self.agreement <= 1:
+            raise GearbxError(f"target agreement is {self.agreement}; give a part of 1, such as 0.99")
+        if self.kl is not None and not self.kl >= 0:
+            raise GearbxError(f"target KL is {self.kl}; give nats, 0 or more")
+        if self.weight_bytes is not None and not self.weight_bytes > 0:
+            raise GearbxError(f"target bytes are {self.weight_bytes}; give weight bytes per token")
+
+    def __str__(self) -> str:
+        if self.agreement is not None:
+            return f"agreement of {self.agreement:g} with the top gear"
+        return (
+            f"mean KL of {self.kl:g} nats" if self.kl is not None else f"{self.weight_bytes:g} weight bytes per token"
+        )
+
+    def met_by(self, outcome: PolicyOutcome) -> bool:
+        if self.agreement is not None:
+            return outcome.agreement >= self.agreement
+        if self.kl is not None:
+            return outcome.kl_mean <= self.kl
+        return outcome.weight_bytes <= (self.weight_bytes or 0)
+
+    def rank(self, outcome: PolicyOutcome) -> tuple[float, float]:
+        """Sort key, the best outcome first: by bytes, then KL; where bytes are the wish, by KL, then bytes."""
+        both = outcome.weight_bytes, outcome.kl_mean
+        return both if self.weight_bytes is None else both[::-1]
+
 
 SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
 STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
@@ -32,13 +86,17 @@ class Candidate:
         return f"{self.mode} {','.join(map(str, self.gears))}"
 
 
-def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Ladder, Gear], float]) -> list[Candidate]:
+def candidates(
+    recordings: "Mapping[Gear, Recording]", weight_bytes: Callable[[Ladder, Gear], float]
+) -> list[Candidate]:
     """Every candidate, with its predicted outcome.
 
     Args:
         recordings: each gear alone over the same text, lowest first; the last is the reference itself.
         weight_bytes: of a token in a gear of a ladder: a gear alone has fewer planes to read than one among many.
     """
+
+    from .replay import best_rule  # the flags read this module before mlx_lm is loaded
 
     def cost(bits: Sequence[int]) -> list[float]:
         ladder = Ladder(bits)
@@ -59,7 +117,7 @@ def candidates(recordings: Mapping[Gear, Recording], weight_bytes: Callable[[Lad
 
 
 def kickdowns(
-    recordings: Mapping[Gear, Recording], low: Gear, high: Gear, low_bytes: float, high_bytes: float
+    recordings: "Mapping[Gear, Recording]", low: Gear, high: Gear, low_bytes: float, high_bytes: float
 ) -> list[Candidate]:
     """Kickdown between two gears at every share. The prediction ignores the low gear's entries in the KV cache."""
     below, above = recordings[low], recordings[high]
