@@ -6,7 +6,7 @@ from importlib import import_module
 from .cli import terminal
 from .cli.device import choose_device
 from .errors import GearbxError
-from .kernels.names import DEVICES
+from .kernels import DEVICES
 
 
 def run() -> None:

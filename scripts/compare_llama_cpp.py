@@ -30,7 +30,7 @@ from gearbx_mlx.cli.parsers.benchmark import parse_shape
 from gearbx_mlx.cli.terminal import progress_bar, run
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
-from gearbx_mlx.kernels.names import ACTIVATIONS
+from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.telemetry.summary import as_json
 
 HELD_OUT = Path(__file__).parents[1] / "tests" / "data" / "gsm8k_held_out.jsonl"

@@ -16,7 +16,7 @@ import numpy as np
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.formats import native, planes
-from gearbx_mlx.kernels.names import ACTIVATIONS
+from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.kernels.products import stack_product
 
 TOKENS = 200  # per text

@@ -28,7 +28,7 @@ from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.formats import codebook, codebook_library
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import nbytes
-from gearbx_mlx.formats.codebook_outliers import Outliers
+from gearbx_mlx.formats.codebook_fitting import Outliers
 from gearbx_mlx.kernels import cpu
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights

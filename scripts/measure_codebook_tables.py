@@ -22,8 +22,8 @@ from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import Codebook, nbytes
+from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE
 from gearbx_mlx.formats.codebook_options import CodebookOptions
-from gearbx_mlx.formats.codebook_outliers import DEFAULTS, OUTLIER_SIZE
 from gearbx_mlx.formats.codebook_quality import Quality, compare, qualities
 from gearbx_mlx.gears.discovery import discover
 

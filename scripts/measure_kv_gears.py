@@ -30,7 +30,7 @@ from gearbx_mlx.evaluation.policies import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
 from gearbx_mlx.evaluation.session import EvaluationSession
 from gearbx_mlx.evaluation.text import read_documents, windows_of
-from gearbx_mlx.formats.nested_kv_cache import KVGears, NestedKVCache
+from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 

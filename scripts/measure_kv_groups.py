@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from pages import fill, table
 
 from gearbx_mlx import load
-from gearbx_mlx.formats.kv_planes import pack, unpack
+from gearbx_mlx.formats.kv_cache import pack, unpack
 from gearbx_mlx.loading import DEMO_MODEL
 
 TALES = Path(__file__).with_name("tales_calibrate.txt")

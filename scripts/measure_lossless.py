@@ -35,7 +35,7 @@ from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.responses import stream_wrapped
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.gears.output_head import vocabulary
-from gearbx_mlx.kernels.names import ACTIVATIONS
+from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from pages import fill, table
 
-from gearbx_mlx.formats.exact_encoding import encode
+from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.kernels import cpu
 
 SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816))

@@ -25,13 +25,18 @@ from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.candidates import NATIVE, always
+from gearbx_mlx.kernels.dispatch import NATIVE, always
 from gearbx_mlx.kernels.metal import Launch, Prepared
-from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch
-from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
+from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
 from gearbx_mlx.kernels.metal_exact import exact_launch
-from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from gearbx_mlx.kernels.metal_rows import dense_launch, rope_launch
+from gearbx_mlx.kernels.metal_products import (
+    codebook_launch,
+    dense_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
 
 WIDTH, GROUP = 512, 64
 Times = dict[str, list[float]]

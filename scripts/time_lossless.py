@@ -31,7 +31,7 @@ from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
-from gearbx_mlx.kernels.names import ACTIVATIONS
+from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import ProductRule
 
 PASSES = 9

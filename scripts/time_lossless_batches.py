@@ -27,7 +27,7 @@ from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.decoding.batches.generate import batch_generator
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
-from gearbx_mlx.kernels.names import ACTIVATIONS
+from gearbx_mlx.kernels import ACTIVATIONS
 
 HEAD = [
     "weights",

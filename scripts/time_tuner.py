@@ -13,7 +13,7 @@ from pathlib import Path
 from gearbx_mlx import Gearbox
 from gearbx_mlx.commands.benchmark.decode import random_llama
 from gearbx_mlx.gears.kernel_choices import measure_gears
-from gearbx_mlx.kernels import cpu, tuning_cache
+from gearbx_mlx.kernels import cpu, tuner
 from gearbx_mlx.kernels.tuner import Tuner
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     cpu.native()  # in the user's own cache
     with tempfile.TemporaryDirectory() as folder:
-        tuning_cache.platformdirs.user_cache_path = lambda *_, **__: Path(folder)
+        tuner.platformdirs.user_cache_path = lambda *_, **__: Path(folder)
         first, second = (tuner_after_start(args.shape, args.gears) for _ in range(2))
     off = [times[chosen] / min(times.values()) - 1 for chosen, times in first.used.values()]
     print(f"{first.cache.machine}\n{args.shape}, gears {args.gears}: {len(first.used)} kinds of products")

@@ -25,10 +25,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, Pair, commands, stream_generate
-from gearbx_mlx.formats.packing import unpack_mlx_codes
 from gearbx_mlx.kernels import cpu, dispatch, metal
+from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
 from gearbx_mlx.kernels.compiler import Unavailable, find_compiler
-from gearbx_mlx.kernels.reference import plane_shifts
 from gearbx_mlx.loading import DEMO_MODEL
 
 # The hundreds of commands that tests start compile the package once, not each time.

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.formats.packing import pack_mlx_codes, unpack_mlx_codes
 from gearbx_mlx.formats.planes import split
+from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
 F32 = np.float32
 

@@ -12,8 +12,7 @@ import object_store
 import pytest
 import zig
 
-from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
-from gearbx_mlx.kernels.target import processor_features
+from gearbx_mlx.kernels.compiler import SOURCES, find_compiler, processor_features
 
 OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 SANITIZED = [

@@ -12,12 +12,31 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import codebook, codebook_library, get_format
-from gearbx_mlx.formats.codebook import Codebook, CodebookLinear, CodebookSwitchLinear, nbytes
+from gearbx_mlx.formats.codebook import (
+    LAYOUT,
+    Codebook,
+    CodebookLinear,
+    CodebookSwitchLinear,
+    nbytes,
+    pack_codebook_codes,
+    row_bytes,
+    unpack_codebook_codes,
+)
+from gearbx_mlx.formats.codebook_fitting import (
+    DEFAULTS,
+    ROUNDS,
+    STEP,
+    Outliers,
+    SortedRows,
+    find,
+    find_all,
+    lloyd,
+    lloyd_round,
+    nearest,
+    take_out,
+)
 from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
-from gearbx_mlx.formats.codebook_lloyd import ROUNDS, STEP, SortedRows, lloyd, lloyd_round, nearest
 from gearbx_mlx.formats.codebook_options import CodebookOptions, changed_name
-from gearbx_mlx.formats.codebook_outliers import DEFAULTS, Outliers, find, find_all, take_out
-from gearbx_mlx.formats.codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
 CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]

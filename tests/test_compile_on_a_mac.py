@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gearbx_mlx.kernels import compiler, cpu, target
-from gearbx_mlx.kernels.target import Target
+from gearbx_mlx.kernels import compiler, cpu
+from gearbx_mlx.kernels.compiler import Target
 
 NO_TOOLS = "the developer tools of macOS are not installed; run xcode-select --install"
 SYSCTL = """#include <cstdlib>
@@ -50,7 +50,7 @@ def mac(afresh, tmp_path):
     placeholders.mkdir()
     for name in ("c++", "clang++"):
         program(placeholders / name, f'echo "$@" >> {tmp_path / "log"}; echo "error: it ran" >&2; exit 1')
-    pretended = Target("darwin", "arm64", target.this_target().mlx)
+    pretended = Target("darwin", "arm64", compiler.this_target().mlx)
     afresh.setattr(compiler, "this_target", lambda: pretended)
     afresh.setattr(compiler, "PLACEHOLDERS", placeholders)
     afresh.setenv("PATH", f"{placeholders}:{tmp_path}:/bin:/usr/bin")
@@ -104,7 +104,7 @@ def test_a_library_serves_any_mac_and_only_the_same_processor_elsewhere(afresh):
         found = set()
         for features in ("Apple M1", "Apple M4 Max"):
             afresh.setattr(compiler, "processor_features", lambda named=features: named)
-            machine = Target(system, "arm64", target.this_target().mlx)
+            machine = Target(system, "arm64", compiler.this_target().mlx)
             found.add(compiler.hash_recipe(compiler.make_recipe([], machine)))
         return found
 
@@ -114,16 +114,16 @@ def test_a_library_serves_any_mac_and_only_the_same_processor_elsewhere(afresh):
 
 
 def test_the_name_of_the_processor(monkeypatch, tmp_path):
-    monkeypatch.setattr(target, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(compiler, "CPUINFO", tmp_path / "none")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     program(tmp_path / "sysctl", '[ "$*" = "-n machdep.cpu.brand_string" ] && echo "Apple M2 Pro"')
-    assert target.processor_features().endswith(" Apple M2 Pro")
+    assert compiler.processor_features().endswith(" Apple M2 Pro")
 
 
 @pytest.mark.processes
 def test_threads_are_for_performance_cores(tmp_path):
     """The lines for macOS, compiled here over a system call that stands for its own."""
-    if target.this_target().is_mac:
+    if compiler.this_target().is_mac:
         pytest.skip("a Mac has the system call itself")
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys" / "sysctl.h").write_text(SYSCTL)

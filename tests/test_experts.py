@@ -11,7 +11,8 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.gears.description import LayerPath, grouped
-from gearbx_mlx.kernels import dispatch, experts
+from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.kernels import products as kernel_products
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 EXPERTS, ROWS, COLUMNS = 5, 33, 128
@@ -53,8 +54,8 @@ class TestManyVectors:
         x, chosen = random_pairs(16, 2)  # a verification of 16 tokens, with 2 experts each
         weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(mx.bfloat16)
         monkeypatch.setattr(dispatch, "MOST_VECTORS", 16)  # as on a Mac
-        together = experts.dense_experts(x, weight, chosen)
-        alone = [experts.dense_experts(x[i : i + 1], weight, chosen[i : i + 1]) for i in range(16)]
+        together = kernel_products.dense_experts(x, weight, chosen)
+        alone = [kernel_products.dense_experts(x[i : i + 1], weight, chosen[i : i + 1]) for i in range(16)]
         assert mx.array_equal(together, mx.concatenate(alone)).item()
 
     @MANY_VECTORS
@@ -139,7 +140,7 @@ class TestExperts:
         weight, x = mx.random.normal((EXPERTS, ROWS, COLUMNS)), mx.random.normal((3, 2, COLUMNS))
         chosen = mx.array([0, 4, 2])
         expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
-        assert mx.array_equal(experts.dense_experts(x, weight, chosen), expected).item()
+        assert mx.array_equal(kernel_products.dense_experts(x, weight, chosen), expected).item()
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])

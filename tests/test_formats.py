@@ -16,9 +16,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import FORMATS, get_format
-from gearbx_mlx.formats.nested_planes import PlanesLinear, PlanesSwitchLinear
-from gearbx_mlx.formats.packing import pack_mlx_codes, unpack_mlx_codes
-from gearbx_mlx.formats.planes import plane_widths, split
+from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
+from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 STOCK = ["planes", "affine"]  # formats of any bits and MLX's groups
@@ -240,7 +239,7 @@ def test_every_format_has_the_name_that_it_is_registered_by():
 
 
 def test_names_of_formats_and_kernels_load_neither_mlx_nor_numpy():
-    names = "gearbx_mlx.formats, gearbx_mlx.kernels.names"
+    names = "gearbx_mlx.formats, gearbx_mlx.kernels"
     program = f"import sys, {names}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert {"mlx", "mlx_lm", "numpy"}.isdisjoint(ast.literal_eval(done.stdout))

@@ -7,7 +7,7 @@ import pytest
 from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
-from gearbx_mlx.formats.affine import Affine
+from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears.discovery import natural_order
 from gearbx_mlx.gears.offload import to_numpy
 from gearbx_mlx.loading import DEMO_MODEL

@@ -12,7 +12,7 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats import FORMATS
-from gearbx_mlx.kernels.names import KERNELS
+from gearbx_mlx.kernels import KERNELS
 
 TOKENS = mx.array([[1, 5, 9, 2, 7]])
 MODES = ("route", "kickdown", "lossless", "static", "telemetry-only")

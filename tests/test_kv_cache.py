@@ -9,8 +9,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, save_prompt_cache
 
 from gearbx_mlx.decoding.kv_gears import plain_cache
 from gearbx_mlx.decoding.snapshots import Snapshot
-from gearbx_mlx.formats.kv_planes import pack, unpack
-from gearbx_mlx.formats.nested_kv_cache import TOGETHER, KVGears, NestedKVCache
+from gearbx_mlx.formats.kv_cache import TOGETHER, KVGears, NestedKVCache, pack, unpack
 
 
 def cache_of(ladder: tuple[int, ...], bits: int, native: bool = False) -> NestedKVCache:

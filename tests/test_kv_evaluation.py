@@ -13,7 +13,7 @@ from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
 from gearbx_mlx.decoding.kv_gears import cache_in_gears
 from gearbx_mlx.evaluation.policies import StaticPolicy
 from gearbx_mlx.evaluation.replay import driven
-from gearbx_mlx.formats.kv_planes import group_for, pack, unpack
+from gearbx_mlx.formats.kv_cache import group_for, pack, unpack
 
 pytestmark = pytest.mark.slow
 

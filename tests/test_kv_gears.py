@@ -7,7 +7,7 @@ from conftest import tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, stream_generate
-from gearbx_mlx.formats.nested_kv_cache import TOGETHER, NestedKVCache
+from gearbx_mlx.formats.kv_cache import TOGETHER, NestedKVCache
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.telemetry.summary import Tally, kv_rows, kv_summary
 

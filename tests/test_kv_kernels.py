@@ -11,8 +11,7 @@ from test_kv_cache import cache_of
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kv_gears import put_in_gears
 from gearbx_mlx.formats import block
-from gearbx_mlx.formats.kv_planes import pack, unpack
-from gearbx_mlx.formats.nested_kv_cache import KVGears
+from gearbx_mlx.formats.kv_cache import KVGears, pack, unpack
 from gearbx_mlx.kernels import dispatch
 
 

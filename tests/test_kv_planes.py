@@ -6,7 +6,7 @@ import pytest
 from conftest import normal
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.formats.kv_planes import group_for, pack, unpack
+from gearbx_mlx.formats.kv_cache import group_for, pack, unpack
 
 WIDTHS = (4, 4)
 

@@ -14,10 +14,15 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.bit_planes import planes_matmul
 from gearbx_mlx.kernels.metal import available, choose_variant
-from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
-from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from gearbx_mlx.kernels.reference import planes_matmul
+from gearbx_mlx.kernels.metal_products import (
+    codebook_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
 
 ROOT = Path(__file__).parents[1]
 needs_metal = pytest.mark.usefixtures("on_metal")
@@ -69,7 +74,7 @@ def test_without_metal_one_line_says_why():
 
 
 def test_nothing_is_built_at_import():
-    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal_formats"
+    program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal_products"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 

@@ -6,8 +6,9 @@ import pytest
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Availability
-from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, takes_attention
-from gearbx_mlx.kernels.metal_rows import dense_launch, rope_launch, takes_dense, takes_rope, uses_order
+from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, rope_launch, takes_attention, takes_rope
+from gearbx_mlx.kernels.metal_products import dense_launch, takes_dense
+from gearbx_mlx.kernels.products import uses_order
 
 
 def attention(heads=4, kv_heads=2, length=2, keys=9, width=16, dtype=mx.float16, mask="causal", **change) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx.kernels import library_cache
-from gearbx_mlx.kernels.process_directory import process_directory, remove_abandoned
+from gearbx_mlx.kernels.library_cache import process_directory, remove_abandoned
 
 ROOT = Path(__file__).parents[1]
 PREFIX = "gearbx-mlx-kernels-"
@@ -18,7 +18,7 @@ NO_BODY = 65534  # a user that owns nothing here
 USE_ONE = """
 import sys
 from pathlib import Path
-from gearbx_mlx.kernels.process_directory import process_directory
+from gearbx_mlx.kernels.library_cache import process_directory
 
 with process_directory(Path(sys.argv[1]), sys.argv[2]) as directory:
     (directory / "kernels.o").touch()

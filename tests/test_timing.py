@@ -5,7 +5,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.kernels.timing import MOST_CALLS, compare, enough_calls, seconds_of
+from gearbx_mlx.kernels.tuner import MOST_CALLS, compare, enough_calls, seconds_of
 
 SLOW, FAST = mx.ones((160, 160)), mx.ones((8, 8))
 

@@ -15,10 +15,9 @@ from conftest import PROMPT, VOCABULARY, normal, tiny_model
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.gears.kernel_choices import measure_gears
-from gearbx_mlx.kernels import candidates, tuner, tuning_cache
-from gearbx_mlx.kernels.candidates import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
-from gearbx_mlx.kernels.tuner import FAILED, Tuner, fastest, measure
-from gearbx_mlx.kernels.tuning_cache import TuningCache
+from gearbx_mlx.kernels import dispatch, tuner
+from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
+from gearbx_mlx.kernels.tuner import FAILED, Tuner, TuningCache, fastest, measure
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
@@ -31,7 +30,7 @@ ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 def cache(tmp_path, monkeypatch) -> Path:
     """The file of an empty cache, with measuring on."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    monkeypatch.setattr(tuning_cache.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     return tmp_path / "tuning.json"
 
 
@@ -47,7 +46,7 @@ def boxed(**settings) -> Gearbox:
 def plant(file: Path, product: str, **seconds: float) -> None:
     """A cache that says that this was measured here, for one vector and for 16."""
     many = product.replace("1 vector", "16 vectors")
-    file.write_text(json.dumps({"machines": {tuning_cache.machine(): {product: seconds, many: seconds}}}))
+    file.write_text(json.dumps({"machines": {tuner.machine(): {product: seconds, many: seconds}}}))
 
 
 class TestGearbox:
@@ -159,13 +158,13 @@ class TestCache:
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()
         stored = json.loads(cache.read_text())["machines"]
-        assert stored == {"a GPU that went": {AFFINE: {"native": 1.0}}, tuning_cache.machine(): {AFFINE: {"mlx": 2.0}}}
+        assert stored == {"a GPU that went": {AFFINE: {"native": 1.0}}, tuner.machine(): {AFFINE: {"mlx": 2.0}}}
 
     def test_of_another_device_is_another_machine(self, monkeypatch):
         names = set()
-        for device in (candidates.CPU, METAL, GPU):
-            monkeypatch.setattr(tuning_cache, "device", lambda device=device: device)
-            names.add(tuning_cache.machine())
+        for device in (dispatch.CPU, METAL, GPU):
+            monkeypatch.setattr(tuner, "device", lambda device=device: device)
+            names.add(tuner.machine())
         assert len(names) == 3
 
     @pytest.mark.parametrize("content", [b"{", b"[]", b'{"machines": {"a": {"b": {"c": -1}}}}', b"\xff", b""])
@@ -199,7 +198,7 @@ class TestCache:
 
     def test_of_two_processes_at_once_is_whole(self, tmp_path):
         text = (
-            "import sys; from pathlib import Path; from gearbx_mlx.kernels.tuning_cache import TuningCache\n"
+            "import sys; from pathlib import Path; from gearbx_mlx.kernels.tuner import TuningCache\n"
             "for i in range(40):\n"
             "    kept = TuningCache(Path(sys.argv[1]))\n"
             "    kept.times; kept.keep(f'{sys.argv[2]} {i}', {'mlx': 1.0}); kept.save()\n"
@@ -217,14 +216,14 @@ class TestCache:
         kept = TuningCache()
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()
-        assert list(json.loads(cache.read_text())["machines"])[-2:] == ["old 39", tuning_cache.machine()]
-        assert len(json.loads(cache.read_text())["machines"]) == tuning_cache.MOST_MACHINES
+        assert list(json.loads(cache.read_text())["machines"])[-2:] == ["old 39", tuner.machine()]
+        assert len(json.loads(cache.read_text())["machines"]) == tuner.MOST_MACHINES
 
 
 class TestCandidates:
     @pytest.fixture
     def on(self, monkeypatch):
-        return lambda device: monkeypatch.setattr(candidates, "device", lambda: device)
+        return lambda device: monkeypatch.setattr(dispatch, "device", lambda: device)
 
     def test_on_metal(self, on):
         on(METAL)
@@ -236,7 +235,7 @@ class TestCandidates:
         assert PLANES.candidates(17, mx.float16) == (MLX, RECONSTRUCT)
 
     def test_a_token_never_reconstructs_weights_where_there_is_a_kernel(self, on, native):
-        for device in (METAL, candidates.CPU):
+        for device in (METAL, dispatch.CPU):
             on(device)
             assert RECONSTRUCT not in ROWWISE.candidates(1, mx.float32)
         on(GPU)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..kernels.names import KERNELS
+from ..kernels import KERNELS
 from .settings import Settings, flag
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..kernels.names import DEVICES
+from ..kernels import DEVICES
 from .settings import flag
 
 

@@ -22,7 +22,7 @@ from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
 from ..gears.observer import Observer
 from ..gears.saved import saved_gears, without_gears
 from ..gears.settings import choose_kernels
-from ..kernels.names import MEASURE
+from ..kernels import MEASURE
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings
 from .gears import GearFlags, GearSettings, LayoutSettings, quality_ladder

@@ -19,7 +19,7 @@ from ..gears.names import (
     WHOLE,
     WHOLE_LADDER,
 )
-from ..kernels.names import ACTIVATIONS, KERNELS
+from ..kernels import ACTIVATIONS, KERNELS
 from .settings import Settings, flag, flag_of
 
 if TYPE_CHECKING:

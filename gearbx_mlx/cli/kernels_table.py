@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from rich import box
 from rich.table import Table
 
-from ..kernels.candidates import STOCK
-from ..kernels.tuner import FAILED
-from ..kernels.tuning_cache import Times
+from ..kernels.dispatch import STOCK
+from ..kernels.tuner import FAILED, Times
 
 ROUNDING = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
 

@@ -30,8 +30,8 @@ from ..evaluation.policies import RoutePolicy, StaticPolicy
 from ..evaluation.replay import Policy, computed, next_logprobs
 from ..gears.gearbox import Gearbox
 from ..gears.output_head import vocabulary
+from ..kernels import DEVICES
 from ..kernels.device import use_device
-from ..kernels.names import DEVICES
 from ..loading import load
 from ..routing.gates import ThresholdGate
 from ..routing.monitor import Monitor

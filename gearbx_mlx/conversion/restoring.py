@@ -19,7 +19,6 @@ from ..errors import GearbxError, about
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import remove_parts, write_bytes
 from ..formats.base import dense_weight
-from ..formats.exact_decoding import decode
 from ..formats.native import bare
 from ..formats.tied import linear_of
 from ..gears.array_hashes import Place, hash_bytes, hash_places
@@ -30,7 +29,7 @@ from ..gears.original import ORIGINAL_FILE, Original, Tensor, file_key, header_k
 from ..gears.saved import SavedGears, opened
 from ..gears.saved_check import KINDS
 from ..gears.tensor_entries import LENGTH, SIZES, Entry
-from ..kernels.exact import ExactMatrix, decoded
+from ..kernels.exact import ExactMatrix, decode, decoded
 from .companions import content_of
 from .original import Header, Key, places_in, read_place
 from .views import assembled, bits_of, seen

@@ -15,8 +15,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.kernel_choices import uncounted
 from ..gears.ladder import Gear
 from ..gears.offload import Resident
-from ..kernels.candidates import is_tuning
-from ..kernels.dispatch import on_cpu
+from ..kernels.dispatch import is_tuning, on_cpu
 from ..routing.acceptance import DraftRule, FixedLength, ProductRule
 from .draft_times import filled_cache
 from .drafting import Drafter
@@ -44,7 +43,7 @@ def default_depth() -> int:
 def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     """Steps to queue ahead when `draft` drafts, by what was measured here; measured now if that was not done yet.
 
-    The times are kept with those of kernels (kernels/tuning_cache.py). Nothing is measured where it would change
+    The times are kept with those of kernels (kernels/tuner.py). Nothing is measured where it would change
     nothing (a CPU, drafts of a fixed length), where it would read weights from a disk, and with GEARBX_TUNE=0.
     """
     if isinstance(rule, FixedLength):

@@ -18,7 +18,7 @@ from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.output_head import vocabulary
-from ..kernels.target import processor_features
+from ..kernels.compiler import processor_features
 from ..routing.draft_file import DraftTimes
 from ..routing.pass_costs import MOST_ROWS
 from .rows import Verifier

@@ -11,7 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from ..formats.nested_kv_cache import KVGears
+from ..formats.kv_cache import KVGears
 from ..ranks.agreement import ALONE, Agreement, agreement_of
 from ..routing.entropy import entropy_bits
 from .entropy import Entropy

@@ -7,8 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..errors import GearbxError
-from ..formats.kv_planes import group_for
-from ..formats.nested_kv_cache import KVGears, NestedKVCache
+from ..formats.kv_cache import KVGears, NestedKVCache, group_for
 from ..gears.gearbox import Gearbox
 from ..gears.kv_ladder import kv_ladder, shown
 from ..gears.observer import Observer

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from ..formats.nested_kv_cache import NestedKVCache
+from ..formats.kv_cache import NestedKVCache
 from .caches import Cache, parts
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .base import Format
 
 FORMATS = {  # name to module and class
-    "planes": "gearbx_mlx.formats.nested_planes:NestedPlanes",
-    "affine": "gearbx_mlx.formats.affine:Affine",
+    "planes": "gearbx_mlx.formats.planes:NestedPlanes",
+    "affine": "gearbx_mlx.formats.planes:Affine",
     "exact": "gearbx_mlx.formats.exact:Exact",
     "rowwise": "gearbx_mlx.formats.rowwise:Rowwise",
     "groupwise": "gearbx_mlx.formats.groupwise:Groupwise",

@@ -15,10 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 
-from ..kernels.candidates import NATIVE
-from ..kernels.dispatch import block_kernels
-from ..kernels.operations import WHOLE_BLOCKS
-from .block_caches import entries, has_room, planes_of, read_before, set_entries, takes_cache, takes_in_place
+from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
     ORIGIN,
     NativeGeGLU,
@@ -29,7 +26,7 @@ from .fused import (
     inverse_frequencies,
     left_padding,
 )
-from .nested_kv_cache import NestedKVCache
+from .kv_cache import NestedKVCache, entries, has_room, planes_of, read_before, set_entries, takes_cache, takes_in_place
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest

@@ -3,6 +3,18 @@
 The code of a weight names an entry of its row's codebook; an outlier is stored in fp16. In the place of an outlier, the
 codes have that of the mean of the row's other weights: one code for all outliers of a row, so that a kernel that has
 summed all codes knows what to subtract again. Entries are rounded to fp16 before codes are fitted to them.
+
+Codes are packed into words in the layout of XFP, Table 3.3: no code spans two words.
+
+| bits | codes in a word | word   | bits unused |
+| ---  | ---             | ---    | ---         |
+| 2    | 16              | uint32 | 0           |
+| 3    | 10              | uint32 | 2           |
+| 4    | 8               | uint32 | 0           |
+| 5    | 3               | uint16 | 1           |
+| 6    | 5               | uint32 | 2           |
+
+The first code is in the lowest bits. Rows are packed one by one and padded to 4 bytes with codes of 0.
 """
 
 import abc
@@ -14,32 +26,64 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import GearbxError
-from ..kernels.candidates import Kind
-from ..kernels.experts import codebook_experts
-from ..kernels.products import codebook_product
-from .base import Copies, StoredArray
-from .codebook_lloyd import ROUNDS, SortedRows, lloyd, nearest
-from .codebook_options import CodebookOptions, name_with
-from .codebook_outliers import (
-    DEFAULTS,
-    OFFSET_SIZE,
-    OUTLIER_SIZE,
-    WIDEST,
-    Outliers,
-    find_all,
-    row_blocks,
-    take_out,
-)
-from .codebook_packing import LAYOUT, pack_codebook_codes, row_bytes, unpack_codebook_codes
-from .native import Native, with_expert_bias
-from .reconstruct import (
+from ..kernels.dispatch import Kind
+from ..kernels.products import codebook_experts, codebook_product
+from .base import (
     Arrays,
+    Copies,
     Reconstructed,
     ReconstructedLinear,
     ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
+    StoredArray,
     kind_for,
 )
+from .codebook_fitting import (
+    DEFAULTS,
+    OFFSET_SIZE,
+    OUTLIER_SIZE,
+    ROUNDS,
+    WIDEST,
+    Outliers,
+    SortedRows,
+    find_all,
+    lloyd,
+    nearest,
+    row_blocks,
+    take_out,
+)
+from .codebook_options import CodebookOptions, name_with
+from .native import Native, with_expert_bias
+
+LAYOUT = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
+ALIGNMENT = 4  # bytes: words of 5-bit codes come in pairs
+
+
+def row_bytes(width: int, bits: int) -> int:
+    """Bytes of one packed row of `width` codes, padding included."""
+    count, word = LAYOUT[bits]
+    return math.ceil(math.ceil(width / count) * word.size / ALIGNMENT) * ALIGNMENT
+
+
+def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
+    """Unsigned codes (..., I), below 2^bits, packed into words (..., row_bytes(I, bits) / size of a word)."""
+    count, word = LAYOUT[bits]
+    words = row_bytes(codes.shape[-1], bits) // word.size
+    missing = words * count - codes.shape[-1]
+    codes = mx.pad(codes.astype(word), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    parts = codes.reshape(*codes.shape[:-1], words, count)
+    packed = parts[..., 0]
+    for i in range(1, count):
+        packed = packed | (parts[..., i] << (i * bits))
+    return packed
+
+
+def unpack_codebook_codes(words: mx.array, bits: int, width: int) -> mx.array:
+    """The inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
+    count = LAYOUT[bits][0]
+    codes = mx.stack([((words >> (i * bits)) & (2**bits - 1)).astype(mx.uint8) for i in range(count)], axis=-1)
+    return codes.reshape(*words.shape[:-1], -1)[..., :width]
+
 
 ENTRY_SIZE = 2  # bytes: always float16
 

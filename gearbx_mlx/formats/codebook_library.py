@@ -18,13 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GearbxError
-from .base import StoredArray
+from ..kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
+from .base import Arrays, ReconstructedLinear, ReconstructedMultiLinear, ReconstructedSwitchLinear, StoredArray
 from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeExperts, NativeProduct, bulk
-from .codebook_lloyd import SortedRows, lloyd, nearest
+from .codebook_fitting import DEFAULTS, Outliers, SortedRows, find_all, lloyd, nearest, row_blocks, take_out
 from .codebook_options import CodebookOptions
-from .codebook_outliers import DEFAULTS, Outliers, find_all, row_blocks, take_out
-from .packing import pack_mlx_codes, unpack_mlx_codes
-from .reconstruct import Arrays, ReconstructedLinear, ReconstructedMultiLinear, ReconstructedSwitchLinear
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels

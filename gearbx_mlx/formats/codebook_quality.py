@@ -8,8 +8,7 @@ import numpy as np
 
 from . import codebook_library
 from .codebook import Codebook, CodebookFormat
-from .codebook_lloyd import SortedRows, lloyd
-from .codebook_outliers import find_all
+from .codebook_fitting import SortedRows, find_all, lloyd
 
 EXPERTS_JUDGED = 4
 # XFP judges every channel. The median of 1024 of 4096 is within 0.0002 of that of all, in a quarter of the time.

@@ -16,8 +16,8 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
 from ..kernels import dispatch
-from ..kernels.operations import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
-from .nested_kv_cache import NestedKVCache
+from ..kernels.dispatch import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
+from .kv_cache import NestedKVCache
 
 
 class NativeRMSNorm(nn.RMSNorm):

@@ -14,18 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.candidates import Kind
+from ..kernels.dispatch import Kind
 from ..kernels.products import groupwise_product
-from .base import Copies, StoredArray
-from .native import Native, NativeDense
-from .reconstruct import (
+from .base import (
     Arrays,
+    Copies,
     Reconstructed,
     ReconstructedLinear,
     ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
+    StoredArray,
     kind_for,
 )
+from .native import Native, NativeDense
 from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
 
 BITS, Q_MAX, GROUP = 4, 7, 32

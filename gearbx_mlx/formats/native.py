@@ -9,11 +9,9 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..kernels.candidates import NATIVE as OURS
-from ..kernels.candidates import Chosen, Kind
-from ..kernels.experts import dense_experts, stack_experts
-from ..kernels.operations import OPERATIONS
-from ..kernels.products import dense_product, stack_product
+from ..kernels.dispatch import NATIVE as OURS
+from ..kernels.dispatch import OPERATIONS, Chosen, Kind
+from ..kernels.products import dense_experts, dense_product, stack_experts, stack_product
 from .block import coded_class
 from .fused import FUSED, native_class, stock_class
 

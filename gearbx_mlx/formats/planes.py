@@ -1,8 +1,9 @@
-"""Nested bit planes: one matrix of codes, split so that each gear is a prefix of the next one.
+"""Formats `affine` and `planes`: MLX's own quantization, and nested bit planes of which each gear is a prefix.
 
-An affine code q of R bits means the weight step * q + offset. Its first w0 bits are the first plane: a coarser affine
-code with scale S = step * 2^(R - w0) and a bias B in the middle of the range that the other bits select from. A further
-plane p of width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a bias of its own, and a power of two.
+An affine code q of R bits means the weight step * q + offset. Format `affine` has a separate copy for each gear. In
+format `planes` one matrix of codes is split. Its first w0 bits are the first plane: a coarser affine code with scale
+S = step * 2^(R - w0) and a bias B in the middle of the range that the other bits select from. A further plane p of
+width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a bias of its own, and a power of two.
 
 So every plane is an ordinary affine weight of MLX. Gears of 4 and 8 bits together take 8 bits per weight, and three
 half-precision numbers per group: one scale and two biases. A shift copies nothing.
@@ -10,51 +11,72 @@ half-precision numbers per group: one scale and two biases. A shift copies nothi
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.reference import plane_shifts
-from .packing import pack_mlx_codes, unpack_mlx_codes
+from ..kernels.bit_planes import (
+    Planes,
+    fit,
+    pack_mlx_codes,
+    plane_shifts,
+    planes_gather_matmul,
+    planes_matmul,
+    rounded,
+)
+from ..kernels.dispatch import Kind
+from ..kernels.products import stack_experts, stack_product
+from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
+from .native import Native, stack_kind, with_expert_bias
 
-# The smallest scale: groups of equal weights have no range.
-SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
+
+class Affine(Copies):
+    """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
+
+    name = "affine"
+    layer_bits: tuple[int, ...] = ()
+    native = native_experts = rounds = True
+    scales = frozenset({"scales", "biases"})
+
+    def check(self, bits: int) -> None:
+        pass  # MLX supports all bits that a ladder may have
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return whole_groups(width, group_size)
+
+    def span(self, group_size: int) -> int | None:
+        return group_size
+
+    def modules(
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
+        arrays = {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
+        return {bits: self.module(dense, bits, arrays, ladder, group_size)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        return quantized_module(dense, bits, group_size, arrays["weight"], arrays["scales"], arrays["biases"])
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        return affine_arrays(shape, bits, group_size, dtype)
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        weights = math.prod(shape)
+        return weights * bits // 8 + 2 * weights // group_size * scale_size
+
 
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
-
-
-@dataclass(frozen=True)
-class Planes:
-    """One weight matrix (..., O, I) as bit planes.
-
-    weights: per plane, (..., O, I * width / 32) uint32. scales: (..., O, I / group_size), of the first plane.
-    biases: per plane, the same shape. widths: bits of each plane, most significant first.
-    """
-
-    weights: list[mx.array]
-    scales: mx.array
-    biases: list[mx.array]
-    widths: tuple[int, ...]
-    group_size: int
-
-    def prefix(self, bits: int) -> int:
-        """The number of planes that the gear with `bits` reads."""
-        return list(itertools.accumulate(self.widths)).index(bits) + 1
-
-    def dequantize(self, bits: int) -> mx.array:
-        """The weights (..., O, I) float32 of the gear with `bits`."""
-        count = self.prefix(bits)
-        grouped = (*self.scales.shape, self.group_size)
-        total = mx.zeros(grouped)
-        for words, bias, width, shift in zip(
-            self.weights[:count], self.biases, self.widths, plane_shifts(self.widths[:count])
-        ):
-            codes = unpack_mlx_codes(words, width).reshape(grouped).astype(mx.float32)
-            scale = self.scales.astype(mx.float32)[..., None]
-            total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
-        return total.reshape(*self.scales.shape[:-1], -1)
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
@@ -114,23 +136,6 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
     return Planes(weights, scale.astype(dtype), biases, tuple(widths), group_size)
 
 
-def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scale and bias of the first plane for groups of numbers (..., groups, G) float32, rounded to a type.
-
-    Returns:
-        Two arrays (..., groups) float32.
-    """
-    bits, rest = sum(widths), sum(widths[1:])
-    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
-    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
-    return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
-
-
-def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
-    """The nearest numbers of a type, float32."""
-    return values.astype(dtype).astype(mx.float32)
-
-
 def join(parts: Sequence[Planes]) -> Planes:
     """Join the planes of blocks of rows to those of the whole matrix; planes that shared a bias still do."""
     first = parts[0]
@@ -146,3 +151,166 @@ def join(parts: Sequence[Planes]) -> Planes:
         first.widths,
         first.group_size,
     )
+
+
+Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
+
+
+class _PlanesModule(nn.Module):
+    """A layer over a prefix of bit planes; its parameters are frozen, and shared between gears."""
+
+    def __init__(self, planes: Planes, bits: int, dense: nn.Module):
+        super().__init__()
+        count = planes.prefix(bits)
+        self.weights = planes.weights[:count]
+        self.scales = planes.scales
+        self.plane_biases = planes.biases[:count]
+        self.widths = planes.widths[:count]
+        self.group_size = planes.group_size
+        self.bits = bits
+        if "bias" in dense:
+            self.bias = dense.bias
+        self.freeze()
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape (..., O, I) of the dense weight."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+
+    def _extra_repr(self) -> str:
+        return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
+
+    def dense_weight(self) -> mx.array:
+        """The weight (..., O, I) that these planes stand for, float32."""
+        stack = Planes(self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size)
+        return stack.dequantize(self.bits)
+
+    def _stack(self) -> Stack:
+        return self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size
+
+
+class PlanesLinear(_PlanesModule):
+    """A linear layer (..., I) -> (..., O) over a prefix of bit planes."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = planes_matmul(x, *self._stack())
+        return y + self["bias"] if "bias" in self else y
+
+
+class NativePlanesLinear(Native, PlanesLinear):
+    """A linear layer over a prefix of bit planes, with native kernels that read all planes in one pass."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits, self.chosen)
+
+    def kind(self) -> Kind:
+        return stack_kind(self.widths, self["scales"], self.group_size)
+
+    def part(self, kernels: ModuleType) -> Any:
+        return kernels.stack_part(*self._stack(), self.x_bits, self.get("bias"))
+
+
+class PlanesSwitchLinear(_PlanesModule):
+    """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return with_expert_bias(self, planes_gather_matmul(x, *self._stack(), indices, sorted_indices), indices)
+
+    @property
+    def input_dims(self) -> int:
+        return self.scales.shape[-1] * self.group_size
+
+    @property
+    def output_dims(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        return self.scales.shape[0]
+
+
+class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
+    """A SwitchLinear over a prefix of bit planes, with native kernels."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
+        return with_expert_bias(self, y, indices)
+
+
+class PlanesMultiLinear(_PlanesModule):
+    """A MultiLinear over a prefix of bit planes: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        return planes_matmul(x, *self._stack(), transpose=transpose)
+
+
+class NestedPlanes(Copies):
+    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
+
+    name = "planes"
+    layer_bits: tuple[int, ...] = ()
+    native = native_experts = rounds = True
+    scales = frozenset({"scales", "biases", "plane_biases"})
+
+    def check(self, bits: int) -> None:
+        pass  # planes of some widths add up to any bits of a ladder
+
+    def fits(self, width: int, group_size: int) -> str | None:
+        return whole_groups(width, group_size)
+
+    def span(self, group_size: int) -> int | None:
+        return group_size
+
+    def modules(
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
+        return {each: self.prefix(dense, each, planes) for each in ladder}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        count = ladder.index(bits) + 1
+        if count == 1:
+            weights, biases = [arrays["weight"]], [arrays["biases"]]
+        else:
+            weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
+        stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return self.prefix(dense, bits, stack)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        made = affine_arrays(shape, ladder[0], group_size, dtype)
+        if bits == ladder[0]:
+            return made
+        widths = plane_widths(ladder[: ladder.index(bits) + 1])
+        arrays = {"scales": made["scales"], "weights.0": made["weight"], "plane_biases.0": made["biases"]}
+        for i, width in enumerate(widths[1:], 1):
+            plane = affine_arrays(shape, width, group_size, dtype)
+            arrays[f"weights.{i}"] = plane["weight"]._replace(bits=ladder[i], name=f"weights.{i}")
+            first = widths.index(width, 1)  # planes of one width share a bias
+            arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
+        return arrays
+
+    def prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
+        """The module for the gear with `bits`."""
+        if bits == planes.widths[0]:
+            first = planes.weights[0], planes.scales, planes.biases[0]
+            return quantized_module(dense, bits, planes.group_size, *first)
+        native, one = isinstance(dense, Native), dense.weight.ndim == 2
+        kind: type[_PlanesModule]
+        if isinstance(dense, MultiLinear):
+            kind = PlanesMultiLinear
+        elif native:
+            kind = NativePlanesLinear if one else NativePlanesSwitchLinear
+        else:
+            kind = PlanesLinear if one else PlanesSwitchLinear
+        return kind(planes, bits, dense)
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        weights = math.prod(shape)
+        planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
+        return weights * bits // 8 + planes * 2 * weights // group_size * scale_size

@@ -14,18 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.candidates import Kind
+from ..kernels.dispatch import Kind
 from ..kernels.products import rowwise_product
-from .base import Copies, StoredArray
-from .native import Native, NativeDense
-from .reconstruct import (
+from .base import (
     Arrays,
+    Copies,
     Reconstructed,
     ReconstructedLinear,
     ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
+    StoredArray,
     kind_for,
 )
+from .native import Native, NativeDense
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}

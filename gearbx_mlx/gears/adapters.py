@@ -1,7 +1,7 @@
 """A model with adapters (LoRA, DoRA) as the model under them: the layer inside an adapter has the adapter's path.
 
 So a layer has one name, in gears.json, tables, caps and precision manifests, whether there is an adapter on it or not.
-The same goes for what stands around a rank's part of a layer (formats/sharded.py): both are holders of a layer.
+The same goes for what stands around a rank's part of a layer (formats/holders.py): both are holders of a layer.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..formats.adapters import OWN, inner_name, over_gears
-from ..formats.sharded import INNER, Shard
+from ..formats.holders import OWN, held_name, inner_name, over_gears
 
 Modules = Mapping[str, nn.Module]
 
@@ -25,11 +24,6 @@ def adapters_of(model: nn.Module) -> dict[str, nn.Module]:
 def holders_of(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of all that stands around a layer: adapters, and what ranks tell each other."""
     return {path: module for path, module in model.named_modules() if held_name(module) is not None}
-
-
-def held_name(module: nn.Module) -> str | None:
-    """The name of the layer inside a holder; None for other modules."""
-    return INNER if isinstance(module, Shard) else inner_name(module)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,11 +11,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
-from ..formats.base import Format
+from ..formats.base import Format, Reconstructed
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
-from ..formats.nested_planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
-from ..formats.reconstruct import Reconstructed
+from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
 from .activations import STORED, dtype_name
 from .adapters import layers_of, places_of
 from .ladder import DENSE as SIXTEEN

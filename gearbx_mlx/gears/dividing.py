@@ -11,8 +11,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import GearbxError
+from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..formats.native import bare
-from ..formats.sharded import GatheredLinear, PlacedLinear, SummedLinear
 from .adapters import put_modules
 from .fingerprint import fingerprint_of, sample
 from .parts import Part
@@ -104,7 +104,7 @@ def take_parts(
     """Leave a rank its part of each divided layer.
 
     They are then mlx-lm's own classes over fewer rows or columns, which a gearbox manages as any others. What the ranks
-    tell each other is in a module around those whose inputs are divided (formats/sharded.py).
+    tell each other is in a module around those whose inputs are divided (formats/holders.py).
 
     Args:
         parts: as `model.shard` divides the layers. own: from `own_parts`.

@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 from ..formats.block import forget_programs
 from ..formats.native import Native, as_class
 from ..formats.tied import TiedEmbedding
-from ..kernels.candidates import RECONSTRUCT, Chosen, Kind, always
-from ..kernels.dispatch import Choice
+from ..kernels.dispatch import RECONSTRUCT, Choice, Chosen, Kind, always
 from ..kernels.tuner import Tuner
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache

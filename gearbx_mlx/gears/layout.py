@@ -12,8 +12,7 @@ from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
-from ..kernels.dispatch import Choice
-from ..kernels.operations import native_operations
+from ..kernels.dispatch import Choice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
+from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import Choice, choose
-from ..kernels.names import ACTIVATIONS, KERNELS, MEASURE
 from .discovery import Layer
 from .ladder import SUPPORTED, WIDTHS, Ladder
 from .manifest import Manifest

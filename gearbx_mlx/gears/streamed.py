@@ -21,9 +21,8 @@ from ..formats.exact import (
     NativeExactMultiLinear,
     NativeExactSwitchLinear,
 )
-from ..formats.exact_decoding import LOW_BITS, decode
 from ..formats.native import Native, with_expert_bias
-from ..kernels.exact import ExactMatrix, decoded, exact_experts, exact_product, product_by_tiles
+from ..kernels.exact import LOW_BITS, ExactMatrix, decode, decoded, exact_experts, exact_product, product_by_tiles
 from .output_head import only_shapes
 from .strip_reader import StripReader
 from .strips import Remainder, Strip, strips_of, with_blocks, with_strip

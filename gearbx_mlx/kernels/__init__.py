@@ -1,1 +1,10 @@
-"""Kernels over packed arrays. Knows arrays only, no modules."""
+"""Kernels over packed arrays. Knows arrays only, no modules.
+
+Here stand the names of devices, kernels and activations, for flags and settings: importing them loads neither mlx nor
+numpy.
+"""
+
+DEVICES = ("cpu", "gpu")
+MEASURE = "measure"
+KERNELS = ("auto", "native", "mlx", MEASURE)
+ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # bits to which native CPU kernels round activations; 0: none

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .names import DEVICES
+from . import DEVICES
 
 
 def use_device(name: str) -> None:

@@ -13,29 +13,160 @@
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
 vectors (512 if they are rounded), and accumulates in float32; a vector's or query's result has the same bits whichever
-others are in the call. On
-Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for Linux have the reference
-BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors (docs/performance.md).
+others are in the call. On Metal that is true of MLX's norm, SwiGLU and experts too (metal/README.md). MLX's wheels for
+Linux have the reference BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors
+(docs/performance.md).
 
 `choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
-product (`candidates.py`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number of
-vectors. For other operations the number of vectors decides at each call (experts: `experts.py`; on Metal all but
+product (`Kind.candidates`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number
+of vectors. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them
+in the last. For other operations the number of vectors decides at each call (experts: `products.py`; on Metal all but
 those of codebooks stay with MLX).
 """
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from . import cpu, metal, metal_attention, metal_nested
-from .candidates import GPU, METAL, device, is_tuning
-from .metal_rows import rope_launch, takes_rope
-from .names import ACTIVATIONS, MEASURE
-from .shapes import are_attention, are_nested
+from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention
+from .metal_attention import are_attention, are_nested, rope_launch, takes_rope
+
+MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
+STOCK = (MLX, RECONSTRUCT)  # what is not ours
+SMALLEST = 2**18  # weights: of fewer, a launch takes longer than the product
+
+CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: one that is not Apple's
+
+
+def device() -> str:
+    """What MLX computes on."""
+    if metal.available():
+        return METAL
+    return CPU if mx.default_device().type == mx.DeviceType.cpu else GPU
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the speed of a layer's product depends on.
+
+    form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight. stock: whether MLX has a
+    kernel for this form. variants: names of our Metal kernel's. rounded: whether CPU kernels may round activations.
+    """
+
+    form: str
+    shape: tuple[int, ...]
+    stock: bool
+    variants: tuple[str, ...] = metal.VARIANTS
+    rounded: bool = True
+
+    def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
+        """What can compute a product of this number of vectors here. The first is what is used without measuring.
+
+        A packed kernel of ours spares a token that weights are reconstructed; where MLX has none, nothing else does.
+
+        Args:
+            dtype: of the activations. ours_alone: leave MLX's kernels out where there are others.
+        """
+        ours = self._ours(vectors, dtype)
+        if ours_alone and ours:
+            return ours
+        stock = (MLX,) if self.stock else ()
+        reconstructed = (RECONSTRUCT,) if vectors > 1 or not (ours or stock) else ()
+        if device() == CPU:
+            return (*ours, *stock) or reconstructed
+        return (*stock, *ours, *reconstructed)
+
+    def _ours(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:
+        if device() == CPU:
+            return (NATIVE,) if cpu.native() is not None else ()
+        if device() == GPU or vectors > metal.MAX_VECTORS:
+            return ()
+        fits = metal.fits_threadgroup(self.shape[1], vectors, dtype)
+        possible = [name for name in self.variants if name != "threadgroup" or fits]
+        return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
+
+
+def size_class(count: int) -> int:
+    """The power of two at `count` or above it: sizes between two powers share what was measured."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+class CannotMeasure(Exception):
+    """Nothing can be measured now, inside of mx.compile for instance. `instead`: the candidate to use meanwhile."""
+
+    def __init__(self, instead: str):
+        super().__init__(instead)
+        self.instead = instead
+
+
+class Chosen:
+    """The candidate for a layer's products, by the number of vectors.
+
+    `prepared`: the layer's launches of Metal kernels, without arrays, by the activations and whether there is a bias.
+
+    Args:
+        choose: gives the candidate for a number of vectors; asked once for each, or again after CannotMeasure.
+    """
+
+    def __init__(self, choose: Callable[[int], str]):
+        self._choose = choose
+        self._by_vectors: dict[int, str] = {}
+        self.prepared: dict[Hashable, metal.Prepared] = {}
+
+    def __call__(self, vectors: int) -> str:
+        found = self._by_vectors.get(vectors)
+        if found is None:
+            try:
+                found = self._by_vectors[vectors] = self._choose(vectors)
+            except CannotMeasure as now:
+                found = now.instead
+        return found
+
+    def __deepcopy__(self, memo: object) -> "Chosen":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a layer that was pickled has nothing chosen
+
+
+def always(candidate: str) -> Chosen:
+    """The same candidate for any number of vectors."""
+    return Chosen(lambda vectors: candidate)
+
+
+def is_tuning() -> bool:
+    """Whether candidates are to be measured: GEARBX_TUNE=0 leaves it at what is expected to be best."""
+    return os.environ.get("GEARBX_TUNE", "1") != "0"
+
+
+NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = OPERATIONS = (
+    "norms",
+    "gates",
+    "positions",
+    "attention",
+    "whole blocks",
+)
+
+
+def native_operations(ours_alone: bool) -> tuple[str, ...]:
+    """The operations, of OPERATIONS, whose modules are replaced in a model with native kernels.
+
+    A CPU gains by all of them. On a GPU MLX's own are fast. With Metal, those that are replaced on demand give a row
+    the same bits whichever others are in the call (metal/README.md); MLX's norms and gates do so too.
+
+    Args:
+        ours_alone: whether our kernels are asked for wherever there are some.
+    """
+    on = device()
+    if on == CPU:
+        return OPERATIONS
+    return (POSITIONS, ATTENTION) if on == METAL and ours_alone else ()
+
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
@@ -185,10 +316,10 @@ def nested_attention(
 
     Args:
         entries: keys and values (B, H, S, D), of which the first `packed` are not read.
-        planes: of keys and of values: one plane or two, scales and offsets, as in `formats/kv_planes.py`.
+        planes: of keys and of values: one plane or two, scales and offsets, as in `formats/kv_cache.py`.
     """
-    if metal.available() and metal_nested.takes_nested(queries, entries, planes, packed, mask):
-        return metal_nested.nested_attention(queries, entries, planes, packed, scale, mask)
+    if metal.available() and metal_attention.takes_nested(queries, entries, planes, packed, mask):
+        return metal_attention.nested_attention(queries, entries, planes, packed, scale, mask)
     keys, values = entries
     fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
     kernel = fused_kernel("nested_attention") if fits else None
@@ -197,7 +328,7 @@ def nested_attention(
 
 
 def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:
-    """Planes of 4 bits, scales and offsets of vectors (B, H, S, D) (`formats/kv_planes.py`); None without a kernel."""
+    """Planes of 4 bits, scales and offsets of vectors (B, H, S, D) (`formats/kv_cache.py`); None without a kernel."""
     kernel: Callable[..., Any] | None = (
         fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
     )

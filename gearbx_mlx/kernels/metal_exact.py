@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import Launch, Prepared, Variant, options, places_of_few, variant_named
-from .metal_formats import GROUP_SIZES, named
-from .metal_products import Spec, check_product, product_launch, threads
-from .metal_text import Layout, source_text
-from .reference import plane_shifts
+from .bit_planes import plane_shifts
+from .metal import Launch, Layout, Prepared, Variant, options, places_of_few, source_text, variant_named
+from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
 EXACT_WIDTHS = ((3,), (4,), (4, 4))  # of the codes below a weight; with two planes there is a middle gear
 LOW_BITS = {1: 8, 2: 5}  # planes to low bits of every weight

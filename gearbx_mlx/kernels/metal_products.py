@@ -1,30 +1,89 @@
-"""Metal launches for matrix-vector products over packed weights.
+"""Metal launches for matrix-vector products over packed and dense weights.
 
-They all come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`). This module defines the
-macros that specialize the text; `metal_formats.py` describes how each format is packed.
+Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a `Layout`
+has the macros that specialize the text for a format. A launch over codebooks (XFP 3.3, 3.4) copies those that a
+threadgroup needs into its memory as float32: those of its rows, or the whole library. Dense products have a text of
+their own, since MLX's change with the number of rows (metal/README.md).
+
+Each launch checks its arrays first: with wrong ones a kernel would read beyond an array, or give wrong numbers.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
+from .bit_planes import plane_shifts
 from .metal import (
     DTYPES,
     LANES,
     MAX_VECTORS,
+    TYPES,
     VARIANTS,
     Launch,
+    Layout,
     Prepared,
+    TextKernel,
     Variant,
     choose_variant,
+    definitions,
     options,
     places_of_few,
+    source_text,
     takes,
 )
-from .metal_text import TYPES, Layout, definitions, source_text
+
+CHUNK = 8  # columns of a dense weight that a lane reads at a time
+SIMD_GROUPS = 2  # of a dense product's threadgroup
+
+
+def takes_dense(x: mx.array, weight: mx.array) -> bool:
+    """Whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
+    return takes(x, x.shape[-1]) and weight.dtype in DTYPES
+
+
+def dense_launch(x: mx.array, weight: mx.array) -> Launch:
+    """The launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
+
+    Args:
+        x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
+        weight: (O, I), of any of these types.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+    """
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise GearbxError(f"activations of shape {x.shape} do not fit a weight of shape {weight.shape}")
+    if not takes_dense(x, weight):
+        raise GearbxError(
+            f"activations {x.shape} {x.dtype} and a weight of {weight.dtype} are not 1 to {MAX_VECTORS} vectors of "
+            "float16, bfloat16 or float32"
+        )
+    inputs = x, weight
+    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
+
+
+@functools.cache
+def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
+    """For activations of this shape and type."""
+    columns = shape[-1]
+    vectors = math.prod(shape[:-1])
+    rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
+    macros = {
+        "VECTORS": vectors,
+        "ROWS": rows_each,
+        "SIMD_GROUPS": SIMD_GROUPS,
+        "CHUNK": CHUNK,
+        "RAGGED": int(columns % CHUNK != 0),
+    }
+    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
+    threadgroup = SIMD_GROUPS * LANES
+    threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
+    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
+    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
 
 
 @dataclass(frozen=True)
@@ -146,3 +205,402 @@ def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int]) -> 
     rows = sizes[0]
     how = options(*threads(spec.variant, rows), (*inputs[0].shape[:-1], rows), spec.dtype)
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
+
+
+GROUP_SIZES = (32, 64, 128)  # of planes
+ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus an offset
+GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
+ALIGNMENT = 16  # bytes; of a row
+
+
+def named(**macros: object) -> tuple[tuple[str, object], ...]:
+    """Macros of metal/matvec.metal, as names and values; a name includes the parameter, if the macro has one."""
+    parameters = {
+        "PLANES": "(DO)",
+        "ROW_WORDS": "(WIDTH)",
+        "ROW_SCALE": "(row)",
+        "PLACE": "(i)",
+        "TABLE": "(row, group)",
+        "GROUP_ARRAYS": "(DO)",
+    }
+    return tuple((name + parameters.get(name, ""), value) for name, value in macros.items())
+
+
+@functools.cache
+def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
+    """The layout of bit planes."""
+    shifts = plane_shifts(widths)
+    planes = range(len(widths))
+    return Layout(
+        name=f"planes_{'_'.join(map(str, widths))}_g{group_size}",
+        bits=sum(widths),
+        arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes)),
+        macros=named(
+            PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
+            ROW_WORDS="(row_words * WIDTH)",
+            SIGN_BITS=0,
+            GROUP_SIZE=group_size,
+            GROUP_SCALE="float(scales[group])",
+            GROUP_OFFSET="(" + " + ".join(f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in planes) + ")",
+            ROW_SCALE="1.0f",
+        ),
+    )
+
+
+@functools.cache
+def rowwise_layout(bits: int) -> Layout:
+    """The layout of per-channel codes."""
+    return Layout(
+        name=f"rowwise_{bits}",
+        bits=bits,
+        arrays=("w0", "scales"),
+        macros=named(
+            PLANES=f"DO(w0, {bits}, 0)",
+            ROW_WORDS="row_words",
+            SIGN_BITS="0x8080" if bits == 8 else 0,
+            GROUP_SIZE="columns",
+            GROUP_SCALE="1.0f",
+            GROUP_OFFSET=f"-{ROWWISE_OFFSET[bits]}.0f",
+            ROW_SCALE="float(scales[row])",
+        ),
+    )
+
+
+@functools.cache
+def groupwise_layout() -> Layout:
+    """The layout of groupwise codes."""
+    return Layout(
+        name="groupwise",
+        bits=GROUPWISE_BITS,
+        arrays=("w0", "scales"),
+        macros=named(
+            PLANES=f"DO(w0, {GROUPWISE_BITS}, 0)",
+            ROW_WORDS="row_words",
+            SIGN_BITS=0,
+            GROUP_SIZE=GROUPWISE_SIZE,
+            GROUP_SCALE="float(scales[group])",
+            GROUP_OFFSET=f"(-{GROUPWISE_OFFSET}.0f * scale)",
+            ROW_SCALE="1.0f",
+        ),
+    )
+
+
+def planes_launch(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+) -> Launch:
+    """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
+
+    A single plane is an affine weight of MLX.
+
+    Args:
+        x, bias, variant: as for `prepare`.
+        weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
+        scales: (O, I / group_size), of the first plane; the others are powers of two below it.
+        biases: per plane, (O, I / group_size).
+        widths: bits of each plane, 8 at most together.
+        group_size: 32, 64 or 128.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+
+    Source: GEARBX 8.1, 8.2; MLX's qmv_fast for the shape of `registers`.
+    """
+    if group_size not in GROUP_SIZES:
+        raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
+    if not widths or min(widths) < 1 or sum(widths) > 8:
+        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
+    if scales.ndim != 2 or len(weights) != len(widths) or len(biases) != len(widths):
+        raise GearbxError(f"{len(widths)} planes need as many weights and biases, and scales of two dimensions")
+    rows, columns = scales.shape[0], scales.shape[1] * group_size
+    for i, width in enumerate(widths):
+        if weights[i].shape != (rows, columns * width // 32) or weights[i].dtype != mx.uint32:
+            raise GearbxError(
+                f"plane {i} is {weights[i].shape} {weights[i].dtype}, not {rows} rows of {width}-bit codes"
+            )
+        if biases[i].shape != scales.shape:
+            raise GearbxError(f"biases of plane {i} are {biases[i].shape}, scales {scales.shape}")
+    layout = planes_layout(tuple(widths), group_size)
+    return prepare(x, layout, [*weights, scales, *biases], rows, columns, columns // 16, bias, variant)
+
+
+def rowwise_launch(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    bits: int,
+    width: int,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+) -> Launch:
+    """The launch for x @ W^T + bias over per-channel codes; the product is (..., O).
+
+    Args:
+        x, bias, variant: as for `prepare`.
+        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8.
+        scales: (O,).
+        bits: 8, 6, 4 or 2.
+        width: codes of a row without padding.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+
+    Source: GEARBX 5.2, 8.1, 8.2.
+    """
+    if bits not in ROWWISE_OFFSET:
+        raise GearbxError(f"per-channel codes of {bits} bits are none of 8, 6, 4, 2")
+    _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width)
+    rows = weight.shape[0]
+    if scales.shape != (rows,):
+        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows")
+    return prepare(x, rowwise_layout(bits), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
+
+
+def groupwise_launch(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    width: int,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+) -> Launch:
+    """The launch for x @ W^T + bias over groupwise codes; the product is (..., O).
+
+    Args:
+        x, bias, variant: as for `prepare`.
+        weight: (O, G * 16) uint8 as `formats.groupwise` packs it, G = width / 32 rounded up.
+        scales: (O, G).
+        width: codes of a row without padding.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+
+    Source: AION 3.2; GEARBX 8.1 for the variants.
+    """
+    _check_rows(weight, mx.uint8, GROUPWISE_BITS, width)
+    rows, groups = weight.shape[0], -(-width // GROUPWISE_SIZE)
+    if scales.shape != (rows, groups):
+        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows of {groups} groups")
+    return prepare(x, groupwise_layout(), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
+
+
+def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int) -> None:
+    """Raise GearbxError unless rows are aligned, and have room for `width` codes and little padding."""
+    fits = weight.ndim == 2 and weight.dtype == dtype and weight.shape[1] % ALIGNMENT == 0
+    if not (fits and width > 0 and 0 <= weight.shape[1] * 8 - width * bits < 8 * 2 * ALIGNMENT):
+        raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")
+
+
+ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
+LIBRARY, GROUP = 32, 128
+LIBRARY_BITS = (2, 3, 4)
+OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
+OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
+INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
+INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
+
+
+@functools.cache
+def codebook_layout(bits: int) -> Layout:
+    """The layout of codes with one codebook per row."""
+    return Layout(
+        name=f"codebook_{bits}",
+        bits=bits,
+        arrays=("w0", "codebook", *OUTLIERS),
+        codes=ROW_CODES[bits],
+        tables="(SIMD_GROUPS * ROWS)",
+        macros=named(
+            PLANES="DO(w0, 2, 0)",
+            STEP_WORDS=2,
+            GROUP_ARRAYS="",
+            ROW_WORDS="row_words",
+            SIGN_BITS=0,
+            BITS=bits,
+            PLACE="((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
+            ENTRIES=2**bits,
+            ALL_TABLES="rows",
+            FIRST_TABLE="(threadgroup_number * SIMD_GROUPS * ROWS)",
+            TABLE="(table + ((row) - FIRST_TABLE) * ENTRIES)",
+            OWN_CODE=0,
+            GROUP_SIZE="columns",
+            GROUP_SCALE="1.0f",
+            GROUP_OFFSET="0.0f",
+            ROW_SCALE="1.0f",
+        ),
+    )
+
+
+@functools.cache
+def library_layout(bits: int) -> Layout:
+    """The layout of codes with a library of 32 codebooks."""
+    return Layout(
+        name=f"library_{bits}",
+        bits=bits,
+        arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
+        tables=LIBRARY,
+        macros=named(
+            PLANES=f"DO(w0, {bits}, 0)",
+            STEP_WORDS=bits,
+            GROUP_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
+            ROW_WORDS="row_words",
+            SIGN_BITS=0,
+            BITS=bits,
+            PLACE=f"((i) * {bits})",
+            ENTRIES=2**bits,
+            ALL_TABLES=LIBRARY,
+            FIRST_TABLE=0,
+            TABLE=f"(table + entries[group] % {LIBRARY} * ENTRIES)",
+            OWN_CODE=1,
+            GROUP_SIZE=GROUP,
+            GROUP_SCALE="float(scales[group])",
+            GROUP_OFFSET="float(midpoints[group])",
+            ROW_SCALE="1.0f",
+        ),
+    )
+
+
+def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
+    """The arrays in the order in which a kernel takes them, after the activations."""
+    return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
+
+
+def codebook_launch(
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
+) -> Launch:
+    """The launch for x @ W^T + bias over one codebook per row; the product is (..., O).
+
+    Args:
+        x, bias, variant: as for `prepare`.
+        arrays: from `formats.codebook.encode`: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
+        bits: 2 to 6.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+
+    Source: XFP 3.3, 5.
+    """
+    rows, width, row_words = _sizes_of_codebook(x, arrays, bits)
+    return prepare(x, codebook_layout(bits), inputs_of(arrays), rows, width, row_words, bias, variant)
+
+
+def library_launch(
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
+) -> Launch:
+    """The launch for x @ W^T + bias over a library of 32 codebooks; the product is (..., O).
+
+    Args:
+        x, bias, variant: as for `prepare`.
+        arrays: from `formats.codebook_library.encode`: `weight` (O, words), `library` (32, 2^bits) float16; `entries`,
+            `scales` and `midpoints` (O, I / 128 rounded up); and the outliers.
+        bits: 2, 3 or 4.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+
+    Source: XFP 3.4, 5.
+    """
+    rows, width, row_words = _sizes_of_library(x, arrays, bits)
+    return prepare(x, library_layout(bits), inputs_of(arrays), rows, width, row_words, bias, variant)
+
+
+def experts_launch(
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array, variant: str | None = None
+) -> Launch | None:
+    """The launch for the product of each vector with its expert's matrix; (..., 1, O).
+
+    A product has the bits that it has with the expert's matrix alone.
+
+    Args:
+        x: (..., 1, I), a vector for each of the indices, or for all those that differ in the last dimension.
+        arrays: as of `codebook_launch`, or, with a `library`, of `library_launch`, with a leading dimension E.
+        indices: (...), below E, which nothing checks.
+
+    Returns:
+        None for vectors and indices that are broadcast in another way.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+    """
+    together = pairs_of_a_vector(x, indices)
+    if together is None or x.dtype not in DTYPES:
+        return None
+    library = "library" in arrays
+    sizes = (_sizes_of_library if library else _sizes_of_codebook)(x, arrays, bits, arrays["weight"].shape[:1])
+    rows, width, _ = sizes
+    layout = (library_layout if library else codebook_layout)(bits)
+    chosen = choose_variant(bits, width, 1, x.dtype, variant)
+    staged = width if chosen.name == "threadgroup" else 0
+    spec = Spec(layout, 1, chosen, False, x.dtype, width % layout.codes != 0, staged, experts=True)
+    all_threads, threadgroup = threads(chosen, rows)
+    how = options(all_threads * indices.size, threadgroup, (*indices.shape, 1, rows), x.dtype)
+    inputs = (x, *inputs_of(arrays), indices)
+    numbers = mx.array([*sizes, together, arrays["outliers"].shape[-1]], mx.int32)
+    return Launch(Prepared(spec, how, (numbers,), places_of_few(inputs)), inputs)
+
+
+def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
+    """How many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like that."""
+    if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
+        return None
+    if x.shape[:-2] == indices.shape:
+        return 1
+    return indices.shape[-1] if x.shape[:-2] == (*indices.shape[:-1], 1) else None
+
+
+def _sizes_of_codebook(
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...] = ()
+) -> tuple[int, int, int]:
+    """Rows, columns and words of 16 bits from row to row. Raises GearbxError for arrays that do not fit each other."""
+    if bits not in ROW_CODES:
+        raise GearbxError(f"codebooks of {bits} bits are none of 2 to 6")
+    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
+    words = -(-width // ROW_CODES[bits]) * 2
+    wanted = {
+        "weight": (mx.uint16, (rows, words)) if bits == 5 else (mx.uint32, (rows, words // 2)),
+        "codebook": (mx.float16, (rows, 2**bits)),
+    }
+    _check(arrays, wanted, rows, experts)
+    return rows, width, words
+
+
+def _sizes_of_library(
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...] = ()
+) -> tuple[int, int, int]:
+    """The same for a library."""
+    if bits not in LIBRARY_BITS:
+        raise GearbxError(f"libraries of {bits} bits are none of 2, 3, 4")
+    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
+    groups = -(-width // GROUP)
+    wanted = {
+        "weight": (mx.uint32, (rows, groups * GROUP // 32 * bits)),
+        "library": (mx.float16, (LIBRARY, 2**bits)),
+    } | {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
+    _check(arrays, wanted, rows, experts)
+    return rows, width, groups * GROUP // 16 * bits
+
+
+def _check(
+    arrays: Mapping[str, mx.array],
+    wanted: Mapping[str, tuple[mx.Dtype, tuple[int, ...]]],
+    rows: int,
+    experts: tuple[int, ...],
+) -> None:
+    """Raises GearbxError unless arrays have these types and shapes, and the lists of outliers fit each other."""
+    count = arrays["outliers"].shape
+    if len(count) != 1 + len(experts):
+        raise GearbxError(f"outliers of shape {count} are not a list{' for each expert' if experts else ''}")
+    of_outliers = {
+        "outliers": (mx.float16, count[-1:]),
+        "outlier_columns": (mx.uint16, count[-1:]),
+        "outlier_offsets": (mx.uint32, (rows + 1,)),
+    }
+    for name, (dtype, shape) in {**wanted, **of_outliers}.items():
+        array = arrays[name]
+        if array.dtype != dtype or array.shape != (*experts, *shape):
+            raise GearbxError(f"{name} is {array.shape} {array.dtype}, not {(*experts, *shape)} {dtype}")

@@ -1,17 +1,95 @@
-"""The products of linear layers, each by the kernel that was chosen for the layer (`candidates.py`)."""
+"""The products of linear layers and of mixtures of experts, each by the kernel that was chosen for it (dispatch.py)."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 
 import mlx.core as mx
 
-from . import cpu, metal, reference
-from .candidates import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen
-from .dispatch import cpu_kernels_for, is_metal
-from .metal_codebooks import codebook_launch, inputs_of, library_launch
-from .metal_formats import GROUPWISE_BITS, groupwise_launch, planes_launch, rowwise_launch
-from .metal_rows import dense_launch, takes_dense
+from . import bit_planes, cpu, metal
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
+from .metal import MAX_VECTORS
+from .metal_products import (
+    GROUPWISE_BITS,
+    codebook_launch,
+    dense_launch,
+    experts_launch,
+    groupwise_launch,
+    inputs_of,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+    takes_dense,
+)
+
+MOST_EXPERTS = 16  # of a token
+
+
+def stack_experts(
+    x: mx.array,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+    indices: mx.array,
+    sorted_indices: bool = False,
+    x_bits: int = 0,
+) -> mx.array:
+    """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return bit_planes.planes_gather_matmul(
+            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
+        )
+    stack = list(weights), scales, list(biases), list(widths), group_size
+    return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
+
+
+def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
+    return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
+    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
+        launch = experts_launch(x, arrays, bits, indices)
+        return None if launch is None else launch.run()
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return None
+    product = module.library_experts if "library" in arrays else module.codebook_experts
+    return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
+
+
+def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+    """`dense_experts` by MLX's own product."""
+    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    transposed = weight.astype(computed).swapaxes(-1, -2)
+    in_order = uses_order(indices, sorted_indices)
+    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
+
+
+def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
+    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
+
+    Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
+    """
+    tokens = math.ceil(indices.size / MOST_EXPERTS)
+    return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
+
+
+def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
+    """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
+
+    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
+    """
+    return sorted_indices and not (metal.available() and indices.size <= MAX_VECTORS * MOST_EXPERTS)
 
 
 def add_bias(y: mx.array, bias: mx.array | None) -> mx.array:
@@ -92,9 +170,9 @@ def stack_product(
     stack = list(weights), scales, list(biases), list(widths), group_size
     kernel = kernel_for(x, chosen)
     if kernel == MLX:
-        return add_bias(reference.planes_matmul(x, *stack).astype(x.dtype), bias)  # scales may be wider
+        return add_bias(bit_planes.planes_matmul(x, *stack).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
-        return add_bias(x @ reference.planes_dense(*stack).astype(x.dtype).T, bias)
+        return add_bias(x @ bit_planes.planes_dense(*stack).astype(x.dtype).T, bias)
     if is_metal(x):
         return launched(planes_launch(x, *stack, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *stack, x_bits).astype(x.dtype), bias)

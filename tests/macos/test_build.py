@@ -8,8 +8,7 @@ import pytest
 import zig
 
 from gearbx_mlx.kernels import compiler
-from gearbx_mlx.kernels.compiler import Recipe, compile_library, make_recipe
-from gearbx_mlx.kernels.target import Target
+from gearbx_mlx.kernels.compiler import Recipe, Target, compile_library, make_recipe
 
 from .mach_o import ARM64, Library, read_library
 from .wheels import Unobtainable, get_mlx

@@ -11,8 +11,13 @@ from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.metal import Launch, Prepared, build
-from gearbx_mlx.kernels.metal_codebooks import codebook_launch, library_launch
-from gearbx_mlx.kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
+from gearbx_mlx.kernels.metal_products import (
+    codebook_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
 
 from .launch import Report, run_call
 

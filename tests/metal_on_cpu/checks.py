@@ -3,11 +3,11 @@
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.formats import codebook_library, groupwise, packing, rowwise
+from gearbx_mlx.formats import codebook_library, groupwise, rowwise
+from gearbx_mlx.kernels import bit_planes
+from gearbx_mlx.kernels.bit_planes import plane_shifts
 from gearbx_mlx.kernels.metal import variant_named
-from gearbx_mlx.kernels.metal_codebooks import OF_GROUPS, ROW_CODES
-from gearbx_mlx.kernels.metal_formats import ROWWISE_OFFSET
-from gearbx_mlx.kernels.reference import plane_shifts
+from gearbx_mlx.kernels.metal_products import OF_GROUPS, ROW_CODES, ROWWISE_OFFSET
 
 from .cases import CODEBOOKS, Case, Problem, codebook_arrays
 from .launch import Report
@@ -51,7 +51,9 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     if case.format == "planes":
         weight, size = np.zeros(1), np.zeros(1)
         for words, bias, width, shift in zip(p.planes("w"), p.planes("b"), case.bits, plane_shifts(case.bits)):
-            codes = np.array(packing.unpack_mlx_codes(words, width)).reshape(*scales.shape[:2], -1).astype(np.float64)
+            codes = (
+                np.array(bit_planes.unpack_mlx_codes(words, width)).reshape(*scales.shape[:2], -1).astype(np.float64)
+            )
             offset = exact(bias)[..., None]
             weight = weight + (scales * codes + offset) * 2.0**-shift
             size = size + (np.abs(scales) * codes + np.abs(offset)) * 2.0**-shift

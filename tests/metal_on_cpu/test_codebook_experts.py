@@ -8,7 +8,7 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.kernels.metal_codebooks import experts_launch, pairs_of_a_vector
+from gearbx_mlx.kernels.metal_products import experts_launch, pairs_of_a_vector
 
 from .cases import CODEBOOKS, Case, codebook_arrays, problem, run_launch
 from .checks import exact

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from gearbx_mlx.kernels.bit_planes import planes_matmul
 from gearbx_mlx.kernels.metal import VARIANTS, choose_variant, fits_threadgroup
-from gearbx_mlx.kernels.reference import planes_matmul
 
 from .cases import Case, launch, problem, run
 from .checks import exact, expected, fault

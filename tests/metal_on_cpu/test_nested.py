@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.formats.kv_planes import pack
-from gearbx_mlx.formats.nested_kv_cache import Nested
+from gearbx_mlx.formats.kv_cache import Nested, pack
 from gearbx_mlx.kernels.metal import Launch
-from gearbx_mlx.kernels.metal_attention import join_launch
-from gearbx_mlx.kernels.metal_nested import nested_launch, takes_nested
+from gearbx_mlx.kernels.metal_attention import join_launch, nested_launch, takes_nested
 
 from .cases import run_launch
 from .checks import attended, exact

@@ -13,8 +13,8 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.fused import inverse_frequencies
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Launch, Prepared
-from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch
-from gearbx_mlx.kernels.metal_rows import dense_launch, rope_launch
+from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
+from gearbx_mlx.kernels.metal_products import dense_launch
 
 from .cases import Case, launch, problem, run_launch
 from .checks import SMALLEST, UNIT, attended, exact

@@ -5,7 +5,7 @@ import pytest
 
 from gearbx_mlx.kernels.metal import Launch, build
 from gearbx_mlx.kernels.metal_attention import parts_launch
-from gearbx_mlx.kernels.metal_rows import dense_launch
+from gearbx_mlx.kernels.metal_products import dense_launch
 
 from .cases import Case, launch, problem
 from .compiler import DoesNotCompile, unroll

@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 from ...errors import GearbxError
 from ...gears.ladder import Ladder
 from ...gears.names import GROUP_SIZES
-from ...kernels.names import KERNELS
+from ...kernels import KERNELS
 from ..device import device_flag
 from ..settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
 from ..shares import parse_shares

@@ -14,12 +14,11 @@ from ...cli.terminal import progress_bar
 from ...errors import GearbxError
 from ...formats import groupwise, rowwise
 from ...formats.planes import split
-from ...kernels import metal, reference
+from ...kernels import bit_planes, metal
 from ...kernels.dispatch import on_cpu
-from ...kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from ...kernels.metal_rows import dense_launch
+from ...kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
 from ...kernels.products import dense_product, groupwise_product, rowwise_product, stack_product
-from ...kernels.timing import seconds_of
+from ...kernels.tuner import seconds_of
 from .machine import GIBIBYTE, GIGABYTE, INT8, INT16, METAL, MLX, NATIVE, Meter, bandwidth_meter, paths_here
 from .memory import check_memory
 
@@ -96,7 +95,7 @@ def cases_of_stack(weight: mx.array, widths: tuple[int, ...], total: int, paths:
         return planes_launch(x, w, s, b, widths, GROUP, variant=variant).run()
 
     def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
-        return reference.planes_matmul(x, w, s, b, widths, GROUP)
+        return bit_planes.planes_matmul(x, w, s, b, widths, GROUP)
 
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
     arrays = [planes.weights, planes.scales, planes.biases]

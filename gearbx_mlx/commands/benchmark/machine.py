@@ -14,9 +14,9 @@ import mlx.core as mx
 from ...cli.terminal import show_compiling
 from ...errors import GearbxError
 from ...kernels import cpu, metal
+from ...kernels.compiler import processor_model
 from ...kernels.dispatch import on_cpu
-from ...kernels.target import processor_model
-from ...kernels.timing import seconds_of
+from ...kernels.tuner import seconds_of
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
 READ = GIBIBYTE  # in a measurement of the read bandwidth

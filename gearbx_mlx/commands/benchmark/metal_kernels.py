@@ -7,16 +7,23 @@ from functools import partial
 import mlx.core as mx
 
 from ...formats import codebook, codebook_library, groupwise, rowwise
-from ...formats.codebook_packing import LAYOUT
-from ...formats.exact_decoding import decode
-from ...formats.exact_encoding import encode
-from ...formats.planes import Planes, split
-from ...kernels.exact import ExactMatrix
+from ...formats.codebook import LAYOUT
+from ...formats.exact import encode
+from ...formats.planes import split
+from ...kernels.bit_planes import Planes
+from ...kernels.exact import ExactMatrix, decode
 from ...kernels.metal import VARIANTS
-from ...kernels.metal_codebooks import INPUTS_OF_CODEBOOK, INPUTS_OF_LIBRARY, codebook_launch, library_launch
 from ...kernels.metal_exact import EXACT_WIDTHS, decode_launch, exact_launch, exact_matmul_tiles
-from ...kernels.metal_formats import groupwise_launch, planes_launch, rowwise_launch
-from ...kernels.metal_rows import dense_launch
+from ...kernels.metal_products import (
+    INPUTS_OF_CODEBOOK,
+    INPUTS_OF_LIBRARY,
+    codebook_launch,
+    dense_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
 
 AFFINE = (2, 3, 4, 5, 6, 8)
 CODEBOOKS = {

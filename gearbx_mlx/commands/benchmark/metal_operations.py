@@ -7,11 +7,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from ...formats.kv_planes import pack
-from ...formats.nested_kv_cache import Nested
-from ...kernels.metal_attention import TILE, attention
-from ...kernels.metal_nested import nested_attention
-from ...kernels.metal_rows import rope_launch
+from ...formats.kv_cache import Nested, pack
+from ...kernels.metal_attention import TILE, attention, nested_attention, rope_launch
 from .metal_checks import DTYPES, TOLERANCE, Check, difference, type_name
 
 WIDTHS = (64, 128)  # of the heads that are checked

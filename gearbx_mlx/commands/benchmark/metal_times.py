@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...kernels.timing import compare
+from ...kernels.tuner import compare
 from .machine import GIGABYTE, METAL, MLX
 from .metal_checks import path_of, random_matrix, variants_for
 from .metal_kernels import Arrays, Kernel

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...formats import groupwise, rowwise
 from ...kernels.products import dense_product, groupwise_product, rowwise_product
-from ...kernels.timing import enough_calls
+from ...kernels.tuner import enough_calls
 from .kernels import cases_of, groupwise_cases, time_case
 from .machine import INT8, INT16, NATIVE, bandwidth_meter, native_module, timed
 from .w4a8 import EMULATED, FLOAT32, SCALAR, W4A8, W4A16, W8A8, WEIGHT_ONLY

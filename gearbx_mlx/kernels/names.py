@@ -1,6 +1,0 @@
-"""Names of devices, kernels and activations, for flags and settings. Importing them loads neither mlx nor numpy."""
-
-DEVICES = ("cpu", "gpu")
-MEASURE = "measure"
-KERNELS = ("auto", "native", "mlx", MEASURE)
-ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # bits to which native CPU kernels round activations; 0: none
