@@ -20,9 +20,9 @@ from .errors import GearbxError as GearbxError
 from .errors import GearbxWarning as GearbxWarning
 from .evaluate import evaluate as evaluate
 from .gears.gearbox import Gearbox as Gearbox
+from .gears.gearbox import Observer as Observer
 from .gears.ladder import Gear as Gear
 from .gears.ladder import Ladder as Ladder
-from .gears.observer import Observer as Observer
 from .generate import generate as generate
 from .kernels.device import use_device as use_device
 from .loading import load as load

@@ -33,12 +33,10 @@ from .files.model_directory import (
     parse_object,
 )
 from .files.reading import read_as, shown
-from .gears.adapter_weights import add_adapter
-from .gears.dividing import Ranks, divide, ranks_of
+from .gears.adapters import add_adapter
+from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
-from .gears.pipelining import cut_into_stages, stage_of
 from .gears.saved import SavedGears, open_gears
-from .gears.saved_part import divide_saved
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
     "The 3 brothers paid $1,234.50 each.",
@@ -92,7 +90,7 @@ def load(
         read = load_plain if saved is None else functools.partial(load_base, saved)
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None:
-            add_adapter(model, adapter, Path(adapter_path), saved)
+            add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways

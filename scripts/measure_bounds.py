@@ -19,8 +19,8 @@ from gearbx_mlx.cli.gate import Gate
 from gearbx_mlx.cli.prompts import read_prompts
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.decoding.telemetry_only import TelemetryOnly
-from gearbx_mlx.gears.observer import Observer
-from gearbx_mlx.gears.output_head import vocabulary
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.gearbox import Observer
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.bounded import BoundedRouting
 from gearbx_mlx.routing.entropy_bounds import entropy_bounds, rounding_of

@@ -7,10 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gearbx_mlx.gears.array_hashes import hash_place
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
 from gearbx_mlx.gears.saved import array_places
-from gearbx_mlx.gears.tensor_entries import hash_of, read_entries
+from gearbx_mlx.gears.tensor_files import hash_of, hash_place, read_entries
 
 DEEP = "[" * 10000 + "]" * 10000
 NUMBERS = [0, 1, -1, 3, 7, 32, 2**31, 2**70, -(10**400), 0.5, -0.0, 1e308]

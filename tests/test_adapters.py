@@ -20,7 +20,7 @@ from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, 
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import adapters_of, layers_of
-from gearbx_mlx.gears.attachment import model_fingerprint
+from gearbx_mlx.gears.gearbox import model_fingerprint
 
 LADDERS = {
     "planes": "4,8,16",

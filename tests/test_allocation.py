@@ -24,7 +24,7 @@ from gearbx_mlx.bit_selection.allocation import (
 from gearbx_mlx.bit_selection.precision import LayerPrecision, PrecisionManifest, read_precision
 from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, layer_precisions
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.fingerprint import fingerprint
+from gearbx_mlx.gears.tensor_files import fingerprint
 
 BITS = (3, 4, 8)
 

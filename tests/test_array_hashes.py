@@ -12,7 +12,7 @@ from mutations import sign_files
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
-from gearbx_mlx.gears.tensor_entries import read_entries
+from gearbx_mlx.gears.tensor_files import read_entries
 
 UP = "model.layers.1.mlp.up_proj"
 

@@ -8,7 +8,7 @@ from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, GearedModel, LosslessModel, convert, load
-from gearbx_mlx.gears.attachment import attached
+from gearbx_mlx.gears.gearbox import attached
 
 
 @pytest.mark.parametrize("kernels", ["mlx", "native"])

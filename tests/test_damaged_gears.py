@@ -21,8 +21,7 @@ from gearbx_mlx.conversion.journal import JOURNAL, Plan
 from gearbx_mlx.convert import main
 from gearbx_mlx.gears.ladder import DENSE
 from gearbx_mlx.gears.manifest import MANIFEST
-from gearbx_mlx.gears.saved import open_gears
-from gearbx_mlx.gears.saved_check import check_model
+from gearbx_mlx.gears.saved import check_model, open_gears
 from gearbx_mlx.loading import load_model
 
 FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}

@@ -16,8 +16,8 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.decoding.governor import cap_schedule_of
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats import FORMATS
+from gearbx_mlx.gears.cost import chosen_experts, experts_of
 from gearbx_mlx.gears.discovery import is_attention
-from gearbx_mlx.gears.experts import chosen_experts, experts_of
 
 STEP = [1, 5, 9, 2, 7, 3, 11]
 LADDERS = {"groupwise": "4,16", "codebook": "4,6,16", "codebook-library": "4,16"}

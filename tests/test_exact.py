@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from gearbx_mlx import Gearbox, GearbxError, Lossless, Static, stream_generate
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
-from gearbx_mlx.gears import whole
+from gearbx_mlx.gears import sources
 from gearbx_mlx.kernels import exact as kernels_exact
 
 LADDERS = ("4,16", "3,16", "4,8,16")
@@ -389,7 +389,7 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
 
         yield advance
 
-    monkeypatch.setattr(whole, "while_encoding", stopping)
+    monkeypatch.setattr(sources, "while_encoding", stopping)
     with pytest.raises(stop):
         boxed(model=model, dtype="bfloat16")
     assert len(done) == 5
@@ -404,7 +404,7 @@ def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
         told.append(-total)
         yield told.append
 
-    monkeypatch.setattr(whole, "while_encoding", following)
+    monkeypatch.setattr(sources, "while_encoding", following)
     gearbox = boxed()
     assert len(told) > len(gearbox.layers)
     assert sum(told) == 0

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.gears.description import LayerPath, grouped
+from gearbx_mlx.gears.cost import LayerPath, grouped
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.kernels import products as kernel_products
 

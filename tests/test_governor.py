@@ -14,7 +14,7 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.formats.tied import linear_of
-from gearbx_mlx.gears.default_sensitivity import default_sensitivity
+from gearbx_mlx.gears.discovery import default_sensitivity
 from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"

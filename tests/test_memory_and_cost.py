@@ -137,7 +137,7 @@ class TestDoubleQuantization:
             Gearbox(model)
 
     def test_eight_bits_per_row_are_noticed_in_long_rows(self):
-        from gearbx_mlx.gears.double_quantization import looks_quantized
+        from gearbx_mlx.gears.sources import looks_quantized
 
         weight = mx.random.normal((64, 4096)).astype(mx.bfloat16)
         rounded = mx.round(weight.astype(mx.float32) * 31) / 31

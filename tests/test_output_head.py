@@ -8,7 +8,7 @@ from conftest import PROMPT, tiny_model, weights_of
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.gears.output_head import tied_head, vocabulary
+from gearbx_mlx.gears.discovery import tied_head, vocabulary
 
 NEEDS_METAL = {"bitnet", "muse_spark"}
 PER_LAYER = {  # architecture to its tied head and its table of one row per token and layer

@@ -18,11 +18,9 @@ from mlx.utils import tree_flatten
 from gearbx_mlx import Gearbox, GearbxError, convert, load
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import layers_of
-from gearbx_mlx.gears.attachment import model_fingerprint
-from gearbx_mlx.gears.dividing import Ranks, divide
-from gearbx_mlx.gears.part_reader import Stored
-from gearbx_mlx.gears.parts import Part, ranges_of
-from gearbx_mlx.gears.sharding import parts_of, sharding_of
+from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
+from gearbx_mlx.gears.gearbox import model_fingerprint
+from gearbx_mlx.gears.sharding import WeightPart, parts_of, ranges_of, sharding_of
 
 LADDERS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,6,8,16", "groupwise": "4,16", "exact": "4,8,16"}
 SAVED = LADDERS | {"codebook": "3,16", "codebook-library": "2,16"}
@@ -47,7 +45,7 @@ def divisible(name: str = "llama", **change: object) -> nn.Module:
     return tiny_model(name, **(two_heads(CONFIGS[name]) | change))
 
 
-def taken(array: mx.array, part: Part, name: str) -> np.ndarray:
+def taken(array: mx.array, part: WeightPart, name: str) -> np.ndarray:
     """A part of an array by the indices of its rows and columns."""
     found = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
     lead = len(part.whole) - 2
@@ -67,7 +65,7 @@ def lists_of(module: nn.Module, name: str) -> list[list]:
     return [numbers[a * size : b * size].tolist() for a, b in itertools.pairwise(starts)]
 
 
-def check_part(own: nn.Module, whole: nn.Module, part: Part) -> None:
+def check_part(own: nn.Module, whole: nn.Module, part: WeightPart) -> None:
     """Every array of a rank's module is the whole one's, cut."""
     ours, theirs = (dict(tree_flatten(linear_of(module).parameters())) for module in (own, whole))
     assert ours.keys() == theirs.keys()
@@ -176,11 +174,11 @@ def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_pa
     assert own.saved.reader.bytes_read - begun <= half + others
 
 
-def nbytes(array: Stored) -> int:
+def nbytes(array: WholeArray) -> int:
     return math.prod(array.shape) * array.dtype.size
 
 
-def stored_of(gearbox: Gearbox, but: set[str]) -> list[tuple[str, Stored]]:
+def stored_of(gearbox: Gearbox, but: set[str]) -> list[tuple[str, WholeArray]]:
     """Names and arrays in the files of the divided layers, without those whose names end so."""
     saved = gearbox.saved
     return [(name, saved._stored[name]) for name in saved.partial if name.rpartition(".")[2] not in but]

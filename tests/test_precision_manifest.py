@@ -19,7 +19,7 @@ from gearbx_mlx.bit_selection.precision import (
     read_precision,
 )
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.fingerprint import fingerprint
+from gearbx_mlx.gears.tensor_files import fingerprint
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 KL = {3: 0.01, 4: 0.0025, 8: 0.0}

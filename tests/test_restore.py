@@ -16,8 +16,8 @@ from conftest import normal, save_model, tiny_model, weights_of
 import gearbx_mlx
 from gearbx_mlx import Gearbox
 from gearbx_mlx.conversion.restoring import Restorer
-from gearbx_mlx.gears.original import ORIGINAL_FILE
-from gearbx_mlx.gears.tensor_entries import read_entries
+from gearbx_mlx.gears.manifest import ORIGINAL_FILE
+from gearbx_mlx.gears.tensor_files import read_entries
 from gearbx_mlx.loading import DEMO_MODEL
 
 Weights = dict[str, mx.array]

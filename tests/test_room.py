@@ -6,7 +6,7 @@ from conftest import save_model, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, convert, evaluate, load
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.gears.room import needed_memory, read_files
+from gearbx_mlx.gears.cost import needed_memory, read_files
 from gearbx_mlx.kernels.device import wired_memory
 from gearbx_mlx.loading import DEMO_MODEL
 

@@ -20,11 +20,10 @@ from mutations import sign_arrays
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.convert import convert
-from gearbx_mlx.gears.array_hashes import ArrayHashes, Place, hash_place
-from gearbx_mlx.gears.attachment import attached
+from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
-from gearbx_mlx.gears.strip_reader import StripReader
-from gearbx_mlx.gears.strips import Part, Strip
+from gearbx_mlx.gears.strips import Piece, Strip, StripReader
+from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
 from gearbx_mlx.routing.draft_costs import CostRule
 from gearbx_mlx.routing.pass_costs import Costs
@@ -286,10 +285,10 @@ def layer(tmp_path):
     def of(strips, size):
         file = tmp_path / "layer"
         file.write_bytes(np.random.default_rng(0).bytes(2 * strips * size))
-        places = {"low": Place(file, 0, strips * size), "high": Place(file, strips * size, 2 * strips * size)}
+        places = {"low": ArrayPlace(file, 0, strips * size), "high": ArrayPlace(file, strips * size, 2 * strips * size)}
         hashes = {name: hash_place(place) for name, place in places.items()}
         cuts = [
-            [Part(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
+            [Piece(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
             for n in range(strips)
         ]
         return StripReader(ArrayHashes(places, hashes), True), [Strip(n, n + 1, *cut) for n, cut in enumerate(cuts)]
@@ -347,7 +346,7 @@ class TestReader:
 
     def test_memory_is_an_eighth_in_bytes_where_sizes_differ(self, layer):
         reader, strips = layer(240, 2**16)
-        whole, none = Part("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
+        whole, none = Piece("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
         large = [Strip(0, 10, whole, none) for _ in range(4)]
         wanted = large + strips
         size = sum(strip.size for strip in wanted)

@@ -10,7 +10,7 @@ from gearbx_mlx.cli import progress as progress_module
 from gearbx_mlx.cli.progress import ProgressLines
 from gearbx_mlx.cli.sizes import human_bytes
 from gearbx_mlx.cli.tables import layers_table, summary_table
-from gearbx_mlx.gears.description import LayerPath
+from gearbx_mlx.gears.cost import LayerPath
 from gearbx_mlx.gears.ladder import Ladder
 
 

@@ -29,8 +29,7 @@ from ..errors import GearbxError
 from ..files.model_directory import context_length
 from ..formats import get_format
 from ..formats.codebook import CodebookFormat
-from ..gears.activations import stored_dtype
-from ..gears.cost import layer_bytes
+from ..gears.activations import layer_bytes, stored_dtype
 from ..gears.discovery import Layer, Predicate, discover
 from ..gears.gearbox import Gearbox
 from ..kernels.dispatch import choose

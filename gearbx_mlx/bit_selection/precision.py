@@ -16,7 +16,7 @@ from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, read_as, shown, typed
 from ..formats import get_format
 from ..gears.ladder import DENSE, Ladder
-from ..gears.values import Fingerprint, GroupSize, Length, Width
+from ..gears.manifest import Fingerprint, GroupSize, Length, Width
 
 if TYPE_CHECKING:
     from ..formats.base import Format
@@ -199,8 +199,8 @@ def fit(
     Raises:
         GearbxError: it is another model's, or has a layer that this one does not have.
     """
-    from ..gears.attachment import model_fingerprint  # flags take their defaults from here, before mlx_lm is loaded
     from ..gears.discovery import discover
+    from ..gears.gearbox import model_fingerprint  # flags take their defaults from here, before mlx_lm is loaded
 
     manifest.check_model(model_fingerprint(model))
     layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))

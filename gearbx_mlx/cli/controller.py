@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GearbxError, about
-from ..gears.ladder import SUPPORTED, WIDTHS, Ladder
-from ..gears.names import WHOLE
+from ..gears.ladder import SUPPORTED, WHOLE, WIDTHS, Ladder
 from ..machine.readers import Scripted
 from .settings import Settings, flag
 from .sizes import parse_bytes

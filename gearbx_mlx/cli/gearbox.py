@@ -14,14 +14,11 @@ from ..formats import RECONSTRUCTED, with_cache
 from ..formats.codebook_options import split_name
 from ..gears.activations import stored_dtype
 from ..gears.discovery import Predicate, with_clamps
-from ..gears.gearbox import Gearbox
-from ..gears.kernel_choices import measure_gears
-from ..gears.ladder import Ladder
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.kernel_choices import choose_kernels, measure_gears
+from ..gears.ladder import DEFAULT_LADDER, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
-from ..gears.names import DEFAULT_LADDER, WHOLE, WHOLE_LADDER
-from ..gears.observer import Observer
 from ..gears.saved import saved_gears, without_gears
-from ..gears.settings import choose_kernels
 from ..kernels import MEASURE
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from .floors import FloorSettings

@@ -7,9 +7,8 @@ import mlx.nn as nn
 
 from ..decoding.kv_gears import check_heads, check_mode
 from ..decoding.mode import Mode
-from ..gears.gearbox import Gearbox
-from ..gears.kv_ladder import kv_ladder
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import kv_ladder
 from ..loading import gears_of, model_name
 from .gate import check_routing
 from .gearbox import in_whole_weights, make_gearbox, settle_gears

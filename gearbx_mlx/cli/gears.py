@@ -8,8 +8,7 @@ from ..bit_selection.floors import Floors
 from ..errors import GearbxError
 from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, RECONSTRUCTED, has_codebooks
 from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name
-from ..gears.ladder import Ladder
-from ..gears.names import (
+from ..gears.ladder import (
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -18,6 +17,7 @@ from ..gears.names import (
     RESIDENCIES,
     WHOLE,
     WHOLE_LADDER,
+    Ladder,
 )
 from ..kernels import ACTIVATIONS, KERNELS
 from .settings import Settings, flag, flag_of

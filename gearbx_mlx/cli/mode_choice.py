@@ -9,12 +9,10 @@ from ..decoding.mode import Mode
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
-from ..gears.attachment import model_fingerprint
-from ..gears.gearbox import Gearbox
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Manifest
-from ..gears.observer import Observer
-from ..gears.output_head import vocabulary
 from ..routing.draft_file import DraftFile
 from ..routing.thresholds import ThresholdFile
 from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, route_fields, routing_for

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..gears.names import DTYPES
+from ..gears.ladder import DTYPES
 from .device import device_flag
 from .settings import Settings, flag
 

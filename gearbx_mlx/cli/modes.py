@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ..decoding.modes import MODES
 from ..errors import GearbxError
-from ..gears.names import WHOLE, WHOLE_LADDER
+from ..gears.ladder import WHOLE, WHOLE_LADDER
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
 from ..routing.pass_costs import COSTS
 from .pair import SMALL_MODEL

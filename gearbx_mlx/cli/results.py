@@ -5,12 +5,11 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..compat.arrays import dtype_name
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.paired_model import bytes_read
-from ..gears.activations import dtype_name
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.streaming import Stream
 from ..telemetry.summary import Tally, kv_summary, summarize
 

@@ -5,9 +5,8 @@ import warnings
 
 from ..errors import GearbxError, GearbxWarning
 from ..formats import get_format
-from ..gears.ladder import Ladder
-from ..gears.names import WHOLE, WHOLE_LADDER
-from ..gears.room import ModelFiles, needed_memory, read_files
+from ..gears.cost import ModelFiles, needed_memory, read_files
+from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
 from ..kernels.device import recommended_memory
 from ..loading import DEMO_MODEL, find, model_name
 from .gears import GearSettings

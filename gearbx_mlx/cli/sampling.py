@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import GearbxError
-from ..gears.kv_ladder import check_kv_gears
+from ..gears.ladder import check_kv_gears
 from .settings import Settings, flag
 
 COLDEST = 0.001  # divided by less, logits of half precision overflow

@@ -13,8 +13,8 @@ from ..decoding.modes import mode_class
 from ..decoding.pair import Pair
 from ..errors import GearbxError
 from ..files.model_directory import context_length
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
-from ..gears.output_head import vocabulary
 from ..routing.pair import NAMES, check_threshold
 from ..serving.provider import Served
 from ..serving.requests import Options

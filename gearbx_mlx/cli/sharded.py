@@ -11,9 +11,7 @@ from typing import Any
 
 from ..decoding.mode import Mode
 from ..errors import GearbxError
-from ..gears.attachment import model_fingerprint
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..ranks.meeting import check_equal
 from ..ranks.place import current
 from .output import OutputSettings

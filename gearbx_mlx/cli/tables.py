@@ -13,7 +13,7 @@ from ..telemetry.trace import gear_color
 from .sizes import human_bytes
 
 if TYPE_CHECKING:
-    from ..gears.description import LayerPath
+    from ..gears.cost import LayerPath
     from ..gears.ladder import Ladder
 
 Row = tuple[str, str | Text]
@@ -176,7 +176,7 @@ def dtype_rows(summary: dict[str, Any]) -> list[Row]:
 
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
     """A table for each kind of kernels and the reason for them; one row for the layers of all blocks that are alike."""
-    from ..gears.description import grouped  # imports mlx, which --help does not wait for
+    from ..gears.cost import grouped  # imports mlx, which --help does not wait for
 
     tables: dict[str, Table] = {}
     for path, layer, count in grouped(layers):

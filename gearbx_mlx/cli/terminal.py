@@ -142,9 +142,9 @@ def spinner(text: str) -> AbstractContextManager:
 
 def show_encoding() -> None:
     """Let a bar show how far a model's weights are put into format exact: a second for 16 million of them."""
-    from ..gears import whole  # imports mlx
+    from ..gears import sources  # imports mlx
 
-    whole.while_encoding = encoding
+    sources.while_encoding = encoding
 
 
 @contextmanager

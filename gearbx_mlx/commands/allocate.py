@@ -15,7 +15,7 @@ from ..cli.sizes import human_bytes
 from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text
-from ..gears.default_sensitivity import outer_layers
+from ..gears.discovery import outer_layers
 from ..gears.gearbox import Gearbox
 from .benchmark.decode import decode_seconds
 

@@ -25,10 +25,9 @@ from ..cli.tables import summary_table
 from ..decoding.route import Route
 from ..decoding.stream import stream_generate
 from ..decoding.telemetry_only import TelemetryOnly
-from ..gears.attachment import model_fingerprint
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Observer, model_fingerprint
 from ..gears.ladder import Ladder
-from ..gears.observer import Observer
-from ..gears.output_head import vocabulary
 from ..kernels.device import wired_memory
 from ..loading import model_name
 from ..telemetry.summary import Tally

@@ -13,8 +13,7 @@ from ..cli.parsers.analyze import AnalyzeSettings
 from ..cli.prompt import PromptSettings, check_prompt
 from ..cli.prompts import read_prompts
 from ..errors import GearbxError
-from ..gears.ladder import Ladder
-from ..gears.names import DEFAULT_LADDER
+from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounded import BoundedRouting
 from ..routing.entropy_bounds import entropy_bounds, rounding_of
 from ..routing.gates import ThresholdGate

@@ -38,9 +38,9 @@ from ..evaluation.report import RecordingCosts
 from ..evaluation.session import EvaluationSession, Journal, hash_of_tokens
 from ..evaluation.target import KICKDOWN, LOSSLESS, STATIC, Candidate, PolicyOutcome, Wish, candidates, in_order
 from ..evaluation.text import read_documents, windows_of
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
-from ..gears.output_head import vocabulary
 from ..loading import model_name
 from ..routing.draft_file import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION

@@ -18,8 +18,8 @@ from ..decoding.entropy_sampler import sampled_tokens
 from ..decoding.kickdown_model import GearedModel
 from ..decoding.stream import stream_generate
 from ..evaluation.session import Journal
-from ..gears.observer import Observer
-from ..gears.output_head import vocabulary
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Observer
 from ..loading import model_name
 from ..routing import calibration
 from ..routing.entropy import entropy_bits

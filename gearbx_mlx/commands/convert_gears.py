@@ -30,10 +30,9 @@ from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
-from ..gears.manifest import GEARS_FILE, PRECISION, Manifest
-from ..gears.names import EMBEDDINGS
-from ..gears.original import ORIGINAL_FILE
-from ..gears.tensor_entries import hash_of
+from ..gears.ladder import EMBEDDINGS
+from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
+from ..gears.tensor_files import hash_of
 from ..loading import load
 from ..telemetry.summary import as_json
 

@@ -11,7 +11,7 @@ from ..conversion.model_card import AFFINE, CARD, Provenance, clip_weights, tabl
 from ..errors import GearbxError, about
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized
-from ..gears.tensor_entries import read_entries
+from ..gears.tensor_files import read_entries
 from ..loading import load
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from ..cli.terminal import progress_bar
 from ..conversion.restoring import Restorer, write_original
 from ..errors import GearbxError
-from ..gears.original import ORIGINAL_FILE
+from ..gears.manifest import ORIGINAL_FILE
 from ..gears.saved import SavedGears, open_gears
 from ..loading import find
 

@@ -17,8 +17,8 @@ from ..errors import GearbxError
 from ..evaluation import answers
 from ..evaluation.report import Report
 from ..evaluation.session import EvaluationSession, hash_of_tokens
-from ..gears.attachment import model_fingerprint
-from ..gears.output_head import vocabulary
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import model_fingerprint
 from .evaluation_inputs import about, inputs_of
 
 Problems = list[dict[str, str]]

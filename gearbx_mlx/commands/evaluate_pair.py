@@ -9,6 +9,7 @@ from ..cli import terminal
 from ..cli.loaded_pair import LoadedPair, load_pair
 from ..cli.pair import Turns, turns_of
 from ..cli.parsers.evaluate import WRITTEN, EvaluateSettings
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..evaluation import pair
 from ..evaluation.answers import TASKS, grouped, problem_files
@@ -16,7 +17,7 @@ from ..evaluation.pair import draw_pair
 from ..evaluation.report import Report
 from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens, model_contents
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
-from ..gears.activations import dtype_name, model_dtype
+from ..gears.activations import model_dtype
 from ..loading import model_name
 from ..routing.pair import NAMES
 from .evaluate_answers import answers_inputs, note_or_raise, problems_of, prompts_of

@@ -16,8 +16,7 @@ from ..evaluation.runs import Runs
 from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
-from ..gears.kv_ladder import kv_ladder
-from ..gears.ladder import Gear, Ladder
+from ..gears.ladder import Gear, Ladder, kv_ladder
 from .evaluation_inputs import about, inputs_of
 
 DEFAULT_CONTEXT = 256

@@ -21,8 +21,7 @@ from ..decoding.auto_thresholds import auto_thresholds
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.stream import stream_generate
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from .written_text import show_summary, write_out
 
 

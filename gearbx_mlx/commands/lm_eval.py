@@ -28,8 +28,8 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..evaluation.policies import RoutePolicy, StaticPolicy
 from ..evaluation.replay import Policy, computed, next_logprobs
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
-from ..gears.output_head import vocabulary
 from ..kernels import DEVICES
 from ..kernels.device import use_device
 from ..loading import load

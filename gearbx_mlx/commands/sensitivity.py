@@ -33,8 +33,8 @@ from ..errors import GearbxError
 from ..evaluation.session import JOURNAL, Journal, beside, hash_of_tokens, versions
 from ..files.writing import write_text
 from ..formats import get_format
-from ..gears.attachment import model_fingerprint
 from ..gears.discovery import Layer, discover
+from ..gears.gearbox import model_fingerprint
 from ..loading import model_name
 
 Windows = Sequence[Sequence[int]]

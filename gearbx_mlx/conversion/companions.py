@@ -11,8 +11,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from ..errors import GearbxError
 from ..files.reading import shown, unreadable
 from ..files.writing import PART
-from ..gears.manifest import GEARS_FILE, MANIFEST, PRECISION
-from ..gears.original import ORIGINAL_FILE
+from ..gears.manifest import GEARS_FILE, MANIFEST, ORIGINAL_FILE, PRECISION
 from ..loading import read_config
 from .converter import BASE_FILE
 from .journal import JOURNAL

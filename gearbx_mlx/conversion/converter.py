@@ -17,23 +17,20 @@ import numpy as np
 from mlx.utils import tree_flatten
 from msgspec.structs import asdict
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..files.reading import shown
 from ..formats import get_format
 from ..formats.base import Format, check_ladder, stored_bits
 from ..formats.exact import too_large
 from ..formats.tied import linear_of
-from ..gears.activations import dtype_name, stored_dtype
-from ..gears.discovery import Layer, discover, none_managed, stored_widths
-from ..gears.fingerprint import fingerprint_of, sample
-from ..gears.ladder import DENSE, Ladder
-from ..gears.looked_up import tables_to_pack
-from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, SavedLayer
-from ..gears.names import EMBEDDINGS
+from ..gears.activations import stored_dtype
+from ..gears.discovery import Layer, discover, none_managed, stored_widths, tables_to_pack
+from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
+from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
-from ..gears.original import Original, View
-from ..gears.saved_check import KINDS
-from ..gears.tensor_entries import Entry, hash_of
+from ..gears.saved import KINDS
+from ..gears.tensor_files import TensorEntry, fingerprint_of, hash_of, sample
 from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
 
@@ -177,8 +174,8 @@ class Converter:
         names = [*self.rest, *(name for layer in self.changing.values() for name in self._names(layer))]
         room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
         self._resume({name: array.shape for name, array in parameters})
-        base: dict[str, Entry] = {}
-        gears: dict[str, Entry] = {}
+        base: dict[str, TensorEntry] = {}
+        gears: dict[str, TensorEntry] = {}
         for unit in self.done.values():
             base |= unit.base
             gears |= unit.gears
@@ -210,7 +207,7 @@ class Converter:
             yield array.nbytes
             put(self.model, {name: EMPTY})
 
-    def finish(self, original: Original | None = None) -> Manifest:
+    def finish(self, original: OriginalModel | None = None) -> Manifest:
         """Close the files and write gears.json.
 
         Args:

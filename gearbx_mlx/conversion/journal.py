@@ -15,14 +15,10 @@ from msgspec import Meta, Struct
 
 from ..errors import GearbxError
 from ..files.reading import Count, json_lines, read_text
-from ..gears.array_hashes import hash_bytes
 from ..gears.discovery import Predicate, with_bits, with_clamps
-from ..gears.fingerprint import SAMPLED
-from ..gears.ladder import DENSE
-from ..gears.names import EMBEDDINGS
-from ..gears.original import View
-from ..gears.tensor_entries import LENGTH, NAMES, Entry, end_of
-from ..gears.values import DtypeName, GroupSize, Hash, Width
+from ..gears.ladder import DENSE, EMBEDDINGS
+from ..gears.manifest import DtypeName, GroupSize, Hash, View, Width
+from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, TensorEntry, end_of, hash_bytes
 from .views import bits_of
 
 
@@ -38,7 +34,7 @@ class TensorFile:
         GearbxError: the file does not contain the arrays of `entries`.
     """
 
-    def __init__(self, path: Path, room: int, entries: dict[str, Entry] | None = None):
+    def __init__(self, path: Path, room: int, entries: dict[str, TensorEntry] | None = None):
         self.room, self.entries = room, dict(entries or {})
         self.end = end_of(self.entries)
         if self.end and (not path.exists() or path.stat().st_size < LENGTH.size + room + self.end):
@@ -47,7 +43,7 @@ class TensorFile:
         self.file.truncate(LENGTH.size + room + self.end)
         self.file.seek(0, os.SEEK_END)
 
-    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> tuple[dict[str, Entry], dict[str, str]]:
+    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         """Write evaluated arrays, and return their entries and their hashes."""
         hashes = {
             name: self.append_data(name, NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays
@@ -58,7 +54,7 @@ class TensorFile:
         """Write an array from its bits in memory, row after row, and return its hash."""
         self.file.write(data.data)
         span = (self.end, self.end + data.nbytes)
-        self.entries[name] = Entry(dtype, shape, span)
+        self.entries[name] = TensorEntry(dtype, shape, span)
         self.end = span[1]
         return hash_bytes(data)
 
@@ -119,8 +115,8 @@ class Unit(Struct, frozen=True):
     shape: tuple[Count, ...]
     dtype: str
     sample: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=SAMPLED)]
-    base: Mapping[str, Entry]
-    gears: Mapping[str, Entry]
+    base: Mapping[str, TensorEntry]
+    gears: Mapping[str, TensorEntry]
     hashes: Mapping[str, Hash]
     names: Mapping[Width, Mapping[str, str]] = {}
     stock_bits: Width | None = None

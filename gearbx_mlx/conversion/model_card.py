@@ -22,8 +22,7 @@ from ..errors import one_line
 from ..formats import OF_MLX
 from ..gears.discovery import Layer, at_least
 from ..gears.ladder import DENSE, Ladder
-from ..gears.manifest import Manifest
-from ..gears.original import ORIGINAL_FILE
+from ..gears.manifest import ORIGINAL_FILE, Manifest
 
 AFFINE = "affine"  # the format of mlx-lm's own quantized layers
 

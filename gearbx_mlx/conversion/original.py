@@ -9,9 +9,18 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..files.reading import LARGEST_JSON, unreadable
-from ..gears.array_hashes import Place, hash_bytes, hash_places
-from ..gears.original import ORIGINAL_FILE, Original, Shard, Tensor, View, file_key, header_key, is_plain, tensor_key
-from ..gears.tensor_entries import LENGTH, SIZES, Entry, read_entries
+from ..gears.manifest import (
+    ORIGINAL_FILE,
+    OriginalModel,
+    OriginalShard,
+    Tensor,
+    View,
+    file_key,
+    header_key,
+    is_plain,
+    tensor_key,
+)
+from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places, read_entries
 from .companions import content_of, is_copied
 from .journal import TensorFile
 from .views import find
@@ -26,7 +35,7 @@ class Header:
     """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
 
     data: bytes
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
 
     @property
     def start(self) -> int:
@@ -38,11 +47,11 @@ class Header:
         """Bytes of the whole file."""
         return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
-    def place(self, tensor: str, file: Path) -> Place:
-        return Place(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
+    def place(self, tensor: str, file: Path) -> ArrayPlace:
+        return ArrayPlace(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
 
 
-def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, Place]:
+def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, ArrayPlace]:
     """Where each tensor is in the files of a directory. headers: by the name of a file."""
     keys = ((name, tensor) for name, header in headers.items() for tensor in header.entries)
     return {(name, tensor): headers[name].place(tensor, directory / name) for name, tensor in keys}
@@ -85,7 +94,7 @@ class OriginalFiles:
                 kept.append(file) if plain else lost.append(file.name)
         return kept, lost
 
-    def keep(self, views: Mapping[str, View], work: Path) -> Original:
+    def keep(self, views: Mapping[str, View], work: Path) -> OriginalModel:
         """Write what the parameters do not contain into `original.safetensors` of a directory.
 
         Args:
@@ -110,8 +119,8 @@ class OriginalFiles:
             out.finish()
         finally:
             out.close()
-        return Original(
-            shards={name: Shard(headers[name], tensors[name]) for name in self.shards},
+        return OriginalModel(
+            shards={name: OriginalShard(headers[name], tensors[name]) for name in self.shards},
             files={file.name: hash_bytes(content_of(file)) for file in others},
             kept=tuple(file.name for file in kept),
         )
@@ -155,7 +164,7 @@ def read_header(file: Path) -> Header:
         raise unreadable(file, error) from error
 
 
-def read_place(place: Place) -> bytes:
+def read_place(place: ArrayPlace) -> bytes:
     """Raises GearbxError for a file that cannot be read, or is shorter than it was."""
     try:
         with open(place.file, "rb") as file:

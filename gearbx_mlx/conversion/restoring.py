@@ -21,14 +21,11 @@ from ..files.writing import remove_parts, write_bytes
 from ..formats.base import dense_weight
 from ..formats.native import bare
 from ..formats.tied import linear_of
-from ..gears.array_hashes import Place, hash_bytes, hash_places
 from ..gears.discovery import Layer
 from ..gears.ladder import DENSE
-from ..gears.manifest import MANIFEST, RESTORE
-from ..gears.original import ORIGINAL_FILE, Original, Tensor, file_key, header_key, tensor_key
-from ..gears.saved import SavedGears, opened
-from ..gears.saved_check import KINDS
-from ..gears.tensor_entries import LENGTH, SIZES, Entry
+from ..gears.manifest import MANIFEST, ORIGINAL_FILE, RESTORE, OriginalModel, Tensor, file_key, header_key, tensor_key
+from ..gears.saved import KINDS, SavedGears, opened
+from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places
 from ..kernels.exact import ExactMatrix, decode, decoded
 from .companions import content_of
 from .original import Header, Key, places_in, read_place
@@ -50,7 +47,7 @@ class Restorer:
         self.saved, self.directory = saved, saved.directory
         self.original = original_of(saved)
         self._kept = opened(self.directory / ORIGINAL_FILE, f"missing, and {MANIFEST} needs it")[1]
-        self._base: dict[str, Entry] = {}
+        self._base: dict[str, TensorEntry] = {}
         for name in saved.manifest.base:
             self._base |= opened(self.directory / name, "missing, and the gears beside it need it")[0]
         self.headers = {name: self._header(name) for name in self.original.shards}
@@ -141,7 +138,7 @@ class Restorer:
             content = parse_json(data)
             if isinstance(content, dict):
                 content.pop("__metadata__", None)
-            entries = typed(content, dict[str, Entry])
+            entries = typed(content, dict[str, TensorEntry])
             if entries.keys() != self.original.shards[shard].tensors.keys():
                 raise GearbxError(f"does not have the tensors that {MANIFEST} names; {RESTORE}")
             end = 0
@@ -167,7 +164,7 @@ def check_hash(file: Path, name: str, data: bytes | memoryview, hash: str) -> No
         raise GearbxError(f"{file}: {name} is not what the original had; {RESTORE}")
 
 
-def original_of(saved: SavedGears) -> Original:
+def original_of(saved: SavedGears) -> OriginalModel:
     """What gears.json says of the original. Raises GearbxError for a checkpoint that does not have it."""
     manifest = saved.manifest
     if manifest.original is not None and DENSE in manifest.gears:
@@ -236,7 +233,7 @@ def check_directory(restorer: Restorer, work: Path) -> None:
         raise GearbxError(f"{work}: needs {needed} bytes, and the disk has {free} left; make room, or choose another")
 
 
-def written(restorer: Restorer, places: dict[Key, Place]) -> set[Key]:
+def written(restorer: Restorer, places: dict[Key, ArrayPlace]) -> set[Key]:
     """The tensors that an earlier run wrote."""
     there = {place.file for place in places.values() if place.file.is_file()}
     found = hash_places({key: place for key, place in places.items() if place.file in there})

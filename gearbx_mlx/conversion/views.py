@@ -12,9 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GearbxError
-from ..gears.array_hashes import hash_bytes
-from ..gears.manifest import RESTORE
-from ..gears.original import Tensor, View
+from ..gears.manifest import RESTORE, Tensor, View
+from ..gears.tensor_files import hash_bytes
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts

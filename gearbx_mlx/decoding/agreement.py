@@ -8,9 +8,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import GearbxError
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..gears.output_head import vocabulary
 from ..routing.acceptance import AcceptanceCurve, best_bound, best_length, fit_curve
 from ..routing.draft_costs import predicted_cost
 from ..routing.draft_file import DraftFile, DraftTimes

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
-from ..gears.activations import dtype_name
+from ..compat.arrays import dtype_name
 from ..gears.gearbox import Gearbox
 from ..gears.kernel_choices import uncounted
 from ..gears.ladder import Gear

@@ -9,8 +9,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from .cache_checks import check_draftable
 from .entropy import fast_entropy
 from .paired_model import bytes_read

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import GearbxError
 from ..files.reading import read_as
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
-from ..gears.output_head import vocabulary
 from ..routing.acceptance import DraftRule, FixedLength, default_rule
 from ..routing.draft_file import DraftFile, parse_draft_file
 from .draft_costs import at_measured_speeds

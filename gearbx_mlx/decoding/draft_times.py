@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxWarning
-from ..gears.activations import dtype_name
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..gears.output_head import vocabulary
 from ..kernels.compiler import processor_features
 from ..routing.draft_file import DraftTimes
 from ..routing.pass_costs import MOST_ROWS

@@ -18,9 +18,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..compat.arrays import same_random_numbers
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..gears.random_numbers import same_random_numbers
 from ..ranks.agreement import ALONE, Agreement
 from ..routing.acceptance import DraftRule, FixedLength
 from .entropy import Entropy

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from ..kernels.dispatch import choose, native_entropy
 from ..routing.entropy import entropy_bits
 

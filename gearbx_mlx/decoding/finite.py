@@ -6,11 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
-from ..gears.activations import dtype_name
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..gears.observer import Observer
 
 
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:

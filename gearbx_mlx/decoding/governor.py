@@ -14,9 +14,8 @@ from mlx_lm.generate import GenerationResponse
 
 from ..errors import GearbxError, GearbxWarning
 from ..gears.adapters import layers_of
-from ..gears.default_sensitivity import default_sensitivity
-from ..gears.discovery import Layer
-from ..gears.experts import used_share
+from ..gears.cost import used_share
+from ..gears.discovery import Layer, default_sensitivity
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity

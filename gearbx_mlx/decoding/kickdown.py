@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
-from ..gears.output_head import vocabulary
+from ..gears.discovery import vocabulary
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..telemetry.summary import Tally
 from .governor import Governor

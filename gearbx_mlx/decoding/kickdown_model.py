@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..gears.output_head import vocabulary
 from ..routing.thresholds import check_thresholds, default_thresholds
 from .snapshots import Snapshot
 from .step import Step

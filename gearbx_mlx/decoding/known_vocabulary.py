@@ -3,7 +3,7 @@
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..gears.output_head import vocabulary
+from ..gears.discovery import vocabulary
 
 _known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 

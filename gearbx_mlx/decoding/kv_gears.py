@@ -8,9 +8,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..errors import GearbxError
 from ..formats.kv_cache import KVGears, NestedKVCache, group_for
-from ..gears.gearbox import Gearbox
-from ..gears.kv_ladder import kv_ladder, shown
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import kv_ladder, shown
 from .cache_checks import begun_cache
 from .caches import Cache, parts
 

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..gears.observer import Observer
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, FixedLength
 from ..routing.batch_policy import BatchPolicy, highest

@@ -7,9 +7,7 @@ from typing import Any, ClassVar
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.attachment import attached
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.saved import without_gears
 from ..ranks.agreement import agreement_of
 from ..routing.batch_policy import BatchPolicy, highest

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..errors import GearbxError
 from ..gears.activations import model_dtype
-from ..gears.output_head import vocabulary
+from ..gears.discovery import vocabulary
 from ..routing.gates import Gate
 from ..routing.monitor import Monitor, Reading
 from ..routing.pair import (

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from ..errors import GearbxError
 from ..gears.activations import stored_dtype
 from ..gears.cost import token_bytes
-from ..gears.output_head import tied_head, vocabulary
+from ..gears.discovery import tied_head, vocabulary
 from ..routing.pair import NAMES, SMALL
 from .caches import length, parts
 

@@ -14,9 +14,8 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 
 from ..errors import GearbxError
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..gears.observer import Observer
 from ..ranks.agreement import agreement_of
 from ..routing.batch_policy import BatchPolicy, highest
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate

@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxWarning
-from ..gears.activations import dtype_name
 from ..gears.gearbox import Gearbox
 
 ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by

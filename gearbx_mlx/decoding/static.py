@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..gears.observer import Observer
 from ..routing.batch_policy import BatchPolicy, highest
 from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..gears.observer import Observer
 
 MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: the model itself, a draft, the text
 

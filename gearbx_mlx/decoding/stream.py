@@ -6,10 +6,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from ..gears.attachment import attached
-from ..gears.gearbox import Gearbox
-from ..gears.kv_ladder import check_kv_gears
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer, attached
+from ..gears.ladder import check_kv_gears
 from ..gears.saved import without_gears
 from ..kernels.device import check_device
 from .cache_checks import check_quantizable

@@ -6,8 +6,7 @@ from typing import ClassVar
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from .mode import of_model
 from .route import Route
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..compat.arrays import dtype_name
 from ..decoding.kv_gears import cache_in_gears
 from ..formats.base import dense_weight
-from ..gears.activations import dtype_name
 from ..gears.adapters import layers_of, places_of, put_modules, tree_of
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder

@@ -5,9 +5,9 @@ half-precision model with quantized gears computes in float32 there. Every half-
 so no weight changes. Experts that are not quantized run there in float32 alone.
 """
 
-import copyreg
 from collections import UserDict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,25 +15,53 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..errors import GearbxError
+from ..formats.native import Native, NativeEmbedding
+from ..formats.tied import QuantizedTable, TiedEmbedding, linear_of
 from ..kernels.dispatch import on_cpu
-from . import names
 from .adapters import adapters_of, own_arrays
+from .ladder import DTYPES as DTYPE_NAMES
+
+
+class Typed:
+    """The type that a model is in now, by a parameter that no gear changes.
+
+    Args:
+        managed: the modules that are in gears.
+        dtype: of the model as it is.
+    """
+
+    def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):
+        of_gears = {*map(id, managed)}
+        own = (
+            (module, name)
+            for module in model.modules()
+            if id(module) not in of_gears and not isinstance(module, Native)
+            for name, value in module.items()
+            if isinstance(value, mx.array) and value.dtype == dtype
+        )
+        self._place = next(own, None)
+        self._made_in, self._changed = dtype, False
+
+    def follow(self, modules: Any) -> None:
+        """Put a tree of modules into the type of now. Native ones keep that of their arrays, and read any."""
+        if self._place is None:
+            return
+        module, name = self._place
+        dtype = module[name].dtype
+        if dtype == self._made_in and not self._changed:
+            return
+        self._changed = True
+        for _, module in tree_flatten(modules, is_leaf=lambda value: isinstance(value, nn.Module)):
+            if isinstance(module, TiedEmbedding | QuantizedTable):
+                module.dtype = dtype
+            if isinstance(module, NativeEmbedding):
+                module.activations = dtype
+            if not isinstance(linear_of(module), Native):
+                module.set_dtype(dtype)
+
 
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
-DTYPES = {name: getattr(mx, name) for name in names.DTYPES}
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
-def dtype_named(name: str) -> mx.Dtype:
-    dtype: mx.Dtype = getattr(mx, name)
-    return dtype
-
-
-# MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
-copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
+DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
@@ -52,6 +80,16 @@ def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
         return stored[path]
     found = dict(tree_flatten(model.parameters())).get(path)
     return found.dtype if found is not None else model_dtype(model)
+
+
+def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
+    """Bytes of an array whose floating values are stored as `storage`."""
+    return array.size * storage.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+
+
+def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
+    """Bytes of the weights, scales and biases of a module; for experts, of all of them."""
+    return sum(stored_bytes(array, storage) for _, array in tree_flatten(module.parameters()))
 
 
 def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.Module] = ()) -> mx.Dtype:

@@ -6,26 +6,251 @@ Floating arrays are counted in the checkpoint's type. On a CPU a half-precision 
 activations.py); counting four bytes per weight there would flatter every gear below the top one.
 """
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ..errors import GearbxWarning
+from ..formats.base import Format, stored_bits
+from ..formats.native import Native, NativeSwitchLinear
+from ..kernels.dispatch import Choice
+from .activations import layer_bytes, stored_bytes
 from .adapters import holders_of, layers_of, own_arrays
-from .experts import used_share
-from .output_head import is_table
-from .towers import in_tower
+from .discovery import Layer, at_least, in_tower, is_table
+from .ladder import DENSE, Gear, Ladder
+from .manifest import GEARS_FILE, Manifest, read_manifest
+from .sharding import WeightPart, sharding_of
+from .sources import FromWeights, GearModules, Source
+from .streaming import StreamedFiles
+from .tensor_files import SIZES, TensorEntry, read_entries
+
+CHOSEN = (  # names for the number of experts that a router chooses
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+SETTINGS = ("args", "config")  # attributes of modules that name such numbers too
 
 
-def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
-    """Bytes of an array whose floating values are stored as `storage`."""
-    return array.size * storage.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
+    """The share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a tower.
+
+    Args:
+        path: of the layer.
+        modules: of the whole model, by path.
+        positions: tokens computed in one pass, as if no two of them used the same expert.
+    """
+    if in_tower(path):
+        return 0.0
+    experts = experts_of(path, modules)
+    chosen = chosen_experts(path, modules) if experts else None
+    return min(1.0, positions * chosen / experts) if chosen else 1.0
 
 
-def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
-    """Bytes of the weights, scales and biases of a module; for experts, of all of them."""
-    return sum(stored_bytes(array, storage) for _, array in tree_flatten(module.parameters()))
+def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
+    """The number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
+    block, _, _ = path.rpartition(".experts.")
+    listed = modules[block].get("experts") if block else None
+    return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
+
+
+def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
+    """How many experts of a layer a token uses; None where the model does not say."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
+        block = modules.get(".".join(parts[:end]))
+        for place in places(block) if block is not None else ():
+            for name in CHOSEN:
+                chosen = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+                if isinstance(chosen, int) and chosen > 0:
+                    return chosen
+    return None
+
+
+def places(block: nn.Module) -> Iterator[Any]:
+    """Where a block may name the number: itself, its router, and the settings that it was made from."""
+    yield vars(block)
+    yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
+    yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))
+
+
+def warn_of_unknown_routing(model: nn.Module) -> None:
+    """Warn of mixtures that do not say how many experts a token uses: they are counted as if it used all of them."""
+    modules = dict(model.named_modules())
+    mixtures = [path for path, module in modules.items() if "weight" in module and experts_of(path, modules)]
+    unknown = [path for path in mixtures if chosen_experts(path, modules) is None]
+    if unknown:
+        warnings.warn(
+            f"{unknown[0]}: the model does not say how many experts a token uses; its bytes are counted with all of "
+            "them, more than a token reads",
+            GearbxWarning,
+            stacklevel=3,
+        )
+
+
+@dataclass(frozen=True)
+class LayerPath:
+    """What one layer runs on.
+
+    bits: in each gear of the ladder. kernels: that it runs on; why: the reason. fixed: why it does not change gear, if
+    it does not.
+    """
+
+    path: str
+    bits: tuple[int, ...]
+    kernels: str
+    why: str
+    fixed: str | None = None
+
+    def __str__(self) -> str:
+        bits = ", ".join(map(str, self.bits)) if self.fixed is None else f"dense ({self.fixed})"
+        return f"{self.path}: {bits}; {self.kernels} ({self.why})"
+
+
+def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
+    """The kernels that a layer runs on, and the reason.
+
+    Args:
+        module: the layer's module in the top gear.
+        choice: the kernels that were chosen for the model.
+        format: of the layer's quantized gears; None without such gears.
+    """
+    if not choice.native:
+        return "mlx", choice.reason
+    if not isinstance(module, Native):
+        return "mlx", f"no native kernel for {type(module).__name__}"
+    experts = isinstance(module, NativeSwitchLinear)
+    if format is not None and not (format.native_experts if experts else format.native):
+        what = f"experts in {format.name}" if experts else format.name
+        return "mlx, native at 16 bits", f"no native kernel for {what}"
+    return "native", choice.why(format is None or format.rounds)
+
+
+def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
+    """Groups of layers that differ only in the numbers in their paths, in the order of their first layers.
+
+    Yields:
+        a path such as "layers.0-23.mlp.up_proj", the first layer, and the number of layers.
+    """
+    groups: dict[tuple, list[LayerPath]] = {}
+    for layer in layers:
+        words = tuple("#" if part.isdigit() else part for part in layer.path.split("."))
+        groups.setdefault((words, layer.bits, layer.kernels, layer.why, layer.fixed), []).append(layer)
+    for (words, *_), members in groups.items():
+        columns = zip(*(layer.path.split(".") for layer in members))
+        path = ".".join(numbers(map(int, set(c))) if word == "#" else word for word, c in zip(words, columns))
+        yield path, members[0], len(members)
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Numbers as text: 0, 1, 2, 5 -> "0-2,5"."""
+    runs = []
+    for _, run in itertools.groupby(enumerate(sorted(values)), key=lambda item: item[1] - item[0]):
+        members = [value for _, value in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(runs)
+
+
+DENSE_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What the headers of a model's files say. manifest: of a geared checkpoint, else None."""
+
+    arrays: Mapping[str, TensorEntry]
+    manifest: Manifest | None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is a quantized model without gears."""
+        return self.manifest is None and any(name.endswith(".scales") for name in self.arrays)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all arrays."""
+        return sum(map(size_of, self.arrays.values()))
+
+    @property
+    def matrices(self) -> dict[str, TensorEntry]:
+        """About those that change gear: matrices of numbers, but no embeddings that are not the output head too."""
+        untied = "lm_head.weight" in self.arrays
+        return {
+            name: entry
+            for name, entry in self.arrays.items()
+            if len(entry.shape) in (2, 3) and entry.dtype in DENSE_TYPES and not (untied and "embed" in name)
+        }
+
+
+def read_files(directory: Path) -> ModelFiles:
+    """Raises GearbxError for files that are damaged, OSError for those that cannot be read."""
+    files = sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)})
+    arrays = {name: entry for file in files for name, entry in read_entries(file)[0].items()}
+    return ModelFiles(arrays, read_manifest(directory))
+
+
+def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:
+    """About how many bytes a model in gears needs, without its KV cache.
+
+    Args:
+        gears: bits, ascending.
+        resident: whether idle gears stay in memory; else it is what the largest gear alone needs.
+    """
+    if not resident:
+        return max(needed_memory(files, [bits], format, group_size, True) for bits in gears)
+    if files.is_quantized:
+        return files.total
+    if files.manifest is not None:
+        return saved_bytes(files, files.manifest, gears)
+    matrices = files.matrices
+    packed = sum(matrix_bytes(entry, gears, format, group_size) for entry in matrices.values())
+    return files.total - sum(map(size_of, matrices.values())) + packed
+
+
+def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> int:
+    """Bytes of the arrays that some gears of a geared checkpoint read, and of those that every gear does."""
+    of_gears: set[str] = set()
+    wanted: set[str] = set()
+    for layer in manifest.changing.values():
+        of_gears.update(name for arrays in layer.gears.values() for name in arrays.values())
+        stored = sorted(layer.gears)
+        wanted.update(name for bits in gears for name in layer.gears.get(at_least(stored, bits), {}).values())
+    return sum(size_of(entry) for name, entry in files.arrays.items() if name in wanted or name not in of_gears)
+
+
+def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group_size: int) -> int:
+    """Bytes of the gears of a matrix that is not packed yet; gears share arrays in some formats."""
+    stored = stored_bits(format, gears)
+    dense = size_of(entry) if DENSE in gears and DENSE not in stored else 0
+    if not stored or entry.shape[-1] % group_size:
+        return max(dense, size_of(entry))
+    dtype = DENSE_TYPES[entry.dtype]
+    gears_arrays = [format.stored_arrays(entry.shape, bits, stored, group_size, dtype).values() for bits in stored]
+    arrays = {(array.bits, array.name): array for made in gears_arrays for array in made}.values()
+    lengths = [[length for length in array.shape if length is not None] for array in arrays]
+    if all(len(known) == len(array.shape) for known, array in zip(lengths, arrays)):
+        return dense + sum(math.prod(known) * array.dtype.size for known, array in zip(lengths, arrays))
+    # The data decide how long some arrays are; what a product reads of them is known on average.
+    counted = stored[-1:] if stored in format.ladders else stored
+    return dense + sum(format.bytes_read(entry.shape, bits, stored, group_size, dtype.size) for bits in counted)
+
+
+def size_of(entry: TensorEntry) -> int:
+    """Bytes of an array."""
+    return SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
 
 
 def token_bytes(
@@ -119,3 +344,156 @@ def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after
     """
     saved = seconds_before - seconds_after
     return shift_seconds / saved if saved > 0 else None
+
+
+class GearCosts:
+    """The part of a Gearbox that answers questions and changes nothing."""
+
+    model: nn.Module
+    ladder: Ladder
+    format: Format
+    kernels: Choice
+    layers: list[Layer]
+    unmanaged: dict[str, str]
+    _embeddings: list[Layer]  # of which each token reads a row, in a precision that changes with the gear
+    storage: dict[str, mx.Dtype]
+    head: str | None
+    source: Source
+    _modules: GearModules
+    _shapes: Mapping[str, tuple[int, ...]]
+    _biases: Mapping[str, int]
+    _token_bytes: dict[tuple[Gear, int], int]
+    _trees: dict[Gear, dict]
+
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear."""
+        raise NotImplementedError
+
+    @property
+    def _changing(self) -> list[Layer]:
+        """Everything that changes with the gear."""
+        return [*self.layers, *self._embeddings]
+
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
+        read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
+        return read + self._biases[layer.path] * self._size(layer)
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        weights = sum(map(math.prod, self._shapes.values()))
+        if not weights:
+            return 8.0 * self.storage[""].size
+        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and bytes per weight of each gear."""
+        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key in self._token_bytes:
+            return self._token_bytes[key]
+        read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
+
+    def undivided_bytes_per_token(self, gear: Gear) -> int:
+        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+        divided = dict.fromkeys(self._parts, 0.0)
+        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
+
+    @property
+    def _parts(self) -> Mapping[str, WeightPart]:
+        """Path of a layer to what this rank has of it, where ranks have divided it."""
+        sharding = sharding_of(self.model)
+        return {} if sharding is None else sharding.parts
+
+    def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
+        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
+        managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        for layer in self.layers:
+            if layer.path != self.head:
+                continue
+            bits = self.bits_of(layer, gear)
+            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
+                managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
+        for table in self._embeddings:
+            bits = self.bits_of(table, gear)
+            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
+            managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
+        return managed
+
+    def original_bytes_per_token(self) -> int:
+        """Bytes of weights that one token would read if every layer had its original weight."""
+        managed = {
+            layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
+            for layer in self.layers
+        }
+        managed |= {table.path: float(table.module.weight.shape[-1] * self._size(table)) for table in self._embeddings}
+        return token_bytes(self.model, managed, self.storage, self.head)
+
+    def _size(self, layer: Layer) -> int:
+        """Bytes of a number of a layer, as the checkpoint stores it."""
+        return self.storage[layer.path].size
+
+    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
+        if not isinstance(self.source, StreamedFiles):
+            return 0
+        modules, read = layers_of(self.model), 0.0
+        for layer in self.layers:
+            share = used_share(layer.path, modules, positions)
+            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
+        return round(read)
+
+    def predicted_speedup(self, gear: Gear) -> float:
+        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+        if not self.layers:
+            return 1.0
+        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
+        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
+        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
+
+    def layer_paths(self) -> list[LayerPath]:
+        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        found = []
+        for layer in self.layers:
+            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            format = None if {*bits} == {DENSE} else self.format
+            runs_on, why = kernels_of(layer.module, self.kernels, format)
+            if isinstance(self.source, StreamedFiles) and self.source.disk_bytes(layer, bits[-1]):
+                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
+            found.append(LayerPath(layer.path, bits, runs_on, why))
+        modules = layers_of(self.model)
+        for path, reason in self.unmanaged.items():
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
+            kernels = kernels_of(modules[holder], self.kernels, None)
+            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
+        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
+        return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
+
+    def describe(self) -> str:
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
+
+        Of a model that ranks have divided, a last line says how much of it every rank reads.
+        """
+        lines, top = [*map(str, self.layer_paths())], self.ladder.top
+        if self._parts:
+            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
+            lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
+        return "\n".join(lines)
+
+    def costed_in(self, ladder: Ladder) -> "GearCosts":
+        """The same costs for another ladder; the result cannot shift.
+
+        A gear that stands alone has fewer planes to read than one of the same bits among others.
+        """
+        other = copy.copy(self)
+        other.ladder, other._token_bytes = ladder, {}
+        if isinstance(self.source, FromWeights):  # else what it stores does not depend on the ladder
+            other.source = dataclasses.replace(self.source, ladder=ladder)
+        return other

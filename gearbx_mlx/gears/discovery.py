@@ -1,28 +1,145 @@
 """Find the layers of a model that change gear (GEARBX 6.1)."""
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..compat.arrays import dtype_name
+from ..compat.read_weights import readers
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, get_format
-from ..formats.base import Format, Reconstructed
+from ..formats import DEFAULT_FORMAT, OF_MLX, get_format
+from ..formats.base import Format, Reconstructed, whole_groups
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
 from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
-from .activations import STORED, dtype_name
-from .adapters import layers_of, places_of
-from .ladder import DENSE as SIXTEEN
-from .output_head import multiplies_by_method, tied_head
-from .own_products import own_matrices, readers
-from .parts import misfit
-from .sharding import sharding_of
-from .towers import in_tower
+from ..formats.tied import TiedEmbedding, linear_with
+from .activations import STORED
+from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
+from .ladder import DENSE
+from .sharding import misfit, sharding_of
+
+TOWER = re.compile(r"vision|visual|image|audio|speech|multi_?modal|mm_projector|aligner")
+
+
+def in_tower(path: str) -> bool:
+    """Whether a module reads images or sound, by the names that mlx-lm and mlx-vlm give to such modules."""
+    return TOWER.search(path.lower()) is not None
+
+
+only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
+"""Whether a model runs for the shapes of its outputs: layers that need values do without them."""
+
+TOKEN = mx.zeros((1, 1), mx.int32)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """V, the length of the logits.
+
+    Raises:
+        GearbxError: a model that turns no token into logits.
+    """
+    try:
+        return logits_length(model)
+    except Exception as error:  # a class that looks at values while it runs, or that is no language model
+        rows = [len(table.weight) for table in tables(model).values()]
+        if not rows:
+            raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error
+        return max(rows)
+
+
+def tied_head(model: nn.Module) -> str | None:
+    """The path of the embedding table that is also the output head, or None where the head is a layer of its own.
+
+    It is the table of whose rows the logits are: where it has one row, there is one logit.
+    """
+    adapters = adapters_of(model)
+    for path, table in tables(model).items():
+        if isinstance(table, TiedEmbedding):
+            return path
+        with unchanged(model):
+            rows, adapter = len(table.weight), adapters.get(path)
+            cut_to_one_row(table, table, rows)
+            if adapter is not None:
+                cut_to_one_row(adapter, own_arrays(adapter), rows)
+            try:
+                if logits_length(model) == 1:
+                    return path
+            except Exception:
+                continue  # as in `vocabulary`
+    return None
+
+
+def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int) -> None:
+    """Cut those arrays of a module that have so many rows. A packed table has scales, and an adapter factors, too."""
+    for name, array in list(arrays.items()):
+        if isinstance(array, mx.array) and len(array) == rows:
+            module[name] = array[:1]
+
+
+def multiplies_by_method(model: nn.Module, head: str) -> bool:
+    """Whether a model multiplies by its tied head with `as_linear`, so that a `TiedEmbedding` can take its place.
+
+    A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
+
+    Args:
+        head: the path of the embedding.
+    """
+    table = layers_of(model)[head]
+    row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
+    with unchanged(model):
+        put_modules(model, tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))]))  # without adapters
+        return logits_length(model) == 1
+
+
+def tables(model: nn.Module) -> dict[str, nn.Module]:
+    """Path to module of whatever looks rows up: embeddings of MLX, packed or not, and classes that stand for them."""
+    return {path: module for path, module in layers_of(model).items() if is_table(module)}
+
+
+def is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.QuantizedEmbedding) or hasattr(module, "as_linear")
+
+
+def logits_length(model: nn.Module) -> int:
+    """The length of the logits after one token. Raises whatever a model raises that cannot run without values."""
+    lengths: list[int] = []
+
+    def trace(token: mx.array) -> mx.array:
+        lengths.append(model(token, cache=make_prompt_cache(model)).shape[-1])
+        return token  # nothing of the model is left to compile
+
+    # While a function is compiled, MLX refuses to compute: no weight of a large model is read by mistake.
+    with unchanged(model):
+        before = only_shapes.set(True)
+        try:
+            mx.compile(trace)(TOKEN)
+        finally:
+            only_shapes.reset(before)
+    return lengths[0]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo, in the end, what happened to the modules: some keep products of their weights when they first run."""
+    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, items, attributes in before:
+            for now, then in ((module, items), (vars(module), attributes)):
+                dict.clear(now)
+                dict.update(now, then)  # a module's own `update` takes parameters
+
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
 # the largest magnitude of a weight in a quantized gear}.
@@ -32,7 +149,7 @@ Predicate = Callable[[str, nn.Module], bool | dict]
 # decoders that read an encoder's output, and OLMo's projections, which stand beside those of its MLP.
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
 ATTENTION |= {"linearattn", "linearattention", "crossattn", "crossattention", "encdecattention", "attproj", "attnout"}
-DENSE = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
+DENSE_LAYERS = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
 TABLES = (nn.Embedding, NativeEmbedding)
 QUANTIZED = (
     nn.QuantizedLinear,
@@ -52,7 +169,7 @@ QUANTIZED = (
 
 
 FOR_BFLOAT16 = "is for bfloat16"
-TOWER = "reads images or sound, and is selected by manage 'everything'"
+OF_TOWER = "reads images or sound, and is selected by manage 'everything'"
 
 
 @dataclass(frozen=True)
@@ -82,7 +199,7 @@ def widths_of(layer: Layer, gears: Iterable[int], others: Iterable[int] = ()) ->
     gears = set(gears)
     available = sorted({*gears, *others})
     floors = (max(bits, layer.lowest_bits) for bits in gears)
-    return tuple(sorted({next((bits for bits in available if bits >= floor), SIXTEEN) for floor in floors}))
+    return tuple(sorted({next((bits for bits in available if bits >= floor), DENSE) for floor in floors}))
 
 
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
@@ -91,12 +208,12 @@ def stored_widths(layer: Layer, format: Format, gears: Iterable[int], others: It
     if layer.is_table:
         gears = {min(gears), max(gears)}
     widths = widths_of(layer, gears, format.layer_bits)
-    return (SIXTEEN,) if format.ladders and widths not in format.ladders else widths
+    return (DENSE,) if format.ladders and widths not in format.ladders else widths
 
 
 def at_least(widths: Sequence[int], bits: int) -> int:
     """The lowest width of `bits` or more; 16 where there is none."""
-    return next((width for width in widths if width >= bits), SIXTEEN)
+    return next((width for width in widths if width >= bits), DENSE)
 
 
 def at_most(widths: Sequence[int], bits: int) -> int:
@@ -188,7 +305,7 @@ def discover(
     for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue
-        if type(module) not in DENSE and path != head:
+        if type(module) not in DENSE_LAYERS and path != head:
             # An unknown class may compute something else, which a stock quantized layer would not.
             unmanaged |= {} if isinstance(module, QUANTIZED) else own_matrices(path, module)
             continue
@@ -198,7 +315,7 @@ def discover(
         choice, objection = predicate(path, module), own(path, module)
         unfit = misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
         if not choice:
-            unmanaged[path] = TOWER if in_tower(path) else "not selected by manage"
+            unmanaged[path] = OF_TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:
             unmanaged[path] = "kept dense by the model class"
         elif not multiplies_by_method(model, path) if path == head else path in read_by:
@@ -216,6 +333,27 @@ def discover(
     return managed, unmanaged
 
 
+def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
+    """Path to reason of the matrices that a module has and no gear changes.
+
+    Args:
+        module: of a class that is no linear layer that a gearbox knows.
+
+    Returns:
+        the path of the module for its `weight`, and those of other parameters of two axes, except biases.
+    """
+    kind = type(module).__name__
+    names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
+    if "weight" in names:
+        return {path: "a convolution" if "Conv" in kind else f"layers of class {kind} are not known"}
+    return {f"{path}.{name}".lstrip("."): f"a matrix that class {kind} multiplies by itself" for name in names}
+
+
+def is_matrix(value: object) -> bool:
+    """Whether a parameter is an array with more than one row, and more than one column."""
+    return isinstance(value, mx.array) and sum(length > 1 for length in value.shape) > 1
+
+
 def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
     """The error of a model without managed layers. unmanaged: path to reason, as from `discover`."""
     reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
@@ -223,3 +361,75 @@ def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
         "; choose format planes or affine, or make the model bfloat16 (mlx_lm.convert --dtype bfloat16, which rounds)"
     )
     return GearbxError(f"no layer can change gear: {reasons}{remedy if FOR_BFLOAT16 in reasons else ''}")
+
+
+def tables_to_pack(
+    model: nn.Module, manage: str | Predicate, widths: Iterable[int], format: Format, group_size: int
+) -> list[Layer]:
+    """The embeddings that `mlx_lm.convert` would quantize and that are no output heads.
+
+    None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
+    """
+    lowest, *_ = sorted(widths)
+    if lowest == DENSE or (DENSE in widths and format.name not in OF_MLX):
+        return []
+    predicate, own, head, found = get_predicate(manage), own_predicate(model), tied_head(model), []
+    for path, module in model.named_modules():
+        if type(module) not in TABLES or path == head or not predicate(path, module):
+            continue
+        floor = own(path, module)
+        width, dtype = module.weight.shape[-1], module.weight.dtype
+        fits = not whole_groups(width, group_size) and mx.issubdtype(dtype, mx.floating)
+        fits = fits and (not format.ladders or dtype in format.types)
+        bits = floor.get("bits", 0) if isinstance(floor, dict) else 0
+        if floor is not False and fits and bits < DENSE:
+            found.append(Layer(path, module, bits, is_table=True))
+    return found
+
+
+# Bits by which a layer is more sensitive than attention in the middle of the stack.
+MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, OUTSIDE = 0, 1, 2, 4
+OUTER = 4  # the first and the last block in four count as outer ones
+
+
+def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
+    """The cost of a layer at some bits, as a function of its path and the bits; only the order means something.
+
+    Attention in the middle of the stack is least sensitive, then MLPs there, then the first and the last quarter of the
+    blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
+    of a weight of b bits goes with 4^-b, so a layer that is one bit more sensitive costs as much as another layer at
+    one bit less.
+
+    Args:
+        modules: path to module, of the layers to be ordered.
+    """
+    count, outer = block_count(modules), outer_layers(modules)
+    extra = {}
+    for path, module in modules.items():
+        number = block_number(path)
+        if number is None:
+            extra[path] = float(OUTSIDE)
+            continue
+        kind = OUTER_BLOCK if path in outer else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
+        from_middle = abs(2 * number + 1 - count) / count  # 0 to 1
+        extra[path] = kind + from_middle / 2
+    return lambda path, bits: 4.0 ** (extra[path] - bits)
+
+
+def outer_layers(paths: Iterable[str]) -> set[str]:
+    """The layers of the first and the last quarter of the blocks, and those outside of the blocks, as the head."""
+    paths = list(paths)
+    count = block_count(paths)
+    quarter = max(1, count // OUTER)
+    numbers = {path: block_number(path) for path in paths}
+    return {path for path, number in numbers.items() if number is None or not quarter <= number < count - quarter}
+
+
+def block_count(paths: Iterable[str]) -> int:
+    numbers = (block_number(path) for path in paths)
+    return max((number + 1 for number in numbers if number is not None), default=1)
+
+
+def block_number(path: str) -> int | None:
+    """The number of the block that a layer is in; None outside of the blocks, as for the head."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)

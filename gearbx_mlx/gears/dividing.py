@@ -2,25 +2,217 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import errno
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.pipeline import PipelineMixin
+from msgspec.structs import replace
 
 from ..errors import GearbxError
+from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..formats.native import bare
+from ..ranks.meeting import gathered
 from .adapters import put_modules
-from .fingerprint import fingerprint_of, sample
-from .parts import Part
-from .sharding import DENSE, SHARDED, Sharding, parts_of, shard
+from .manifest import RESTORE, Manifest
+from .saved import SavedGears
+from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, length, misfit, parts_of, shard
+from .tensor_files import ArrayPlace, fingerprint_of, sample
+
+NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # integers of so many bytes; numpy has no bfloat16
+# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook_outliers.py.
+LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "outlier_offsets"}
+
+
+class WholeArray(NamedTuple):
+    """A whole array in a file."""
+
+    place: ArrayPlace
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+
+
+Find = Callable[[str], WholeArray]
+"""Name of a parameter of a module to its array."""
+
+
+class PartReader:
+    """Reads parts of arrays. `bytes_read`: so far."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+
+    def read(self, name: str, part: WeightPart, find: Find) -> mx.array:
+        """The rank's part of a parameter.
+
+        Args:
+            name: of the parameter; of planes, with the number of the plane.
+            part: what the rank has of the layer.
+            find: finds this parameter and those beside it.
+
+        Raises:
+            OSError: the file cannot be read.
+            GearbxError: lists that lie outside of their array.
+        """
+        stored = find(name)
+        if name in LISTS:
+            return self._lists(part, self._starts(part, find(LISTS[name])), stored)
+        if name in LISTS.values():
+            return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
+        cuts = dict(part.cuts(stored.shape, name.partition(".")[0]))
+        shape = [length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(stored.shape)]
+        return self._numbers(stored, runs(stored.shape, cuts)).reshape(*shape)
+
+    def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
+        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
+        rows = part.whole[-2]
+        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
+        return [
+            [
+                np.array(self._numbers(offsets, [(number * stride + a, b - a + 1)])).astype(np.int64)
+                for a, b in part.rows or ((0, rows),)
+            ]
+            for number in matrices_of(part)
+        ]
+
+    def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
+        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
+        own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
+        for number, ranges in zip(matrices_of(part), starts):
+            found = []
+            for start in ranges:
+                first, last = int(start[0]), int(start[-1])
+                if not 0 <= first <= last <= size:
+                    raise GearbxError("its lists lie outside of their array")
+                found.append(self._numbers(stored, [(first + number * size * by_matrix, last - first)]))
+            own.append(mx.concatenate(found))
+        if not by_matrix:
+            return padded(mx.concatenate(own), 1)
+        longest = max(1, *(each.size for each in own))
+        return mx.stack([padded(each, longest) for each in own])
+
+    def _numbers(self, stored: WholeArray, pieces: Iterable[tuple[int, int]]) -> mx.array:
+        """Numbers of an array, (K,). pieces: the first of each run, and how many."""
+        size, parts = stored.dtype.size, []
+        with open(stored.place.file, "rb", buffering=0) as file:
+            for first, count in pieces:
+                file.seek(stored.place.begin + first * size)
+                part = file.read(count * size)
+                if len(part) != count * size:
+                    raise OSError(errno.EIO, "it ends too early")
+                self.bytes_read += len(part)
+                parts.append(part)
+        return mx.array(np.frombuffer(b"".join(parts), NUMPY[size])).view(stored.dtype)
+
+
+def matrices_of(part: WeightPart) -> list[int]:
+    """The numbers of the rank's experts or heads; 0 of a single matrix."""
+    if part.matrices is None:
+        return [*range(math.prod(part.whole[:-2]))]
+    return [number for a, b in part.matrices for number in range(a, b)]
+
+
+def offsets_of(starts: list[list[np.ndarray]], by_matrix: bool) -> mx.array:
+    """Where the lists of the rank's rows begin once they are alone."""
+    counts = [np.concatenate([np.diff(each) for each in ranges]) for ranges in starts]
+    table = np.stack(counts) if by_matrix else np.concatenate(counts)
+    first = np.zeros((*table.shape[:-1], 1), np.int64)
+    return mx.array(np.concatenate([first, table.cumsum(axis=-1)], axis=-1).astype(np.uint32))
+
+
+def padded(array: mx.array, size: int) -> mx.array:
+    """An array (K,) with zeros up to at least this size."""
+    return mx.pad(array, [(0, max(0, size - array.size))])
+
+
+def runs(shape: Sequence[int], cuts: dict[int, Ranges]) -> Iterator[tuple[int, int]]:
+    """The first number and the length of each run of numbers without a gap, in the order of the rank's part.
+
+    Args:
+        shape: of the whole array. cuts: axis to ranges, of the axes that are cut.
+    """
+    last = max(cuts, default=0)
+    inner = math.prod(shape[last + 1 :])
+    before = [[index for a, b in cuts.get(axis, ((0, shape[axis]),)) for index in range(a, b)] for axis in range(last)]
+    for place in itertools.product(*before):
+        row = 0
+        for index, size in zip(place, shape):
+            row = row * size + index
+        for a, b in cuts.get(last, ((0, shape[last]),)):
+            yield (row * shape[last] + a) * inner, (b - a) * inner
+
+
+def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
+    """Leave a rank its layers of a model whose weights may be unread, in memory.
+
+    Nothing of other ranks' layers is read. What mlx-lm gives to every stage, such as the head, every rank has.
+
+    Raises:
+        GearbxError: as `cut`.
+    """
+    cut(model, group)
+    mx.eval(model.parameters())
+    setattr(model, SHARDED, Sharding(group, {}, fingerprint_of_all(model, group)))
+
+
+def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -> SavedGears:
+    """Leave a rank its layers of the base of a geared checkpoint, unread, and return their gears.
+
+    Raises:
+        GearbxError: as `cut`; layers of the manifest that the model does not have.
+    """
+    saved.check(model)
+    cut(model, group)
+    setattr(model, SHARDED, Sharding(group, {}, saved.manifest.fingerprint))
+    own = dict(model.named_modules())
+    layers = {path: layer for path, layer in saved.manifest.layers.items() if path in own}
+    return SavedGears(saved.directory, replace(saved.manifest, layers=layers), saved.hashes)
+
+
+def cut(model: nn.Module, group: mx.distributed.Group) -> None:
+    """Leave a rank its layers; the last rank has the first ones.
+
+    Raises:
+        GearbxError: the class has no pipeline, or fewer layers than there are ranks.
+    """
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, PipelineMixin):
+        name = type(model).__module__.rpartition(".")[2]
+        raise GearbxError(f"mlx-lm's class '{name}' has no pipeline; leave --pipeline out, which divides each layer")
+    if len(inner.layers) < group.size():
+        raise GearbxError(f"the model has {len(inner.layers)} layers for {group.size()} ranks; start fewer")
+    inner.pipeline(group)
+
+
+def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
+    """The fingerprint of the whole model, from the arrays of all ranks.
+
+    Raises:
+        GearbxError: an array of several ranks that they do not have in common.
+    """
+    own = {
+        name: [list(array.shape), np.array(sample(array)).tobytes().hex()]
+        for name, array in tree_flatten(model.parameters())
+    }
+    every: dict[str, list] = {}
+    for rank, arrays in enumerate(gathered(group, own)):
+        for name, described in arrays.items():
+            if every.setdefault(name, described) != described:
+                raise GearbxError(f"rank {rank} has another {name} than the ranks before it; give all the same model")
+    samples = {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
+    return fingerprint_of({name: (tuple(shape), few) for name, (shape, few) in samples.items()})
+
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # of others that are cut by columns, the block sums
-Take = Callable[[str, str, mx.array, Part], mx.array]
+Take = Callable[[str, str, mx.array, WeightPart], mx.array]
 """Path of a layer, name of a parameter, the whole array, and the rank's part, to the rank's array."""
 
 
@@ -61,7 +253,7 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
     parts = parts_of(model, group)
     samples = {}
 
-    def take(path: str, name: str, array: mx.array, part: Part) -> mx.array:
+    def take(path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
         own, few = part.of(array, name), sample(array)
         mx.eval(own, few)  # together: the whole array is then freed
         samples[f"{path}.{name}"] = array.shape, np.array(few)
@@ -77,8 +269,8 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
 
 
 def own_parts(
-    parts: Mapping[str, Part], group: mx.distributed.Group, gathers: Callable[[str], bool]
-) -> dict[str, Part]:
+    parts: Mapping[str, WeightPart], group: mx.distributed.Group, gathers: Callable[[str], bool]
+) -> dict[str, WeightPart]:
     """The parts, with rows in the place of columns where ranks gather inputs instead of summing products.
 
     Args:
@@ -88,7 +280,7 @@ def own_parts(
     return {path: by_rows(part, group) if part.columns and gathers(path) else part for path, part in parts.items()}
 
 
-def by_rows(part: Part, group: mx.distributed.Group) -> Part:
+def by_rows(part: WeightPart, group: mx.distributed.Group) -> WeightPart:
     """As many rows of a weight as the part has columns, if the ranks' columns and rows are in their order."""
     *_, rows, columns = part.whole
     height, width = rows // group.size(), columns // group.size()
@@ -99,7 +291,11 @@ def by_rows(part: Part, group: mx.distributed.Group) -> Part:
 
 
 def take_parts(
-    model: nn.Module, group: mx.distributed.Group, parts: Mapping[str, Part], own: Mapping[str, Part], take: Take
+    model: nn.Module,
+    group: mx.distributed.Group,
+    parts: Mapping[str, WeightPart],
+    own: Mapping[str, WeightPart],
+    take: Take,
 ) -> None:
     """Leave a rank its part of each divided layer.
 
@@ -128,14 +324,14 @@ def take_parts(
 
 def blank(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """A dense layer in the place of another: its bias, and a weight of this shape that nobody reads."""
-    made = bare(DENSE[type(module)])
+    made = bare(DENSE_CLASSES[type(module)])
     made.weight = mx.zeros(shape, mx.bfloat16)
     if "bias" in module:
         made.bias = module.bias[...]  # which some classes change in its place
     return made
 
 
-def around(own: nn.Module, sharded: nn.Module, part: Part, group: mx.distributed.Group) -> nn.Module:
+def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:
     """What takes the place of a layer whose inputs are divided.
 
     Args:
@@ -154,3 +350,90 @@ def around(own: nn.Module, sharded: nn.Module, part: Part, group: mx.distributed
     if "bias" in own:
         summed.bias = own.pop("bias")
     return summed
+
+
+class SavedPart(SavedGears):
+    """Makes a rank's modules of any gear. The manifest has the shapes of the rank's parts.
+
+    No hash says whether a part is whole: those of arrays that are read in parts are not compared.
+
+    Args:
+        saved: the whole checkpoint.
+        parts: path to what the rank has of a layer.
+    """
+
+    def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
+        super().__init__(saved.directory, with_shapes(saved.manifest, parts), saved.hashes)
+        self.parts, self.reader = parts, PartReader()
+        self._stored = {
+            name: WholeArray(self.hashes.places[name], array.dtype, array.shape) for name, array in self._open().items()
+        }
+        self._gears: dict[str, tuple[str, str, dict[str, str]]] = {}  # array to its layer, parameter, and all of a gear
+        for path, layer in self.manifest.changing.items():
+            for names in layer.gears.values() if path in parts else ():
+                self._gears |= {array: (path, parameter, dict(names)) for parameter, array in names.items()}
+        unmanaged = {name for name in self._stored if name.rpartition(".")[0] in parts}
+        self.partial = frozenset(self._gears.keys() | unmanaged)
+        self._kept: list[mx.array] = []  # what was read before there is a gearbox, which finds it here
+
+    def take(self, path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
+        """The rank's part of a parameter of the base. array: the whole one, which stays unread if it can."""
+        full = f"{path}.{name}"
+        if full in self._gears:
+            return self._array(full)
+        if path in self.manifest.changing and name != "bias":
+            return mx.zeros(part.shape, array.dtype)  # nobody reads it: the lowest gear takes its place
+        if full in self._stored and self._stored[full].shape == array.shape:
+            return self._read(path, name, {name: full})
+        own = part.of(array, name)
+        mx.eval(own)
+        return own
+
+    def read(self, arrays: object) -> None:
+        super().read(arrays)
+        self._kept.clear()
+
+    def _take(self, name: str) -> mx.array:
+        if name not in self._gears:
+            return super()._take(name)
+        self._kept.append(self._read(*self._gears[name]))
+        return self._kept[-1]
+
+    def _read(self, path: str, parameter: str, names: dict[str, str]) -> mx.array:
+        """The rank's part of a parameter. names: parameters of the same module to their arrays."""
+        try:
+            return self.reader.read(parameter, self.parts[path], lambda each: self._stored[names[each]])
+        except OSError as error:
+            raise unreadable(self.hashes.places[names[parameter]].file, error) from error
+        except GearbxError as error:
+            raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
+
+
+def with_shapes(manifest: Manifest, parts: Mapping[str, WeightPart]) -> Manifest:
+    """The manifest of a rank's part."""
+    layers = {path: replace(layer, shape=parts[path].shape) for path, layer in manifest.layers.items() if path in parts}
+    return replace(manifest, layers={**manifest.layers, **layers})
+
+
+def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart:
+    """Leave a rank its part of the base of a geared checkpoint, and return its part of the gears.
+
+    A layer whose format stores whole rows, or whose groups a part would cut, always gathers.
+
+    Raises:
+        GearbxError: layers of the manifest that the model does not have; a model that cannot be divided.
+    """
+    saved.check(model)
+    group = ranks.group
+    parts = parts_of(model, group)
+    own = own_parts(parts, group, lambda path: ranks.gather or not fits(saved, path, parts[path]))
+    part = SavedPart(saved, own)
+    take_parts(model, group, parts, own, part.take)
+    setattr(model, SHARDED, Sharding(group, own, saved.manifest.fingerprint))
+    return part
+
+
+def fits(saved: SavedGears, path: str, part: WeightPart) -> bool:
+    """Whether the gears of a layer can be cut between the columns of a part."""
+    managed = path in saved.manifest.changing
+    return not managed or misfit(part, saved.manifest.format_of(path), saved.manifest.group_size) is None

@@ -1,37 +1,146 @@
 """The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6)."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..compat.compiled_steps import CompiledSteps
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
-from ..kernels.device import device_in_use
-from .adapters import places_of, put_modules, tree_of
-from .attachment import ATTACHED, check_attached, model_fingerprint
-from .compiled import CompiledSteps
-from .discovery import Layer, Predicate, at_least, at_most
-from .double_quantization import warn_if_quantized
-from .experts import warn_of_unknown_routing
-from .external_low_gear import differing, external_low_gear
-from .gear_costs import GearCosts
-from .gear_modules import GearModules
-from .kernel_choices import KernelChoices
-from .ladder import DENSE, Gear, Ladder
-from .layout import Layout, as_they_are_now, compute_model_in, layout_of, managed_layers, quantized_widths, use_kernels
-from .model_type import Typed
-from .names import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS
-from .output_head import tied_head
+from ..kernels.device import check_device, device_in_use
+from .activations import Typed, compute_in, layer_bytes, stored_dtype
+from .adapters import layers_of, places_of, put_modules, tree_of
+from .cost import GearCosts, LayerPath, token_bytes, warn_of_unknown_routing
+from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, is_quantized, tied_head
+from .kernel_choices import KernelChoices, choose_kernels
+from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
+from .layout import (
+    Layout,
+    as_they_are_now,
+    check_tables,
+    compute_model_in,
+    layout_of,
+    managed_layers,
+    quantized_widths,
+    use_kernels,
+)
 from .ownership import own, why_unsaveable
-from .settings import check_tables, choose_kernels
-from .sources import FromFiles, Original, Source
+from .saved import saved_gears
+from .sharding import sharding_of
+from .sources import (
+    FromFiles,
+    FromWeights,
+    GearModules,
+    Source,
+    differing,
+    external_low_gear,
+    giving_back,
+    make_all,
+    refuse_other_codes,
+    warn_if_quantized,
+)
 from .streaming import Stream, StreamedFiles, residency_of
-from .whole import giving_back, make_all, refuse_other_codes
+from .tensor_files import fingerprint, with_adapters
+
+ATTACHED = "attached_gearbox"  # attribute of a model that has one
+
+
+def attached(model: nn.Module) -> Any:
+    """The Gearbox that was last put on a model, or None."""
+    return getattr(model, ATTACHED, None)
+
+
+def check_attached(gearbox: Any) -> None:
+    """Raise GearbxError unless a Gearbox is the one that its model has, and MLX computes on its device."""
+    if attached(gearbox.model) is not gearbox:
+        raise GearbxError("another gearbox was put on this model since; use that one")
+    check_device(gearbox.device)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """The fingerprint of the model as it was loaded, in any gear; of a rank's part that of the whole model."""
+    gearbox, saved, sharding = attached(model), saved_gears(model), sharding_of(model)
+    if gearbox is not None:
+        return gearbox.fingerprint
+    if sharding is not None:
+        return sharding.fingerprint
+    return fingerprint(model) if saved is None else with_adapters(saved.manifest.fingerprint, model)
+
+
+class Observer:
+    """Has the interface of a Gearbox and names the gear that it would engage, but changes no module.
+
+    Bytes and bits are those of the model as it is, in every gear.
+    """
+
+    def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
+        self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
+        self.model, self.device = model, device_in_use()
+        linear = linear_layers(model)
+        self.compute_dtype = compute_in(model, dtype, is_quantized(model))
+        storage = stored_dtype(model)
+        self.storage = {"": storage}
+        self.layers: list[str] = []
+        self.unmanaged = dict.fromkeys(linear, "telemetry only")
+        read = sum(layer_bytes(module, storage) for module in linear.values())
+        weights = sum(weight_count(module) for module in linear.values())
+        self._bits = 8 * read / weights if weights else 8.0 * storage.size
+        self._token_bytes = token_bytes(model, {}, self.storage, tied_head(model))
+        self.gear = self.ladder.top
+        self.shifts = 0
+        self.shift_seconds = 0.0
+        self.active_memory = {"as loaded": mx.get_active_memory()}
+
+    def prepare(self, gear: Gear) -> None:
+        pass
+
+    def shift(self, gear: Gear | str | int) -> float:
+        self.gear = self.ladder.find(gear)
+        return 0.0
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        return self._bits
+
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear. No gear was made."""
+        return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
+
+    def layer_paths(self) -> list[LayerPath]:
+        """Every linear layer with its bits, which are the same in each gear."""
+        modules = layers_of(self.model)
+        return [
+            LayerPath(path, (getattr(modules[path], "bits", DENSE),) * len(self.ladder), "mlx", reason)
+            for path, reason in self.unmanaged.items()
+        ]
+
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        return self._token_bytes
+
+    def original_bytes_per_token(self) -> int:
+        return self._token_bytes
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Path to module of the linear layers, packed or not, with a tied output head."""
+    head = tied_head(model)
+    kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
+    return {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
+
+
+def weight_count(module: nn.Module) -> int:
+    """The number of weights of a linear layer, packed or not."""
+    shape = getattr(module, "weight_shape", None)
+    if shape is not None:
+        return math.prod(shape)
+    bits = getattr(module, "bits", None)
+    return module.weight.size * 32 // bits if bits else module.weight.size
 
 
 class Gearbox(GearCosts):
@@ -130,7 +239,7 @@ class Gearbox(GearCosts):
         self.kernel_choices = KernelChoices(self.model, self.kernels, self.compute_dtype)
         self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernel_choices)
         self.compiled = CompiledSteps(self.model)
-        self._typed = Typed(self.model, self._changing, self.compute_dtype)
+        self._typed = Typed(self.model, [layer.module for layer in self._changing], self.compute_dtype)
         setattr(self.model, ATTACHED, self)
         own(self.model, self._shapes, partial(why_unsaveable, self), gearbox=True)
         self._begin()
@@ -143,7 +252,7 @@ class Gearbox(GearCosts):
             return FromFiles(layout.saved, scales, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
-        return Original(*settings, self._tables, widths)
+        return FromWeights(*settings, self._tables, widths)
 
     def _take_low_gear(self, low_model: nn.Module, residency: str) -> None:
         """Another quantizer's model becomes the lowest gear."""
@@ -155,7 +264,7 @@ class Gearbox(GearCosts):
         """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
         if self.saved is not None or not self.format.ladders:
             return {layer.path: {} for layer in self._changing} if self.saved else None
-        assert isinstance(self.source, Original)
+        assert isinstance(self.source, FromWeights)
         made, larger = make_all(self._changing, self.source)
         self.unmanaged |= larger
         self.layers = [layer for layer in self.layers if layer.path in made]

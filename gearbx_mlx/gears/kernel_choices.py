@@ -1,5 +1,6 @@
 """Give the linear layers of a model their kernels: the fastest ones, as measured with weights of the model itself."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,51 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..errors import GearbxError, GearbxWarning
 from ..formats.block import forget_programs
 from ..formats.native import Native, as_class
 from ..formats.tied import TiedEmbedding
-from ..kernels.dispatch import RECONSTRUCT, Choice, Chosen, Kind, always
+from ..kernels import ACTIVATIONS, KERNELS, MEASURE
+from ..kernels.dispatch import RECONSTRUCT, Choice, Chosen, Kind, always, choose
 from ..kernels.tuner import Tuner
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 MOST_BYTES = 2**28
 DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
+
+
+def choose_kernels(
+    kernels: str, quantized: bool, activations: str, ours_alone: bool = False, rounds: bool = True
+) -> Choice:
+    """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
+
+    Args:
+        kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
+            MLX's kernels, so that the model is mlx-lm bit for bit, where MLX has a kernel for the top gear.
+        quantized: whether the ladder has quantized gears.
+        ours_alone: whether MLX has no kernel for the top gear.
+        rounds: whether kernels of the format may round activations.
+
+    Raises:
+        GearbxError: a name that does not exist.
+    """
+    if kernels not in KERNELS:
+        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
+        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
+    if activations not in ACTIVATIONS:
+        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
+    choice = choose(kernels, activations)
+    if kernels != "mlx" and not choice.native:
+        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+    elif activations == "int8" and choice.x_bits and not rounds:
+        what = (
+            "codebooks take activations as they are; int8 rounds only those of other packed weights, if there are any"
+        )
+        warnings.warn(what, GearbxWarning, stacklevel=3)
+    elif activations == "int8" and not choice.x_bits:
+        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
+    return choice
 
 
 class KernelChoices:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,12 +16,49 @@ from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import Choice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
-from .discovery import Layer, Predicate, discover, is_quantized, none_managed
-from .ladder import DENSE, Ladder
-from .looked_up import tables_to_pack
-from .names import DEFAULT_GROUP_SIZE, DEFAULT_LADDER, GROUP_SIZES, WHOLE, WHOLE_LADDER
+from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
+from .ladder import (
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_LADDER,
+    DENSE,
+    GROUP_SIZES,
+    SUPPORTED,
+    WHOLE,
+    WHOLE_LADDER,
+    WIDTHS,
+    Ladder,
+)
+from .manifest import Manifest
 from .saved import SavedGears, saved_gears
-from .settings import check_settings
+
+
+def check_settings(manifest: Manifest, **settings: Any) -> None:
+    """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
+    for name, value in settings.items():
+        own, value = getattr(manifest, name), getattr(value, "name", value)
+        if value not in (None, own):
+            shown = name.replace("_", " ")
+            raise GearbxError(f"the checkpoint's gears are of {shown} {own}, not {value}; convert the original anew")
+
+
+def check_tables(
+    tables: Mapping[str, Mapping[str, int]], ladder: Ladder, layers: Sequence[Layer]
+) -> dict[int, Mapping[str, int]]:
+    """The tables by the bits of their gears.
+
+    Raises:
+        GearbxError: a gear, a layer or a width that does not exist.
+    """
+    paths = {layer.path for layer in layers}
+    for name, table in tables.items():
+        if table.keys() - paths:
+            raise GearbxError(
+                f"the table of {name} has {min(table.keys() - paths)}, which is not a layer that changes gear"
+            )
+        for path, bits in table.items():
+            if bits not in WIDTHS:
+                raise GearbxError(f"the table of {name} has {bits} bits for {path}; choose from {SUPPORTED}")
+    return {ladder.find(name).bits: table for name, table in tables.items()}
 
 
 @dataclass(frozen=True)

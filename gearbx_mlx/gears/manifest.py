@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,13 +11,100 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import GearbxError
-from ..files.reading import parse_json, read_as, read_json, shown, typed
+from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
 from ..formats import OF_MLX, get_format
 from ..formats.base import Format, check_ladder, stored_bits
 from .discovery import MANAGE, at_least
-from .ladder import DENSE, Ladder
-from .original import Original
-from .values import DtypeName, FileName, Fingerprint, GroupSize, Hash, Shape, Width
+from .ladder import DENSE, DTYPES, GROUP_SIZES, WIDTHS, Ladder
+
+Length = Annotated[int, Meta(ge=1, le=2**53)]
+Shape = Annotated[tuple[Length, ...], Meta(min_length=2, max_length=3)]  # (O, I) of a matrix, (E, O, I) of experts
+FileName = Annotated[str, Meta(pattern=r"^[\w-][\w.-]*\.safetensors\Z")]  # inside the directory, and not hidden
+Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+if TYPE_CHECKING:
+    Width = int
+    GroupSize = int
+    DtypeName = str
+else:
+    Width, GroupSize, DtypeName = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES]
+
+
+ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
+
+# Of a file inside a directory: not hidden, and without slashes, control characters and bytes that are not UTF-8.
+NAME = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
+PlainName = Annotated[str, Meta(pattern=rf"^{NAME}\Z", max_length=255)]
+ShardName = Annotated[str, Meta(pattern=rf"^{NAME}\.safetensors\Z", max_length=255)]
+if TYPE_CHECKING:
+    Axis = int
+else:
+    Axis = Literal[-1, -2]
+
+
+class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The bytes of a parameter of the model, or of a part of it.
+
+    matrix: which one of those along the last two axes; None: all. transposed: each with its last two axes exchanged.
+    """
+
+    parameter: str
+    matrix: Count | None = None
+    transposed: bool = False
+
+
+class Tensor(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor of the original.
+
+    hash: the SHA-256 of its bytes. pieces: what they are; none: `original.safetensors` has them. Several pieces are
+    equal, and side by side along `axis`, or take turns there if `interleaved`.
+    """
+
+    hash: Hash
+    pieces: Annotated[tuple[View, ...], Meta(max_length=128)] = ()
+    axis: Axis = -1
+    interleaved: bool = False
+
+
+class OriginalShard(Struct, frozen=True, forbid_unknown_fields=True):
+    """One safetensors file of the original. header: the SHA-256 of its header. tensors: by name."""
+
+    header: Hash
+    tensors: Mapping[str, Tensor]
+
+
+class OriginalModel(Struct, frozen=True, forbid_unknown_fields=True):
+    """The files that a checkpoint was converted from, by name.
+
+    shards: those with weights. files: the SHA-256 of the others. kept: those of them that `original.safetensors` has;
+    the others are copies beside it.
+    """
+
+    shards: Annotated[Mapping[ShardName, OriginalShard], Meta(min_length=1)]
+    files: Mapping[PlainName, Hash]
+    kept: tuple[PlainName, ...] = ()
+
+
+def is_plain(name: str) -> bool:
+    """Whether a file of this name can come back."""
+    return re.fullmatch(NAME, name) is not None
+
+
+def header_key(shard: str) -> str:
+    """The name in `original.safetensors` of a shard's header."""
+    return f"header/{shard}"
+
+
+def tensor_key(shard: str, tensor: str) -> str:
+    """That of a tensor."""
+    return f"tensor/{shard}/{tensor}"
+
+
+def file_key(name: str) -> str:
+    """That of another file."""
+    return f"file/{name}"
+
 
 VERSION = 4  # 1 had no hashes, 2 no packed rows of embeddings, 3 no original to restore
 AFFINE = "affine"  # the format of tables
@@ -102,7 +190,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     unmanaged: Mapping[str, str] = {}
     hashes: Mapping[str, Hash] = {}
     gears_hash: Hash | None = None
-    original: Original | None = None
+    original: OriginalModel | None = None
     version: int = VERSION
 
     @property
@@ -182,7 +270,7 @@ def check_widths(place: str, layer: SavedLayer, ladder: Ladder) -> None:
         raise GearbxError(f"{place}.gears has the key {min({*widths} - served)}, which no gear uses")
 
 
-class Version(Struct, frozen=True):
+class ManifestVersion(Struct, frozen=True):
     """The field of gears.json that says how to read the others."""
 
     version: Annotated[int, Meta(ge=1)]
@@ -199,7 +287,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         if os.path.lexists(directory / GEARS_FILE):
             raise GearbxError(f"{file}: missing beside {GEARS_FILE}; {RESTORE}")
         return None
-    version = read_json(file, Version, WHAT, RESTORE).version
+    version = read_json(file, ManifestVersion, WHAT, RESTORE).version
     if version > VERSION:
         raise GearbxError(
             f"{file}: of version {version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"

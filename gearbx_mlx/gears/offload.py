@@ -12,8 +12,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
-from .ladder import DENSE
-from .names import RESIDENCIES
+from .ladder import DENSE, RESIDENCIES
+from .saved import SavedGears
 
 Key = tuple[str, int]  # path of a layer, bits of one of its gears
 
@@ -229,3 +229,36 @@ def make_residency(
     if name in ("resident", "host"):
         return Resident() if name == "resident" else Host()
     raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}")
+
+
+class SavedDisk:
+    """Drops idle gears, and reads them again from the files of the checkpoint when they are entered.
+
+    Args:
+        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    """
+
+    name = "disk"
+
+    def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
+        self._saved, self._dtypes = saved, dtypes
+        self._dropped: dict[Key, list[str]] = {}
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        in_use = arrays_in_use(model)
+        for key, module in idle.items():
+            names = list(idle_parameters(module, in_use))
+            if names:
+                self._dropped.setdefault(key, []).extend(names)
+                put(module, dict.fromkeys(names, EMPTY))
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        back = {
+            key: {name: self._saved.parameter(*key, name, self._dtypes[key[0]]) for name in self._dropped[key]}
+            for key in needed
+            if key in self._dropped
+        }
+        self._saved.read(back)
+        for key, arrays in back.items():
+            put(needed[key], arrays)
+            del self._dropped[key]

@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,14 +14,115 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..compat.arrays import same_random_numbers
 from ..errors import GearbxError, one_line
+from ..formats.base import Format
 from ..formats.native import bare
 from .adapters import put_modules
-from .parts import Part, ranges_of
-from .random_numbers import same_random_numbers
+
+Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
+WHOLE_AXES = ("library",)  # arrays whose second axis is none of rows: codebook_library.py
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """What one rank has of a weight.
+
+    whole: the shape of the weight, (O, I), or (E, O, I) of experts or heads. matrices, rows, columns: the rank's own,
+    along the axes of E, O and I; None: all of them.
+    """
+
+    whole: tuple[int, ...]
+    matrices: Ranges | None = None
+    rows: Ranges | None = None
+    columns: Ranges | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rank's part."""
+        cuts = dict(self.cuts(self.whole))
+        return tuple(length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(self.whole))
+
+    def cuts(self, shape: tuple[int, ...], name: str = "weight") -> list[tuple[int, Ranges]]:
+        """Axis and ranges of what a rank has of an array that belongs to the weight.
+
+        Args:
+            shape: of the whole array: (..., O, K) with K in proportion to I, or (..., O).
+            name: of the parameter; a `bias` is (..., O), and a library belongs to a matrix.
+
+        Raises:
+            GearbxError: the columns end inside of what one number of the array stands for.
+        """
+        lead = len(self.whole) - 2
+        found = [(0, self.matrices)] if lead else []
+        if name not in WHOLE_AXES:
+            found.append((lead, self.rows))
+        if len(shape) == len(self.whole) and name not in WHOLE_AXES and self.columns is not None:
+            found.append((lead + 1, tuple((self._scaled(a, shape), self._scaled(b, shape)) for a, b in self.columns)))
+        return [(axis, ranges) for axis, ranges in found if ranges is not None]
+
+    def _scaled(self, column: int, shape: tuple[int, ...]) -> int:
+        place, rest = divmod(column * shape[-1], self.whole[-1])
+        if rest:
+            raise GearbxError(
+                f"a rank's columns end at {column} of {self.whole[-1]}, inside of a group or a word of a quantized "
+                "weight; load with shard_sums 'gather', or start another number of ranks"
+            )
+        return place
+
+    def of(self, array: mx.array, name: str = "weight") -> mx.array:
+        """The rank's part of an array that belongs to the weight; arguments are those of `cuts`."""
+        for axis, ranges in self.cuts(array.shape, name):
+            pieces = [array[(slice(None),) * axis + (slice(*each),)] for each in ranges]
+            array = mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else pieces[0]
+        return mx.contiguous(array)
+
+    def __str__(self) -> str:
+        """What the rank has, in words: "rows 0-127 of 256"."""
+        lead = len(self.whole) - 2
+        axes = [("matrices", self.matrices, 0), ("rows", self.rows, lead), ("columns", self.columns, lead + 1)]
+        return ", ".join(
+            f"{name} {'+'.join(f'{a}-{b - 1}' for a, b in ranges)} of {self.whole[axis]}"
+            for name, ranges, axis in axes
+            if ranges is not None
+        )
+
+
+def misfit(part: WeightPart | None, format: Format, group_size: int) -> str | None:
+    """Why a part of a weight is not stored as the whole one is; None: it is, or it is whole."""
+    if part is None:
+        return None
+    if part.rows and not format.by_rows:
+        return f"codes of format {format.name} depend on the whole matrix, of which ranks have rows; convert it first"
+    if part.columns is None:
+        return None
+    span = format.span(group_size)
+    if span is None:
+        return (
+            f"format {format.name} stores whole rows, of which ranks have some columns; load with shard_sums 'gather'"
+        )
+    if any(a % span or b % span for a, b in part.columns):
+        return f"ranks have columns that end inside of a group of {span}; load with shard_sums 'gather'"
+    return None
+
+
+def length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def ranges_of(indices: Iterable[int]) -> Ranges:
+    """Indices as ranges, in their order: 4, 5, 6, 1, 2 -> ((4, 7), (1, 3))."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+    return tuple(found)
+
 
 SHARDED = "sharded_over"  # attribute of a model of which each rank has a part
-DENSE: dict[type[nn.Module], type[nn.Module]] = {  # of the layers that can be divided, the dense class
+DENSE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {  # of the layers that can be divided, the dense class
     **{nn.Linear: nn.Linear, nn.QuantizedLinear: nn.Linear},
     **{SwitchLinear: SwitchLinear, QuantizedSwitchLinear: SwitchLinear},
     **{MultiLinear: MultiLinear, QuantizedMultiLinear: MultiLinear},
@@ -31,7 +133,7 @@ class Sharding(NamedTuple):
     """How a model is divided. parts: path of each divided layer to the rank's part. fingerprint: of the whole model."""
 
     group: mx.distributed.Group
-    parts: Mapping[str, Part]
+    parts: Mapping[str, WeightPart]
     fingerprint: str
 
     def __deepcopy__(self, memo: dict) -> "Sharding":
@@ -43,7 +145,7 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return getattr(model, SHARDED, None)
 
 
-def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, Part]:
+def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
     """Path to this rank's part of each layer that `model.shard` divides.
 
     It is run on copies of the model whose weights are the numbers of their rows and columns. The model's own weights
@@ -55,7 +157,7 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, Part]:
     if not hasattr(model, "shard"):
         name = type(model).__module__.rpartition(".")[2]
         raise GearbxError(f"mlx-lm's class '{name}' cannot be sharded; run it in one process, or as a pipeline")
-    shapes = {path: dense_shape(module) for path, module in model.named_modules() if type(module) in DENSE}
+    shapes = {path: dense_shape(module) for path, module in model.named_modules() if type(module) in DENSE_CLASSES}
     numbers = {path: numbered_rows(shape, group.size()) for path, shape in shapes.items()}
     found = sharded_layers(model, group, numbers)
     parts = {path: rows_in(module.weight, shapes[path]) for path, module in found.items()}
@@ -68,7 +170,9 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, Part]:
         parts[path] = dataclasses.replace(parts[path], columns=columns)
     # Where there are more ranks than heads, some classes leave a rank all of a layer, as a class that a gearbox does
     # not know.
-    return {path: part for path, part in parts.items() if part.shape != part.whole or type(found[path]) not in DENSE}
+    return {
+        path: part for path, part in parts.items() if part.shape != part.whole or type(found[path]) not in DENSE_CLASSES
+    }
 
 
 def dense_shape(module: nn.Module) -> tuple[int, ...]:
@@ -88,12 +192,12 @@ def numbered_columns(shape: tuple[int, ...]) -> mx.array:
     return mx.broadcast_to(mx.arange(shape[-1]), (*shape[:-2], 1, shape[-1]))
 
 
-def rows_in(weight: mx.array, shape: tuple[int, ...]) -> Part:
+def rows_in(weight: mx.array, shape: tuple[int, ...]) -> WeightPart:
     """The part of a weight of this shape whose rows are numbered in `weight`."""
     first = weight[..., 0].reshape(-1, weight.shape[-2])
     matrices, rows = numbers_in(first[:, 0] // shape[-2]), numbers_in(first[0] % shape[-2])
     own_matrices = None if len(shape) == 2 or matrices == [*range(shape[0])] else ranges_of(matrices)
-    return Part(shape, own_matrices, None if rows == [*range(shape[-2])] else ranges_of(rows))
+    return WeightPart(shape, own_matrices, None if rows == [*range(shape[-2])] else ranges_of(rows))
 
 
 def numbers_in(array: mx.array) -> list[int]:
@@ -113,7 +217,7 @@ def sharded_layers(
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})
     modules = dict(other.named_modules())
     for path, weight in weights.items():
-        blank = bare(DENSE[type(modules[path])])
+        blank = bare(DENSE_CLASSES[type(modules[path])])
         blank.weight = weight
         if "bias" in modules[path]:
             blank.bias = modules[path].bias

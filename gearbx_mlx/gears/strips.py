@@ -1,19 +1,71 @@
 """Strips: what of a layer is read from the disk at a time, and where it is in the file."""
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from ..compat.arrays import memory_of
+from ..errors import GearbxError
 from ..kernels.exact import ExactMatrix, tile_ends
-from .array_hashes import Place
+from .manifest import RESTORE
+from .tensor_files import ArrayHashes, ArrayPlace
+
+LARGER = 1.25  # times the size of a strip that its memory may have
+
+
+class StripMemory:
+    """Memory that no strip is in, for the strips to come. Its caller sees to it that one thread uses it at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[mx.array] = []  # in the order in which they came
+
+    def take(self, size: int, room: int) -> mx.array:
+        """Memory of at least `size` bytes: the smallest that is free, or new.
+
+        Args:
+            room: bytes that this memory and what stays free may have; for more, what is free goes.
+        """
+        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= LARGER * size]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        self._shrink(room - size)
+        return zeros(size)
+
+    def give(self, memory: mx.array, room: int) -> None:
+        """Keep memory for another strip, as far as `room`, the bytes that may be free, goes."""
+        self._free.append(memory)
+        self._shrink(room)
+
+    def _shrink(self, room: int) -> None:
+        """Let go of what has been free longest, until no more bytes are free than `room`."""
+        while self._free and sum(free.size for free in self._free) > room:
+            self._free.pop(0)
+
+
+def zeros(size: int) -> mx.array:
+    """Bytes, in memory."""
+    array = mx.zeros(size, mx.uint8)
+    mx.eval(array)
+    return array
+
 
 ALIGNED = 64  # bytes: where the second array of a strip may begin in memory
 
 
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A piece of an array in a file: of which array, and from which byte of the file to the one before which."""
 
     array: str
@@ -28,7 +80,7 @@ class Part(NamedTuple):
 class Strip:
     """Consecutive rows of a layer, and the pieces `low` and `high` that belong to them. Equal to itself alone."""
 
-    def __init__(self, first: int, end: int, low: Part, high: Part):
+    def __init__(self, first: int, end: int, low: Piece, high: Piece):
         self.first, self.end, self.low, self.high = first, end, low, high
         self.second = -(-low.size // ALIGNED) * ALIGNED
         """Where `high` begins in the memory of a strip, in which `low` begins at 0."""
@@ -45,8 +97,8 @@ class Remainder:
 
     low: str
     high: str
-    low_place: Place
-    high_place: Place
+    low_place: ArrayPlace
+    high_place: ArrayPlace
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +109,7 @@ class Remainder:
         width = self.low_place.size // (len(offsets) - 1)
         low = (self.low_place.begin + width * row for row in (first, end))
         high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
-        return Strip(first, end, Part(self.low, *low), Part(self.high, *high))
+        return Strip(first, end, Piece(self.low, *low), Piece(self.high, *high))
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
@@ -106,3 +158,254 @@ def with_blocks(
         high=high,
         offsets=mx.concatenate([mx.zeros(1, mx.uint32), mx.cumsum(lengths)]).astype(mx.uint32),
     )
+
+
+SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
+IN_USE = 2  # strips that are being computed with
+FEWEST = 4  # strips for which there is memory in any model, however large they are
+KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
+
+
+class Bandwidth:
+    """Bytes per second, as measured lately. `add` takes one measurement."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        self._bytes, self._seconds = self._bytes * KEPT + size, self._seconds * KEPT + seconds
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """None before the first measurement."""
+        return self._bytes / self._seconds if self._seconds else None
+
+
+class StripReader:
+    """Hands out the strips of layers, and reads those ahead that were wanted next the last time.
+
+    An array is compared with its hash when its strips are first read: before the last of them is handed out. After an
+    error nothing is read ahead, and the thread ends; the next strip that is wanted begins anew. Threads may share a
+    reader, and a copy of a model gets one of its own.
+
+    Args:
+        hashes: of the arrays, and their places.
+        keeps_cache: whether the system may keep what was read in memory of its own, for the next pass.
+
+    `speed` is that of the disk, and `bytes_read` are all bytes that were read.
+    """
+
+    def __init__(self, hashes: ArrayHashes, keeps_cache: bool):
+        self.hashes, self.keeps_cache = hashes, keeps_cache
+        self.speed, self.bytes_read = Bandwidth(), 0
+        self._files: dict[Path, int] = {}
+        self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte up to which they go
+        self._free = StripMemory()
+        self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # what is made of memory, and the memory
+        self._next: dict[Strip, Strip] = {}
+        self._size = self._largest = 0  # bytes of the strips that have a next one, and of the largest strip
+        self._last: Strip | None = None  # that was wanted
+        self._reading: dict[Strip, tuple[mx.array, Future]] = {}  # in the order in which they will be wanted
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock, self._files_lock = threading.RLock(), threading.Lock()
+        weakref.finalize(self, close, self._files)
+
+    def __deepcopy__(self, memo: dict) -> "StripReader":
+        return StripReader(self.hashes, self.keeps_cache)
+
+    def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
+        """What is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for it.
+
+        Args:
+            compute: makes an array of a strip and the memory that it is in.
+
+        Raises:
+            GearbxError: a file that cannot be read any more, or is not what was written.
+        """
+        with self._lock:
+            for before, after in itertools.pairwise(strips):
+                if before not in self._next:
+                    self._follow(before, after)
+        made = []
+        with self._stopping_at_errors():  # those of `compute` too
+            for strip in strips:
+                memory = self._wanted(strip)
+                made.append(compute(strip, memory))
+                mx.async_eval(made[-1])
+                self._used(made[-1], memory)
+        return made
+
+    def verify(self, *names: str) -> None:
+        """Compare arrays of which only some pieces are wanted with their hashes. Raises GearbxError as `over`."""
+        if self.hashes.pending.isdisjoint(names):
+            return
+        with self._stopping_at_errors():
+            self.hashes.verify(names, RESTORE)
+        for place in (self.hashes.places[name] for name in names):
+            self._forget(self._opened(place.file), place.begin, place.size)
+
+    def joined(self, parts: Sequence[Piece]) -> mx.array:
+        """Pieces of an array one after the other, uint8, at least one byte. Raises GearbxError as `over`."""
+        array = zeros(sum(part.size for part in parts) or 1)
+        view, place = memory_of(array), 0
+        with self._stopping_at_errors():
+            for part in parts:
+                self.read(part, view[place : place + part.size])
+                place += part.size
+        return array
+
+    def read(self, part: Piece, memory: memoryview) -> None:
+        """Read a piece of an array. Raises GearbxError as `over`."""
+        self._fill(part, memory)
+        self.bytes_read += part.size
+
+    def stop(self) -> None:
+        """Read nothing ahead any more, and end the thread."""
+        with self._lock:
+            for strip in list(self._reading):
+                self._drop(strip)
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)  # what others wait for is still read
+            self._thread = self._last = None
+            self._in_use.clear()
+
+    @contextlib.contextmanager
+    def _stopping_at_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wanted(self, strip: Strip) -> mx.array:
+        """The memory of a strip, once it is read."""
+        with self._lock:
+            if self._last is not None:
+                self._follow(self._last, strip)
+            self._last = strip
+            for other in list(self._reading):  # those before it were not wanted
+                if other is strip:
+                    break
+                self._drop(other)
+            if strip not in self._reading:
+                self._begin(strip)
+            self._read_ahead()
+            memory, future = self._reading.pop(strip)
+        future.result()
+        return memory
+
+    def _follow(self, before: Strip, after: Strip) -> None:
+        """Expect a strip after another."""
+        self._size += 0 if before in self._next else before.size
+        self._next[before] = after
+
+    def _read_ahead(self) -> None:
+        """Begin the strips that are expected, as far as memory goes."""
+        latest = next(reversed(self._reading), self._last)
+        while latest is not None:
+            latest = self._next.get(latest)
+            if latest is None or latest is self._last or latest in self._reading or latest.size > self._room:
+                return
+            self._begin(latest)
+
+    @property
+    def _room(self) -> int:
+        """Bytes of memory for further strips."""
+        memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
+        return max(FEWEST * self._largest, self._size // SHARE) - sum(memory.size for memory in memories)
+
+    def _begin(self, strip: Strip) -> None:
+        self._largest = max(self._largest, strip.size)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gearbx stream")
+        memory = self._free.take(strip.size, self._room)
+        self._reading[strip] = memory, self._thread.submit(self._read_strip, strip, memory)
+
+    def _drop(self, strip: Strip) -> None:
+        """Forget a strip; its memory is free once nobody reads into it."""
+        memory, future = self._reading.pop(strip)
+        future.cancel()
+        future.add_done_callback(lambda _: self._give(memory))
+
+    def _give(self, memory: mx.array) -> None:
+        with self._lock:
+            self._free.give(memory, self._room)
+
+    def _used(self, made: mx.array, memory: mx.array) -> None:
+        """Take memory back once what is made of it is computed; wait for that if too much is in use."""
+        with self._lock:
+            self._in_use.append((made, memory))
+            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - IN_USE)]
+        mx.eval([made for made, _ in waiting])  # without the lock: other threads take strips meanwhile
+        with self._lock:
+            while waiting:
+                self._give(waiting.pop()[1])
+            if self._thread is not None:
+                self._read_ahead()
+
+    def _read_strip(self, strip: Strip, memory: mx.array) -> None:
+        """What the thread does."""
+        view = memory_of(memory)
+        pieces = (strip.low, view[: strip.low.size]), (strip.high, view[strip.second :][: strip.high.size])
+        for part, piece in pieces:
+            self.read(part, piece)
+            if part.array in self.hashes.pending:
+                self._add_to_hash(part, piece)
+
+    def _add_to_hash(self, part: Piece, piece: memoryview) -> None:
+        """Compare an array with its hash at its last strip."""
+        place = self.hashes.places[part.array]
+        digest, end = self._sums.pop(part.array, (None, 0))
+        if part.begin == place.begin:
+            digest, end = hashlib.sha256(), place.begin
+        in_order = digest is not None and end == part.begin
+        if in_order:
+            digest.update(piece)
+            self._sums[part.array] = digest, part.end
+        if part.end == place.end and in_order:
+            self.hashes.confirm(part.array, self._sums.pop(part.array)[0].hexdigest(), RESTORE)
+        elif part.end == place.end:  # another thread wanted other strips in between
+            self.hashes.verify([part.array], RESTORE)
+
+    def _fill(self, part: Piece, memory: memoryview) -> None:
+        path = self.hashes.places[part.array].file
+        try:
+            file, done = self._opened(path), 0
+            while done < part.size:
+                start = time.perf_counter()
+                count = os.preadv(file, [memory[done:]], part.begin + done)
+                if not count:
+                    raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
+                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
+                done += count
+            self._forget(file, part.begin, part.size)
+        except OSError as error:
+            raise GearbxError(f"{path}: cannot be read any more ({error.strerror}); {RESTORE}") from error
+
+    def _forget(self, file: int, begin: int, size: int) -> None:
+        """Have the system forget what it has read of a file, where it is not to keep it."""
+        if not self.keeps_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, begin, size, os.POSIX_FADV_DONTNEED)
+
+    def _opened(self, path: Path) -> int:
+        """The descriptor of a file, which stays open."""
+        with self._files_lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+                if not self.keeps_cache:
+                    without_cache(self._files[path])
+            return self._files[path]
+
+
+def without_cache(file: int) -> None:
+    """Have a Mac keep nothing of a file in memory. Elsewhere this takes a word after each read."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        if hasattr(fcntl, "F_NOCACHE"):
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+
+
+def close(files: dict[Path, int]) -> None:
+    for file in files.values():
+        os.close(file)

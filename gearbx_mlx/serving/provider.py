@@ -20,8 +20,7 @@ from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.pair import Pair
 from ..decoding.paired_model import PairedModel
-from ..gears.gearbox import Gearbox
-from ..gears.observer import Observer
+from ..gears.gearbox import Gearbox, Observer
 from ..routing.thresholds import default_thresholds
 from .guarded import Refused
 from .requests import DEFAULT_MODEL, Options

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from gearbx_mlx import Gearbox, GearedModel, LosslessModel
-from gearbx_mlx.gears.attachment import attached
+from gearbx_mlx.gears.gearbox import attached
 
 PLAIN = "mlx-lm"  # the model itself
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from ...bit_selection.allocation import EXCHANGES
 from ...errors import GearbxError
-from ...gears.ladder import Ladder
-from ...gears.names import DEFAULT_LADDER
+from ...gears.ladder import DEFAULT_LADDER, Ladder
 from ..calibration_text import CalibrationTextSettings
 from ..model import ModelSettings
 from ..settings import Settings, command_settings, flag, flag_of, parser_of

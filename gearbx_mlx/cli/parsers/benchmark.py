@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import ClassVar, get_args
 
 from ...errors import GearbxError
-from ...gears.ladder import Ladder
-from ...gears.names import GROUP_SIZES
+from ...gears.ladder import GROUP_SIZES, Ladder
 from ...kernels import KERNELS
 from ..device import device_flag
 from ..settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from ...bit_selection.floors import Floors
 from ...errors import GearbxError
-from ...gears.ladder import Ladder
-from ...gears.names import DEFAULT_LADDER, DTYPES, EMBEDDINGS
+from ...gears.ladder import DEFAULT_LADDER, DTYPES, EMBEDDINGS, Ladder
 from ..budget import Budget, BudgetSettings
 from ..device import device_flag
 from ..floors import FloorSettings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import GearbxError
-from ...gears.kv_ladder import KV_BITS, check_kv_gears, kv_ladder
+from ...gears.ladder import KV_BITS, check_kv_gears, kv_ladder
 from ..floors import FloorSettings
 from ..gate import GateSettings
 from ..gears import GearFlags, LayoutSettings

@@ -15,9 +15,9 @@ from ...cli.parsers.benchmark import BatchBenchmark
 from ...cli.terminal import progress_bar
 from ...decoding.batches.generate import batch_generate
 from ...decoding.static import Static
+from ...gears.discovery import vocabulary
 from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
-from ...gears.output_head import vocabulary
 from ...loading import load
 from .decode import check_llama, load_or_make
 from .in_turn import in_turn, ratio_row

@@ -28,8 +28,7 @@ from ...decoding.refused import refuse_draft_model
 from ...decoding.response import GearResponse
 from ...decoding.stream import stream_generate
 from ...errors import GearbxError
-from ...gears.gearbox import Gearbox
-from ...gears.observer import Observer
+from ...gears.gearbox import Gearbox, Observer
 from ...loading import DEMO_MODEL, gears_of
 from ...routing.pair import NAMES
 

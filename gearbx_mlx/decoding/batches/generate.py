@@ -11,8 +11,7 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
 
 from ...errors import GearbxError
-from ...gears.gearbox import Gearbox
-from ...gears.observer import Observer
+from ...gears.gearbox import Gearbox, Observer
 from ...kernels.device import check_device
 from ...routing.batch_policy import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..mode import Mode

@@ -18,9 +18,8 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.sample_utils import make_sampler
 
 from ...errors import GearbxError
-from ...gears.gearbox import Gearbox
+from ...gears.gearbox import Gearbox, Observer
 from ...gears.ladder import Gear
-from ...gears.observer import Observer
 from ...routing.batch_policy import BatchPolicy
 from ...routing.monitor import Reading
 from ..entropy import fast_entropy

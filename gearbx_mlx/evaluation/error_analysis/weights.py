@@ -9,7 +9,7 @@ import numpy as np
 
 from ...decoding.layer_outputs import linear_layers
 from ...formats import rowwise
-from ...gears.double_quantization import looks_quantized
+from ...gears.sources import looks_quantized
 
 BITS = (8, 6, 4, 2)
 IDEAL = {bits: (rowwise.Q_MAX[8] / rowwise.Q_MAX[bits]) ** 2 for bits in BITS}  # s^2 over that of 8 bits (13.1)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...gears.output_head import vocabulary
+from ...gears.discovery import vocabulary
 from ...routing.entropy import entropy_bits
 from ...routing.thresholds import default_thresholds
 

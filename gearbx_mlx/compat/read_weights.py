@@ -1,37 +1,15 @@
-"""Matrices that stay dense because a class of the model multiplies by them in its own code."""
+"""Weights that a class of the model reads in its own code, instead of calling the module that has them."""
 
 import dis
 import inspect
 from collections.abc import Iterator
 from types import CodeType
 
-import mlx.core as mx
 import mlx.nn as nn
 
 # Methods that run before or beside generation.
 ELSEWHERE = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
 ADAPTERS = "mlx_lm.tuner"  # whose layers are parts of adapters
-
-
-def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
-    """Path to reason of the matrices that a module has and no gear changes.
-
-    Args:
-        module: of a class that is no linear layer that a gearbox knows.
-
-    Returns:
-        the path of the module for its `weight`, and those of other parameters of two axes, except biases.
-    """
-    kind = type(module).__name__
-    names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
-    if "weight" in names:
-        return {path: "a convolution" if "Conv" in kind else f"layers of class {kind} are not known"}
-    return {f"{path}.{name}".lstrip("."): f"a matrix that class {kind} multiplies by itself" for name in names}
-
-
-def is_matrix(value: object) -> bool:
-    """Whether a parameter is an array with more than one row, and more than one column."""
-    return isinstance(value, mx.array) and sum(length > 1 for length in value.shape) > 1
 
 
 def readers(model: nn.Module) -> dict[str, str]:

@@ -1,12 +1,10 @@
 """Steps that modules compile for themselves: such a step keeps the weights of the gear in which it first ran."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import mlx.nn as nn
-
-from .ladder import Gear
 
 STEP = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
 
@@ -16,9 +14,9 @@ class CompiledSteps:
 
     def __init__(self, model: nn.Module):
         self._modules = [module for module in model.modules() if STEP in vars(module)]
-        self._steps: dict[Gear, list[Any]] = {}
+        self._steps: dict[Hashable, list[Any]] = {}
 
-    def change(self, before: Gear, gear: Gear) -> None:
+    def change(self, before: Hashable, gear: Hashable) -> None:
         """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled anew."""
         self._steps[before] = [getattr(module, STEP) for module in self._modules]
         for module, step in zip(self._modules, self._steps.get(gear, [None] * len(self._modules))):

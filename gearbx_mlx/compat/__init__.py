@@ -1,0 +1,1 @@
+"""All that rests on what MLX and mlx-lm do not promise."""

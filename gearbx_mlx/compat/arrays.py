@@ -1,0 +1,37 @@
+"""What MLX does not promise of its arrays: how a type is copied, what a random key is, that memory can be written."""
+
+import contextlib
+import copyreg
+from collections.abc import Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def dtype_named(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = getattr(mx, name)
+    return dtype
+
+
+# MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
+copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Random numbers drawn in the block will be drawn again after it."""
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)  # a key is its seed
+
+
+def memory_of(array: mx.array) -> memoryview:
+    """The memory of bytes that are evaluated; what is written into it is in the array."""
+    return memoryview(cast(Any, array))

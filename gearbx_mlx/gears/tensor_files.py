@@ -1,0 +1,234 @@
+"""The hash of every array of a geared checkpoint: damage shows when a layer is first read, and not in a text."""
+
+import hashlib
+import json
+import math
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+from msgspec import Struct
+from safetensors import SafetensorError, safe_open
+
+from ..errors import GearbxError, one_line
+from ..files.reading import Count, parse_json, shown, typed
+from .adapters import adapter_arrays, base_arrays
+
+NAMES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+    mx.uint16: "U16",
+    mx.uint8: "U8",
+    mx.int32: "I32",
+    mx.int16: "I16",
+    mx.int8: "I8",
+}
+SIZES = {name: dtype.size for dtype, name in NAMES.items()}  # bytes of a number
+LENGTH = struct.Struct("<Q")  # of the header, which comes first
+SAMPLE = 4096  # bytes in the middle of an array that are looked at
+
+
+class TensorEntry(Struct, frozen=True):
+    """What the header says of an array; data_offsets: its first byte, and the one after its last."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+def end_of(entries: Mapping[str, TensorEntry]) -> int:
+    """The length of the data. Raises GearbxError unless the arrays come one after the other, each of its own size."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end_of_entry = entry.data_offsets
+        size = SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
+        if begin != end or end_of_entry - begin != size or entry.dtype not in SIZES:
+            raise GearbxError(f"{shown(name)} is not where the array before it ends, or is not of its own size")
+        end = end_of_entry
+    return end
+
+
+def read_entries(path: Path) -> tuple[dict[str, TensorEntry], int]:
+    """The entries of a safetensors file, by name, and the place where its data begin.
+
+    Raises:
+        OSError: there is no file, or it cannot be read.
+        GearbxError: it is something else, or incomplete; the message names the file, but no remedy.
+    """
+    try:
+        with safe_open(path, framework="np"), open(path, "rb") as file:  # the library checks sizes and places
+            (room,) = LENGTH.unpack(file.read(LENGTH.size))
+            header = parse_json(file.read(room))
+        header.pop("__metadata__", None)
+        return typed(header, dict[str, TensorEntry]), LENGTH.size + room
+    except (SafetensorError, GearbxError) as error:
+        raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
+
+
+def hash_of(path: Path) -> str:
+    """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
+
+    A model that was trained on, quantized anew or merged with another differs in all of its arrays. To read the whole
+    file would take longer than everything else that loading does.
+
+    Raises:
+        OSError, GearbxError: as read_entries.
+    """
+    return hash_with(path, *read_entries(path))
+
+
+def hash_with(path: Path, entries: Mapping[str, TensorEntry], start: int) -> str:
+    """As `hash_of`, with what `read_entries` has returned."""
+    digest = hashlib.sha256(json.dumps(msgspec.to_builtins(entries), sort_keys=True).encode())
+    with open(path, "rb") as file:
+        for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
+            begin, end = entry.data_offsets
+            file.seek(start + max(begin, (begin + end - SAMPLE) // 2))
+            digest.update(file.read(min(SAMPLE, end - begin)))
+    return digest.hexdigest()
+
+
+SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
+
+
+def fingerprint(model: nn.Module) -> str:
+    """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
+    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
+
+
+def with_adapters(base: str, model: nn.Module) -> str:
+    """The fingerprint of a model with its adapters, from that of the model without them."""
+    own = adapter_arrays(model)
+    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
+
+
+def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
+    """The fingerprint of parameters, by name."""
+    few = {name: sample(array) for name, array in arrays.items()}
+    mx.eval(few)
+    return fingerprint_of({name: (array.shape, np.array(few[name])) for name, array in arrays.items()})
+
+
+def sample(array: mx.array) -> mx.array:
+    """A few values of a parameter, in float32."""
+    return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
+
+
+def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
+    """The fingerprint of a model, from the shape and the sample of every parameter, by name."""
+    digest = hashlib.sha256()
+    for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
+        digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())
+    return digest.hexdigest()[:32]
+
+
+K = TypeVar("K")
+
+AT_ONCE = 2**22  # bytes that are read and hashed at a time
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where an array is: in a file, from byte `begin` to the one before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.end - self.begin
+
+
+def hash_bytes(data: Any) -> str:
+    """The SHA-256 of an array's bytes, in 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_place(place: ArrayPlace) -> str:
+    """The same of an array in a file. Raises OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    with open(place.file, "rb", buffering=0) as file:
+        file.seek(place.begin)
+        left = place.size
+        while left and (part := file.read(min(left, AT_ONCE))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
+
+
+def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> Iterator[tuple[K, str]]:
+    """Each key and the hash of its place; on all cores, since hashing is slower than reading.
+
+    Raises:
+        GearbxError: a file cannot be read; the message ends with `remedy`.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            yield from zip(places, pool.map(hash_place, places.values()))
+        except OSError as error:
+            files = ", ".join(sorted({str(place.file) for place in places.values()}))
+            raise GearbxError(f"{files}: cannot be read ({error.strerror}); {remedy}") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class ArrayHashes:
+    """Compares arrays with their hashes, each once. Threads may share it.
+
+    Args:
+        places: name of an array to its place.
+        expected: name to hash; arrays without one are not compared.
+
+    `pending` are the names that were not compared yet.
+    """
+
+    def __init__(self, places: Mapping[str, ArrayPlace], expected: Mapping[str, str]):
+        self.places, self.expected = places, expected
+        self.pending = {*expected}
+        self._lock = threading.Lock()
+
+    def verify(self, names: Iterable[str], remedy: str) -> None:
+        """Compare those arrays that were not compared before.
+
+        Raises:
+            GearbxError: an array that cannot be read or has another hash; the message ends with `remedy`.
+        """
+        with self._lock:
+            wanted = sorted(self.pending.intersection(names))
+            for name, is_whole in self.compare(wanted, remedy):
+                if not is_whole:
+                    raise self.damaged(name, remedy)
+            self.pending.difference_update(wanted)
+
+    def confirm(self, name: str, found: str, remedy: str) -> None:
+        """Take the hash of an array that somebody else has read whole. Raises GearbxError if it is another one."""
+        if found != self.expected[name]:
+            raise self.damaged(name, remedy)
+        with self._lock:
+            self.pending.discard(name)
+
+    def damaged(self, name: str, remedy: str) -> GearbxError:
+        """The error for an array whose hash is not the expected one."""
+        return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
+
+    def compare(self, names: Iterable[str], remedy: str) -> Iterator[tuple[str, bool]]:
+        """Each array, and whether its hash is the expected one.
+
+        Raises:
+            GearbxError: a file cannot be read; the message ends with `remedy`.
+        """
+        for name, found in hash_places({name: self.places[name] for name in names}, remedy):
+            yield name, found == self.expected[name]
