@@ -33,6 +33,8 @@ from .files.model_directory import (
     parse_object,
 )
 from .files.reading import read_as, shown
+from .files.smollm2 import NAME as SMOLLM2
+from .files.smollm2 import smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -216,7 +218,7 @@ def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
-    """The local directory of a model, downloaded if it is a Hub repository that is not here yet.
+    """The local directory of a model, downloaded if it is a Hub repository that is not here yet; `smollm2` is unpacked.
 
     Args:
         also: files to download beside those that a model runs with.
@@ -230,6 +232,8 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
             raise GearbxError(f"{name}: is a file; give the model's directory")
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: no such model directory ({one_line(error)})") from error
+    if name == SMOLLM2:
+        return smollm2_directory()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     patterns = [*DEFAULT_ALLOW_PATTERNS, GEARS_FILE, *also]

@@ -1,0 +1,184 @@
+"""GGUF, the file format of llama.cpp: metadata, and tensors in blocks of quantized weights.
+
+The header is read with bounds of our own: it may claim any number of tensors of any size. Weights are mapped and not
+copied; a file that may only be read is enough.
+
+Source: ggml's docs/gguf.md and the block structures in ggml-common.h.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import GearbxError
+from .reading import shown, unreadable
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
+MOST_DIMENSIONS = 4
+AGAIN = "download it again"
+
+# Types of values in the metadata, by their number: format of `struct`. 7 is a bool, 8 a string, 9 an array.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a tensor's weights are stored. block: weights of a block. size: its bytes. decode: blocks to float32."""
+
+    name: str
+    block: int
+    size: int
+    decode: Callable[[np.ndarray], np.ndarray]
+
+
+def halves(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The float16 at a place in every block, (blocks, 1), in float32."""
+    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
+
+
+def nibbles(blocks: np.ndarray, start: int) -> np.ndarray:
+    """32 codes of 4 bits of every block: the low halves of 16 bytes, then the high ones."""
+    codes = blocks[:, start : start + 16]
+    return np.concatenate([codes & 0xF, codes >> 4], axis=1).astype(np.float32)
+
+
+def bfloat16(blocks: np.ndarray) -> np.ndarray:
+    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+# By the number of ggml_type. A weight of a quantized block is its scale times its code; Q4_1 adds its smallest weight.
+ENCODINGS = {
+    0: Encoding("F32", 1, 4, lambda blocks: blocks.view(np.float32)),
+    1: Encoding("F16", 1, 2, lambda blocks: blocks.view(np.float16).astype(np.float32)),
+    2: Encoding("Q4_0", 32, 18, lambda blocks: halves(blocks, 0) * (nibbles(blocks, 2) - 8)),
+    3: Encoding("Q4_1", 32, 20, lambda blocks: halves(blocks, 0) * nibbles(blocks, 4) + halves(blocks, 2)),
+    8: Encoding("Q8_0", 32, 34, lambda blocks: halves(blocks, 0) * blocks[:, 2:].view(np.int8)),
+    30: Encoding("BF16", 1, 2, bfloat16),
+}
+OTHER_TYPES = {  # of ggml, which are not read
+    **{6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"},
+    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
+    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a GGUF. shape: as numpy has it, the rows first. place: of its first byte in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    place: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.encoding.block * self.encoding.size
+
+
+class Gguf:
+    """A GGUF file: `metadata` by key, and `tensors` by name.
+
+    Raises:
+        GearbxError: no such file, no GGUF, damaged or truncated, or a type of weights that is not read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except ValueError as error:  # an empty file cannot be mapped
+            raise self._damaged("is empty") from error
+        self._at = 0
+        if self._take(4) != MAGIC:
+            raise GearbxError(f"{path}: is no GGUF file; give the file of a model for llama.cpp")
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise GearbxError(f"{path}: is GGUF of version {version}; versions 2 and 3 can be read")
+        tensors, entries = self._count(), self._count()
+        self.metadata: Mapping[str, Any] = dict(self._entry() for _ in range(entries))
+        infos = [self._info() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment is {alignment}, not a power of two")
+        start = -(-self._at // alignment) * alignment
+        self.tensors: Mapping[str, GgufTensor] = {info[0]: self._tensor(*info, start) for info in infos}
+
+    def weights(self, tensor: GgufTensor) -> np.ndarray:
+        """The weights of a tensor in float32, of its shape."""
+        stored = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.place)
+        return tensor.encoding.decode(stored.reshape(-1, tensor.encoding.size)).reshape(tensor.shape)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> GgufTensor:
+        encoding = ENCODINGS.get(kind)
+        if encoding is None:
+            readable = ", ".join(each.name for each in ENCODINGS.values())
+            found = OTHER_TYPES.get(kind, f"type {kind}")
+            raise GearbxError(f"{self.path}: {shown(name)} has weights of {found}; give a file of {readable}")
+        if shape and shape[-1] % encoding.block:
+            raise self._damaged(
+                f"{shown(name)} has rows of {shape[-1]} weights, and {encoding.name} needs blocks of 32"
+            )
+        tensor = GgufTensor(name, shape, encoding, start + offset)
+        if tensor.place + tensor.nbytes > len(self._bytes):
+            raise self._damaged(f"{shown(name)} ends at byte {tensor.place + tensor.nbytes}, behind the file's end")
+        return tensor
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """The name, shape, type and offset of a tensor."""
+        name, count = self._text(), self._number("I")
+        if count > MOST_DIMENSIONS:
+            raise self._damaged(f"{shown(name)} has {count} dimensions")
+        shape = tuple(self._number("Q") for _ in range(count))[::-1]  # ggml counts from the innermost
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _entry(self) -> tuple[str, Any]:
+        return self._text(), self._value(self._number("I"))
+
+    def _value(self, kind: int, inside: bool = False) -> Any:
+        if kind == STRING:
+            return self._text()
+        if kind == ARRAY and not inside:
+            element, count = self._number("I"), self._count()
+            if element in NUMBERS:
+                format = NUMBERS[element]
+                return list(struct.unpack(f"<{count}{format}", self._take(count * struct.calcsize(format))))
+            return [self._value(element, inside=True) for _ in range(count)]
+        if kind in NUMBERS:
+            return self._number(NUMBERS[kind])
+        raise self._damaged(f"a value of type {kind} at byte {self._at}")
+
+    def _text(self) -> str:
+        return self._take(self._count()).decode("utf-8", "replace")
+
+    def _count(self) -> int:
+        """A number of things that follow, of which each takes a byte at least."""
+        count = self._number("Q")
+        if count > len(self._bytes) - self._at:
+            raise self._damaged(f"claims {count} things at byte {self._at}, more than the file can hold")
+        return count
+
+    def _number(self, format: str) -> Any:
+        (value,) = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))
+        return value
+
+    def _take(self, size: int) -> bytes:
+        if size > len(self._bytes) - self._at:
+            raise self._damaged(f"ends at byte {len(self._bytes)}, in the middle of its header")
+        self._at += size
+        return self._bytes[self._at - size : self._at]
+
+    def _damaged(self, what: str) -> GearbxError:
+        return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")

