@@ -17,7 +17,7 @@ from ..cli.loaded import load_model
 from ..cli.model import ModelSettings
 from ..cli.parsers.calibrate import CalibrateSettings
 from ..cli.room import warn_of_memory
-from ..decoding.agreement import Agreement, draft_files, record_agreement
+from ..decoding.agreement import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
 from ..formats import get_format
@@ -52,7 +52,7 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     model, tokenizer, config = load_model(settings.model)
     prompts = encoded(texts, settings.prompt, tokenizer, config)
     compared = {"gears": [str(ladder) for ladder in ladders]}
-    journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[Agreement])
+    journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[GearRecord])
     files: list[DraftFile] = []
     context = settings.target.context if settings.calibration.cost == TIME else None
     with terminal.progress_bar() as progress:
@@ -128,7 +128,7 @@ def files_of(
 
 def agreements(
     gearbox: Gearbox, tokenizer: Any, top: Gear, drafting: Sequence[Gear], tokens: list[int], length: int
-) -> list[Agreement]:
+) -> list[GearRecord]:
     """For each gear that may draft, its agreement with what the top gear writes after a prompt."""
     gearbox.shift(top)
     text = [response.token for response in stream_generate(gearbox.model, tokenizer, tokens, length)]

@@ -18,7 +18,7 @@ from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import CalibrateSettings
 from ..cli.room import warn_of_memory
 from ..cli.sizes import human_bytes
-from ..decoding.agreement import Agreement, draft_files
+from ..decoding.agreement import GearRecord, draft_files
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
@@ -212,7 +212,7 @@ class Search:
         name, recorded = model_name(self.settings.model.model), self.recordings[candidate.gears[0]]
         if candidate.mode == LOSSLESS:
             low, top = gearbox.ladder
-            agreements = {low: [Agreement(*sequence) for sequence in sequences_of(recorded)]}
+            agreements = {low: [GearRecord(*sequence) for sequence in sequences_of(recorded)]}
             (file,) = draft_files(gearbox, top, agreements, name, self.gears.group_size, self.gears.format)
             return file
         return ThresholdFile(

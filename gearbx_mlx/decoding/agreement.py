@@ -23,7 +23,7 @@ BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put r
 
 
 @dataclass
-class Agreement:
+class GearRecord:
     """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token."""
 
     entropies: list[float]
@@ -32,7 +32,7 @@ class Agreement:
 
 def record_agreement(
     gearbox: Gearbox, top: Gear, gears: Sequence[Gear], prompt: Sequence[int], text: Sequence[int]
-) -> list[Agreement]:
+) -> list[GearRecord]:
     """Run the gears over a text that the top gear wrote, each on the top gear's KV cache, as when it drafts.
 
     Args:
@@ -50,7 +50,7 @@ def record_agreement(
     if len(prompt) > 1:
         model(mx.array(list(prompt[:-1]))[None], cache=cache)
     inputs = [prompt[-1], *text[:-1]]
-    found = [Agreement([], []) for _ in gears]
+    found = [GearRecord([], []) for _ in gears]
     for start in range(0, len(inputs), BLOCK):
         block = mx.array(inputs[start : start + BLOCK])[None]
         chosen = mx.array(list(text[start : start + BLOCK]))
@@ -69,7 +69,7 @@ def record_agreement(
 def draft_files(
     gearbox: Gearbox,
     top: Gear,
-    recorded: dict[Gear, list[Agreement]],
+    recorded: dict[Gear, list[GearRecord]],
     name: str,
     group_size: int,
     format: str,

@@ -33,7 +33,7 @@ LOGITS = 1 << 24  # numbers at once: 64 MiB in float32
 
 
 @dataclass(frozen=True)
-class Found:
+class AutoThresholds:
     """thresholds: bits, ascending. tokens: whose entropies they come from. source: what these tokens were."""
 
     thresholds: tuple[float, ...]
@@ -45,10 +45,10 @@ class Found:
         return f"thresholds {shown} bits, found on {self.source} ({self.tokens} tokens)"
 
 
-_found: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()
+_found: WeakKeyDictionary[Any, AutoThresholds] = WeakKeyDictionary()
 
 
-def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = None) -> Found:
+def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = None) -> AutoThresholds:
     """The thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
 
     Args:
@@ -64,7 +64,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     return _found[gearbox]
 
 
-def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Found:
+def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> AutoThresholds:
     model, gears = gearbox.model, len(gearbox.ladder)
     tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
     entropies = list(prompt_entropies(model, tokens, vocabulary_of(gearbox)))
@@ -73,7 +73,7 @@ def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Found:
     else:
         entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
         thresholds, source = median_thresholds(entropies, gears), "three short prompts"
-    return Found(as_rank_0(model, thresholds), len(entropies), source)
+    return AutoThresholds(as_rank_0(model, thresholds), len(entropies), source)
 
 
 def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> Iterator[float]:

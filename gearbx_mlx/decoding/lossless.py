@@ -20,7 +20,7 @@ from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches.lossless_generator import LosslessGenerator
 from .batches.lossless_plans import batch_plans
-from .batches.sequence import Sequence
+from .batches.sequence import BatchText
 from .draft_costs import plan_of
 from .draft_depth import default_depth, depth_here
 from .draft_rules import find_file, find_rule
@@ -147,10 +147,10 @@ class Lossless(Mode):
         plans = batch_plans(gearbox, gear, rule, self.cost, self.most_looked_up)
         return LosslessGenerator(tokenizer, self, plans, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""
         top = gearbox.ladder.top
-        return Sequence(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top)
+        return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top)
 
     def drafting(self, gearbox: Gearbox) -> tuple[DraftFile | None, DraftRule, Gear]:
         """The drafting file, if there is one, when to stop drafting, and the gear that drafts."""

@@ -25,7 +25,7 @@ from ..routing.thresholds import check_thresholds, default_thresholds
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .auto_thresholds import auto_thresholds
 from .batches.generator import BatchGenerator
-from .batches.sequence import Sequence
+from .batches.sequence import BatchText
 from .draft_model import drafted_tokens
 from .entropy import fast_entropy
 from .entropy_sampler import sampled_tokens
@@ -78,11 +78,11 @@ class Route(Mode):
     ) -> BatchGenerator:
         return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own; of a gate that was given, a copy."""
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
-        return Sequence(deepcopy(gate), monitor, self.first_gear(gearbox, tokenizer, prompt))
+        return BatchText(deepcopy(gate), monitor, self.first_gear(gearbox, tokenizer, prompt))
 
     def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
         if self.thresholds != AUTO or self.gate is not None:

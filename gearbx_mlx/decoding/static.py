@@ -16,7 +16,7 @@ from ..routing.gates import OneGear
 from ..routing.monitor import DEFAULT_WINDOW, Monitor
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches.generator import BatchGenerator
-from .batches.sequence import Sequence
+from .batches.sequence import BatchText
 from .governor import Governor
 from .known_vocabulary import vocabulary_of
 from .mode import Mode
@@ -53,10 +53,10 @@ class Static(Mode):
     ) -> BatchGenerator:
         return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> Sequence:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""
         gear = self.gear_of(gearbox)
-        return Sequence(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
+        return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
 
     def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .acceptance import DEFAULT_BOUND, DraftRule
-from .draft_costs import KEPT, RunningMean, of_one_more
+from .draft_costs import KEPT_DRAFTS, RunningMean, of_one_more
 from .pass_costs import PassCosts, RoundCounts
 
 
@@ -67,7 +67,7 @@ class BatchCostRule:
 
     def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
         self.agreement, self.costs = agreement, costs
-        self._counts = RoundCounts(KEPT)
+        self._counts = RoundCounts(KEPT_DRAFTS)
         self._mean = RunningMean()
 
     def begin(self, rows: int) -> None:

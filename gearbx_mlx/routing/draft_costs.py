@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from .acceptance import MOST_DRAFTED, replay_drafts
 from .pass_costs import PassCosts, RoundCounts
 
-KEPT = 0.95  # of the weight of earlier drafts in g, at each further draft
+KEPT_DRAFTS = 0.95  # of the weight of earlier drafts in g, at each further draft
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 
@@ -59,7 +59,7 @@ class CostRule:
 
     def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
         self.agreement, self.costs = agreement, costs
-        self._counts = RoundCounts(KEPT)
+        self._counts = RoundCounts(KEPT_DRAFTS)
         self._mean = RunningMean()
         self._begin()
 

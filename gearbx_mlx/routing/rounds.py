@@ -11,7 +11,7 @@ from .acceptance import MOST_DRAFTED
 from .lookup import LookupAgreement
 from .pass_costs import PassCosts, RoundCounts
 
-KEPT = 0.97  # of the weight of earlier rounds with drafts, at each further one
+KEPT_ROUNDS = 0.97  # of the weight of earlier rounds with drafts, at each further one
 PRIOR_TOKENS = 16.0  # tokens for which drafts are taken to cost what the top gear alone costs
 PROBED = 32  # rounds between two that try what loses
 
@@ -29,7 +29,7 @@ class Rounds:
     def __init__(self, costs: PassCosts, most_looked_up: int = MOST_DRAFTED):
         self.costs, self.most_looked_up = costs, most_looked_up
         self.agreement = LookupAgreement()
-        self._counts = RoundCounts(KEPT)
+        self._counts = RoundCounts(KEPT_ROUNDS)
         self._since_probe = 0
 
     def with_drafts(self) -> float:

@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..sampler import Sampler
 from .processors import Processor
-from .sequence import Sequence as Text
+from .sequence import BatchText
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Chooser:
     none; None: greedy. written: tokens in the KV cache. token: the one after them, whose pass is the next one.
     """
 
-    owner: Text
+    owner: BatchText
     shared: Sampler | None
     processors: Sequence[Processor]
     written: Sequence[int]

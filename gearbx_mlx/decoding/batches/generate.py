@@ -33,7 +33,7 @@ class GearedBatchResponse(BatchResponse):
     traces: list[list[GearResponse]] = field(default_factory=list)
 
 
-class Text:
+class WrittenText:
     """One text in the making: its tokens, and what was seen of them."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
@@ -148,7 +148,7 @@ def batch_generate(
     generator = batch_generator(model, tokenizer, **kwargs)
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
-        texts = {uid: Text(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
+        texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
         with generator.stats() as stats:
             write(generator, texts, return_logprobs, verbose)
     finally:
@@ -159,7 +159,7 @@ def batch_generate(
 
 
 def response_of(
-    texts: Sequence[Text], stats: BatchStats, caches: bool, tokens: bool, logprobs: bool
+    texts: Sequence[WrittenText], stats: BatchStats, caches: bool, tokens: bool, logprobs: bool
 ) -> GearedBatchResponse:
     """What `batch_generate` returns; caches, tokens and log-probabilities where they are asked for."""
     return GearedBatchResponse(
@@ -172,7 +172,7 @@ def response_of(
     )
 
 
-def write(generator: Any, texts: dict[int, Text], with_logprobs: bool, verbose: bool) -> None:
+def write(generator: Any, texts: dict[int, WrittenText], with_logprobs: bool, verbose: bool) -> None:
     """Run until all texts have ended."""
     ended = 0
     while ended < len(texts):

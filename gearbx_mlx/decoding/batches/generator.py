@@ -31,17 +31,17 @@ from ..responses import seen_of
 from ..sampler import Sampler
 from ..step import Step, single_pass
 from ..turns import turn
-from . import sequence
 from .checks import Sequences, check_mergeable, check_settings, gear_of, has_states
 from .processors import guarded
 from .row_sampler import RowSampler
+from .sequence import BatchText, SeenRow
 from .stages import GearedPrompts, GearedTokens
 
 
 class OfOneText(Protocol):
     """A mode whose texts share passes."""
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> sequence.Sequence:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What a text has of its own, by the tokens of its prompt."""
         ...
 
@@ -71,7 +71,7 @@ class BatchGenerator(MlxBatchGenerator):
         check_mergeable(model)
         self._has_states = has_states(model)
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
-        self.sequences: dict[int, sequence.Sequence] = {}
+        self.sequences: dict[int, BatchText] = {}
         rows = RowSampler(sampler or make_sampler(), self._single_pass, fast_entropy(gearbox))
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
@@ -193,7 +193,7 @@ class BatchGenerator(MlxBatchGenerator):
         return responses
 
     def _response(
-        self, token: GenerationBatch.Response, each: sequence.Sequence, seen: sequence.SeenRow, reading: Reading
+        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
         step, together, error = seen.seen.step, len(seen.seen), None
         try:

@@ -29,8 +29,7 @@ from .looked_up import LookedUp
 from .lossless_plans import BatchPlan, BatchPlans
 from .rolling import drop, is_alone, other_than_rows
 from .row_sampler import RowSampler
-from .sequence import SeenPass, SeenRow
-from .sequence import Sequence as Text
+from .sequence import BatchText, SeenPass, SeenRow
 from .stages import GearedTokens, Pass
 from .verified import Accepted, accept
 
@@ -66,12 +65,17 @@ class LosslessTokens(GearedTokens):
     _failed: set[int]  # sequences whose draft has failed
     _plan: BatchPlan | None  # of the latest step, if nobody has joined since
     plans: BatchPlans
-    sequences: Mapping[int, Text]
+    sequences: Mapping[int, BatchText]
     shared: Sampler | None
 
     @classmethod
     def drafting(
-        cls, plans: BatchPlans, sampler: RowSampler, begin: Pass, sequences: Mapping[int, Text], shared: Sampler | None
+        cls,
+        plans: BatchPlans,
+        sampler: RowSampler,
+        begin: Pass,
+        sequences: Mapping[int, BatchText],
+        shared: Sampler | None,
     ) -> "LosslessTokens":
         """One without sequences."""
         batch = cls.empty(plans.gearbox.model, sampler)

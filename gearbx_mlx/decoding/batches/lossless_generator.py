@@ -17,8 +17,7 @@ from ..step import DRAFT
 from .generator import BatchGenerator, OfOneText
 from .lossless_batch import LosslessTokens, VerifiedToken
 from .lossless_plans import BatchPlans
-from .sequence import SeenRow
-from .sequence import Sequence as Text
+from .sequence import BatchText, SeenRow
 
 
 class LosslessGenerator(BatchGenerator):
@@ -49,7 +48,7 @@ class LosslessGenerator(BatchGenerator):
         return uids
 
     def _response(
-        self, token: GenerationBatch.Response, each: Text, seen: SeenRow, reading: Reading
+        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
         response, verified = super()._response(token, each, seen, reading), seen.seen
         near_tie = isinstance(verified, VerifiedToken) and verified.near_tie

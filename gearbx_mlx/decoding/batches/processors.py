@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ...errors import GearbxError, one_line
-from .sequence import Sequence as Text
+from .sequence import BatchText
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Guarded:
+class GuardedProcessor:
     """A processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner` knows
     why."""
 
     processor: Processor
-    owner: Text
+    owner: BatchText
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -28,6 +28,6 @@ class Guarded:
             return mx.full(logits.shape, mx.nan, logits.dtype)
 
 
-def guarded(processors: Sequence[Processor] | None, owner: Text) -> list[Guarded]:
+def guarded(processors: Sequence[Processor] | None, owner: BatchText) -> list[GuardedProcessor]:
     """The processors of a sequence, none of which raises."""
-    return [Guarded(each, owner) for each in processors or ()]
+    return [GuardedProcessor(each, owner) for each in processors or ()]

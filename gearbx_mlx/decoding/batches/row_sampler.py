@@ -8,8 +8,7 @@ import mlx.core as mx
 from ..entropy import Entropy
 from ..sampler import Sampler
 from ..step import Step
-from . import sequence
-from .sequence import SeenPass, SeenRow
+from .sequence import BatchText, SeenPass, SeenRow
 
 
 class RowSampler:
@@ -26,10 +25,10 @@ class RowSampler:
 
     def __init__(self, sampler: Sampler, step: Callable[[int], Step], entropy: Entropy):
         self.sampler, self.step, self.entropy = sampler, step, entropy
-        self._sequences: Sequence[sequence.Sequence] = ()
+        self._sequences: Sequence[BatchText] = ()
 
     @contextmanager
-    def of(self, sequences: Sequence[sequence.Sequence]) -> Iterator[None]:
+    def of(self, sequences: Sequence[BatchText]) -> Iterator[None]:
         """Inside, the rows of a pass are of these sequences, in their order."""
         before, self._sequences = self._sequences, sequences
         try:

@@ -45,7 +45,7 @@ class SeenRow:
 
 
 @dataclass
-class Sequence:
+class BatchText:
     """A text that shares its passes with others, but has a monitor, a gate and a sampler of its own.
 
     first: the gear that reads its prompt. sampler: takes log-probabilities (1, V); None: the batch's. random: None:
