@@ -21,13 +21,11 @@ from pages import fill, table
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.decoding.known_vocabulary import vocabulary_of
+from gearbx_mlx.decoding.texts import vocabulary_of
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from gearbx_mlx.evaluation.policies import ROUTE_DELAY
 from gearbx_mlx.evaluation.replay import next_logprobs
-from gearbx_mlx.routing.batch_policy import policy_named
-from gearbx_mlx.routing.gates import OneGear, ThresholdGate
-from gearbx_mlx.routing.monitor import Monitor
+from gearbx_mlx.routing.gates import Monitor, OneGear, ThresholdGate, policy_named
 
 QUESTIONS = Path(__file__).parents[1] / "tests" / "data" / "gsm8k_held_out.jsonl"
 GEARS = "4,16"

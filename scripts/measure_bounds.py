@@ -17,16 +17,13 @@ import mlx_lm
 
 from gearbx_mlx.cli.gate import Gate
 from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.route import TelemetryOnly
 from gearbx_mlx.decoding.stream import stream_generate
-from gearbx_mlx.decoding.telemetry_only import TelemetryOnly
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.gearbox import Observer
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.bounded import BoundedRouting
-from gearbx_mlx.routing.entropy_bounds import entropy_bounds, rounding_of
-from gearbx_mlx.routing.gates import ThresholdGate
-from gearbx_mlx.routing.monitor import Monitor
-from gearbx_mlx.routing.thresholds import default_thresholds
+from gearbx_mlx.routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from gearbx_mlx.routing.gates import Monitor, ThresholdGate, default_thresholds
 
 LISTED = (5, 11, 20)
 QUESTIONS = Path(__file__).parents[1] / "tests" / "data" / "gsm8k_held_out.jsonl"

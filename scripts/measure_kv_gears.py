@@ -25,7 +25,7 @@ from time_lossless import widened
 
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.commands.evaluate_text import context_for
-from gearbx_mlx.decoding.kv_gears import put_in_gears
+from gearbx_mlx.decoding.caches import put_in_gears
 from gearbx_mlx.evaluation.policies import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
 from gearbx_mlx.evaluation.session import EvaluationSession

@@ -30,10 +30,9 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Monitor, load
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.draft_rules import find_rule, read_draft_file
+from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.decoding.responses import stream_wrapped
-from gearbx_mlx.decoding.wrapper import ModelWrapper
+from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength

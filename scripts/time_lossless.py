@@ -28,7 +28,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
+from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
 from gearbx_mlx.kernels import ACTIVATIONS

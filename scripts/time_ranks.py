@@ -21,7 +21,7 @@ from pages import fill, table
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.commands.benchmark.machine import machine_name
-from gearbx_mlx.decoding import entropy_sampler
+from gearbx_mlx.decoding import sampling
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.meeting import meet
 from gearbx_mlx.ranks.place import begin, current, place_here
@@ -44,7 +44,7 @@ def timed_here(place):
     seconds = {name: [] for name in kinds}
     for number in range(2 * TEXTS + 2):
         name = list(kinds)[number % 2]
-        entropy_sampler.agreement_of = lambda _, chosen=kinds[name]: chosen
+        sampling.agreement_of = lambda _, chosen=kinds[name]: chosen
         found = token_seconds(model, tokenizer, gearbox)
         seconds[name] += found if number > 1 else []  # the first of each kind warms up
     seconds["shared"] = sum_seconds(agreement)

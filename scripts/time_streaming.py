@@ -32,7 +32,7 @@ from time_lossless import widened
 
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.convert import convert
-from gearbx_mlx.decoding.draft_rules import find_rule
+from gearbx_mlx.decoding.draft_plans import find_rule
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
 

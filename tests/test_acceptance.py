@@ -11,17 +11,18 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.acceptance import (
     MOST_DRAFTED,
     AcceptanceCurve,
+    DraftFile,
     FixedLength,
     ProductRule,
     best_bound,
     best_length,
     default_rule,
     fit_curve,
+    parse_draft_file,
     pool_adjacent_violators,
     replay_drafts,
 )
 from gearbx_mlx.routing.calibration import kickdown_thresholds
-from gearbx_mlx.routing.draft_file import DraftFile, parse_draft_file
 
 bits = st.floats(0, 17, allow_nan=False)
 tokens = st.lists(st.tuples(bits, st.booleans()), min_size=1, max_size=200)

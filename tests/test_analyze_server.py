@@ -30,10 +30,10 @@ from fake_server import (
 from servers import free_port, llama_python, llama_server, mlx_lm_server
 
 from gearbx_mlx import analyze, stream_generate
-from gearbx_mlx.decoding.telemetry_only import TelemetryOnly
+from gearbx_mlx.decoding.route import TelemetryOnly
+from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.entropy import entropy_bits
-from gearbx_mlx.routing.entropy_bounds import SINGLE, bits
+from gearbx_mlx.routing.bounds import SINGLE, bits
 from gearbx_mlx.telemetry.report import PICTURES
 
 ROOT = str(Path(__file__).parents[1])

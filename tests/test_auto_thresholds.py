@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gearbx_mlx import Gearbox, GearbxError, Route, load, stream_generate
-from gearbx_mlx.decoding.auto_thresholds import auto_thresholds
+from gearbx_mlx.decoding.route import auto_thresholds
 
 PROMPT = "Tom has 5 apples. He buys 3 more and gives 4 away. How many does he have?"
 
@@ -74,7 +74,7 @@ def test_a_text_is_the_one_with_these_thresholds_given(tokenizer):
 
 def test_a_long_prompt_is_read_in_parts(tokenizer, monkeypatch):
     whole = auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds
-    monkeypatch.setattr("gearbx_mlx.decoding.auto_thresholds.LOGITS", 3 * 4096)
+    monkeypatch.setattr("gearbx_mlx.decoding.route.LOGITS", 3 * 4096)
     assert auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds == pytest.approx(whole, rel=1e-5)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.batch_policy import policy_named
+from gearbx_mlx.routing.gates import policy_named
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gearbx_mlx.routing.bounded import DELAY, BoundedRouting
-from gearbx_mlx.routing.gates import ThresholdGate, replay
-from gearbx_mlx.routing.monitor import Monitor
+from gearbx_mlx.routing.bounds import DELAY, BoundedRouting
+from gearbx_mlx.routing.gates import Monitor, ThresholdGate, replay
 
 VOCABULARY = 4096
 ENTROPY = st.floats(0, 12) | st.sampled_from([1.0, 1.1, 2.0, 2.1, 3.0, 2.9, 11.9])

@@ -14,7 +14,7 @@ from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gate import read_thresholds
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
+from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.session import EvaluationSession, Journal
 from gearbx_mlx.evaluation.text import read_documents, read_rows

@@ -19,8 +19,8 @@ from gearbx_mlx.convert import convert
 from gearbx_mlx.decoding.modes import MODES
 from gearbx_mlx.gears.manifest import Manifest
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.draft_file import DraftFile
-from gearbx_mlx.routing.thresholds import ThresholdFile
+from gearbx_mlx.routing.acceptance import DraftFile
+from gearbx_mlx.routing.gates import ThresholdFile
 
 
 @pytest.fixture(scope="module")

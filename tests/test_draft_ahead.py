@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
-from gearbx_mlx.routing.entropy import entropy_bits
 from gearbx_mlx.routing.pass_costs import Costs
 from gearbx_mlx.routing.rounds import Rounds
 

@@ -7,8 +7,8 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding import draft_depth
-from gearbx_mlx.decoding.draft_depth import DEPTHS, default_depth, depth_here, round_times, shallowest
+from gearbx_mlx.decoding import draft_trials
+from gearbx_mlx.decoding.draft_trials import DEPTHS, default_depth, depth_here, round_times, shallowest
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.kernels import tuner
 from gearbx_mlx.routing.acceptance import FixedLength, default_rule
@@ -18,7 +18,7 @@ from gearbx_mlx.routing.acceptance import FixedLength, default_rule
 def on_gpu(monkeypatch, tmp_path) -> Path:
     """The device is said to be a GPU; the tuner's file."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    monkeypatch.setattr(draft_depth, "on_cpu", lambda: False)
+    monkeypatch.setattr(draft_trials, "on_cpu", lambda: False)
     monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     return tmp_path / "tuning.json"
 

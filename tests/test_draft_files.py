@@ -12,10 +12,10 @@ from mlx_lm.models.cache import (
 )
 
 from gearbx_mlx import Gearbox, entropy_bits
-from gearbx_mlx.decoding.agreement import record_agreement
-from gearbx_mlx.decoding.draft_rules import find_rule, shipped
+from gearbx_mlx.decoding.draft_plans import find_rule, shipped
+from gearbx_mlx.decoding.draft_trials import record_agreement
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.draft_file import parse_draft_file
+from gearbx_mlx.routing.acceptance import parse_draft_file
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"

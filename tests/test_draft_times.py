@@ -12,11 +12,9 @@ from conftest import tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
-from gearbx_mlx.decoding.draft_costs import plan_of
-from gearbx_mlx.decoding.draft_rules import shipped
-from gearbx_mlx.decoding.draft_times import machine_of, measure_times, times_here
-from gearbx_mlx.routing.acceptance import AcceptanceCurve, ProductRule, typical_agreement
-from gearbx_mlx.routing.draft_file import DraftTimes, parse_draft_file
+from gearbx_mlx.decoding.draft_plans import plan_of, shipped
+from gearbx_mlx.decoding.draft_trials import machine_of, measure_times, times_here
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, DraftTimes, ProductRule, parse_draft_file, typical_agreement
 from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"

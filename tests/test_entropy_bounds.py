@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.entropy_bounds import EXACT, Rounding, bits, entropy_bounds, rounding_of
+from gearbx_mlx.routing.bounds import EXACT, Rounding, bits, entropy_bounds, rounding_of
 
 ROUNDED = 1e-9  # of sums of float64, here and there
 WEIGHTS = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1e-12, 1.0, 50.0]), min_size=1, max_size=40)

@@ -8,8 +8,8 @@ from architectures import GROUP, tiny
 from conftest import save_model, weights_of
 
 from gearbx_mlx import convert
-from gearbx_mlx.decoding.draft_rules import shipped
-from gearbx_mlx.routing.draft_file import parse_draft_file
+from gearbx_mlx.decoding.draft_plans import shipped
+from gearbx_mlx.routing.acceptance import parse_draft_file
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.decoding.caches import length
-from gearbx_mlx.decoding.kept_cache import KeptCache, shared
-from gearbx_mlx.decoding.paired_model import PairedModel
+from gearbx_mlx.decoding.caches import KeptCache, length, shared
+from gearbx_mlx.decoding.pair import PairedModel
 
 TOKENS = st.lists(st.integers(1, 3), max_size=6)
 FIRST = [5, 9, 2, 7, 11, 6, 3]

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate
-from gearbx_mlx.decoding.kickdown_model import AboveThreshold, GearedModel
+from gearbx_mlx.decoding.kickdown import AboveThreshold, GearedModel
 
 TALE = "Once upon a time there was a king who"
 

@@ -7,8 +7,7 @@ import pytest
 from conftest import normal
 from mlx_lm.models.cache import BatchKVCache, KVCache, save_prompt_cache
 
-from gearbx_mlx.decoding.kv_gears import plain_cache
-from gearbx_mlx.decoding.snapshots import Snapshot
+from gearbx_mlx.decoding.caches import Snapshot, plain_cache
 from gearbx_mlx.formats.kv_cache import TOGETHER, KVGears, NestedKVCache, pack, unpack
 
 

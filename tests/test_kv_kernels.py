@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from test_kv_cache import cache_of
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kv_gears import put_in_gears
+from gearbx_mlx.decoding.caches import put_in_gears
 from gearbx_mlx.formats import block
 from gearbx_mlx.formats.kv_cache import KVGears, pack, unpack
 from gearbx_mlx.kernels import dispatch

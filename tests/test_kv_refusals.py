@@ -5,7 +5,7 @@ from conftest import save_model, tiny_model
 from http_server import served
 
 from gearbx_mlx import GearbxError, batch_generate, stream_generate
-from gearbx_mlx.decoding.kv_gears import cache_in_gears
+from gearbx_mlx.decoding.caches import cache_in_gears
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from test_lossless_batches import PROMPTS, alone, together, tokens_of
 from test_serving_structured import CHOICE, PERSON, PROMPT, format_of
 
 from gearbx_mlx import GearbxWarning, Lossless, Static, batch_generator
-from gearbx_mlx.decoding.batches import drafts
+from gearbx_mlx.decoding import drafting
 from gearbx_mlx.serving.grammar.constraint import constraint_for
 
 REPEATS = PROMPTS[0] + " 12\n" + PROMPTS[0]
@@ -16,7 +16,7 @@ MODES = [Lossless(cost="bytes"), Lossless(draft_length=6), Lossless(cost="bytes"
 
 @pytest.fixture(params=[0, 300], ids=["padded with the end token", "padded with another one"])
 def padding(request, monkeypatch):
-    monkeypatch.setattr(drafts, "PADDING", request.param)
+    monkeypatch.setattr(drafting, "PADDING", request.param)
 
 
 @pytest.mark.some(2)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, batch_generate, stream_generate
-from gearbx_mlx.decoding.batches.generate import batch_generator
-from gearbx_mlx.routing.batch_drafts import BatchCostRule
+from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.routing.pass_costs import Costs
+from gearbx_mlx.routing.rounds import BatchCostRule
 
 PROMPTS = [
     "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:",

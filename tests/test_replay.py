@@ -7,14 +7,13 @@ from conftest import tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kickdown_model import GearedModel
+from gearbx_mlx.decoding.kickdown import GearedModel
 from gearbx_mlx.evaluation import metrics, replay, text
 from gearbx_mlx.evaluation.policies import Planned, RoutePolicy, SameToken, StaticPolicy
 from gearbx_mlx.evaluation.replay import drafted
 from gearbx_mlx.evaluation.runs import noisy
 from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.gates import ThresholdGate
-from gearbx_mlx.routing.monitor import Monitor
+from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 
 WINDOWS = [[1, 5, 9, 2, 7, 33, 8, 4, 100, 3, 17, 6], [9, 9, 8, 1, 0, 2]]
 TOKENS = 16

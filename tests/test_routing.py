@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError, Monitor, ThresholdGate
 from gearbx_mlx.routing import calibration
-from gearbx_mlx.routing.gates import replay
-from gearbx_mlx.routing.monitor import Reading
-from gearbx_mlx.routing.prompt import difficulty, first_gear
-from gearbx_mlx.routing.thresholds import default_thresholds
+from gearbx_mlx.routing.gates import Reading, default_thresholds, difficulty, first_gear, replay
 
 VOCABULARY = 32768
 bits = st.floats(0, 15, allow_nan=False)

@@ -27,10 +27,10 @@ from mlx_lm.models.cache import (
 )
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kickdown_model import GearedModel
+from gearbx_mlx.decoding.caches import Snapshot
+from gearbx_mlx.decoding.kickdown import GearedModel
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.rows import Verifier
-from gearbx_mlx.decoding.snapshots import Snapshot
 from gearbx_mlx.routing.acceptance import FixedLength
 
 TOKENS = [6, 7, 8, 9, 10]

@@ -25,8 +25,8 @@ from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
 from gearbx_mlx.gears.strips import Piece, Strip, StripReader
 from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
-from gearbx_mlx.routing.draft_costs import CostRule
 from gearbx_mlx.routing.pass_costs import Costs
+from gearbx_mlx.routing.rounds import CostRule
 
 LAYERS = 6
 MODELS = {

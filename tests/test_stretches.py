@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from gearbx_mlx.routing.stretches import FIRST, LONGEST, TRIAL, Stretches
+from gearbx_mlx.routing.rounds import FIRST, LONGEST, TRIAL, Stretches
 
 
 def written(tokens, rounds, alone, texts=1, between=0.0):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..routing.batch_policy import DEFAULT_POLICY
+from ..routing.gates import DEFAULT_POLICY
 from .settings import flag
 
 

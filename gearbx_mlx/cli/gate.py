@@ -10,10 +10,17 @@ from typing import Any, ClassVar, Literal
 from ..errors import GearbxError
 from ..files.reading import read_as
 from ..gears.ladder import Ladder
-from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
-from ..routing.monitor import DEFAULT_WINDOW
-from ..routing.prompt import first_gear
-from ..routing.thresholds import ThresholdFile, check_thresholds, default_thresholds, fitting, parse_thresholds
+from ..routing.gates import (
+    DEFAULT_HYSTERESIS,
+    DEFAULT_MIN_GEAR_DURATION,
+    DEFAULT_WINDOW,
+    ThresholdFile,
+    check_thresholds,
+    default_thresholds,
+    first_gear,
+    fitting,
+    parse_thresholds,
+)
 from .settings import LARGEST_SHOWN, Settings, flag
 
 AUTO: Literal["auto"] = "auto"

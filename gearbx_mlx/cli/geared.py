@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..decoding.kv_gears import check_heads, check_mode
+from ..decoding.caches import check_heads, check_kv_mode
 from ..decoding.mode import Mode
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import kv_ladder
@@ -95,7 +95,7 @@ def settle(settings: GearedSettings) -> Settled:
     choice = choose_mode(settings, saved)
     check_governing(settings.controller, choice.mode, settings.cache.draft_model)
     if settings.cache.kv_gears is not None:
-        check_mode(choice.mode or "", settings.cache.kv_gear)
+        check_kv_mode(choice.mode or "", settings.cache.kv_gear)
     layout = replace(settings.layout, gears=choice.gears, format=choice.format)
     gears = settle_gears(model, layout, settings.gears, settings.floors, capped=settings.controller.wanted)
     cap_bits = settings.controller.widths(model, gears.gears, gears.format, None if saved is None else saved.gears)

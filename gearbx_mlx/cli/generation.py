@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..decoding.sampler import sampler_for
+from ..decoding.sampling import sampler_for
 from ..errors import GearbxError
 from ..gears.activations import compute_in
 from ..gears.discovery import is_quantized

@@ -7,8 +7,7 @@ import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
 from ..compat.arrays import dtype_name
-from ..decoding.pair import Pair
-from ..decoding.paired_model import bytes_read
+from ..decoding.pair import Pair, bytes_read
 from ..gears.activations import compute_in, model_dtype, stored_dtype
 from ..gears.discovery import is_quantized, vocabulary
 from ..loading import load_small, model_name

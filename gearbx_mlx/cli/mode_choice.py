@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from ..decoding.draft_rules import read_draft_file, shipped
+from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.mode import Mode
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError
@@ -13,8 +13,8 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Manifest
-from ..routing.draft_file import DraftFile
-from ..routing.thresholds import ThresholdFile
+from ..routing.acceptance import DraftFile
+from ..routing.gates import ThresholdFile
 from .gate import AUTO, GateSettings, RoutingSettings, initial_gear, route_fields, routing_for
 from .geared_settings import GearedSettings
 from .modes import TELEMETRY_ONLY

@@ -13,9 +13,7 @@ import mlx.nn as nn
 import msgspec
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from ..decoding.cache_checks import check_prompt_cache
-from ..decoding.kept_cache import KeptCache
-from ..decoding.kv_gears import plain_cache
+from ..decoding.caches import KeptCache, check_prompt_cache, plain_cache
 from ..errors import GearbxError, about, one_line
 from ..files.reading import parse_json, typed
 from ..files.writing import replacing

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ..decoding.auto_thresholds import SHORT_PROMPTS
+from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 

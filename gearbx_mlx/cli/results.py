@@ -8,7 +8,7 @@ import mlx.nn as nn
 from ..compat.arrays import dtype_name
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
-from ..decoding.paired_model import bytes_read
+from ..decoding.pair import bytes_read
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.streaming import Stream
 from ..telemetry.summary import Tally, kv_summary, summarize

@@ -22,9 +22,8 @@ from ..cli.results import Speed, summary_of
 from ..cli.server_table import server_table
 from ..cli.settings import command_settings
 from ..cli.tables import summary_table
-from ..decoding.route import Route
+from ..decoding.route import Route, TelemetryOnly
 from ..decoding.stream import stream_generate
-from ..decoding.telemetry_only import TelemetryOnly
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..gears.ladder import Ladder

@@ -14,11 +14,8 @@ from ..cli.prompt import PromptSettings, check_prompt
 from ..cli.prompts import read_prompts
 from ..errors import GearbxError
 from ..gears.ladder import DEFAULT_LADDER, Ladder
-from ..routing.bounded import BoundedRouting
-from ..routing.entropy_bounds import entropy_bounds, rounding_of
-from ..routing.gates import ThresholdGate
-from ..routing.monitor import Monitor
-from ..routing.thresholds import ThresholdFile
+from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
 from ..serving.names import ASSUMED_VOCABULARY
 from ..serving.remote.answers import RemoteToken
 from ..serving.remote.connection import Connection

@@ -11,8 +11,8 @@ from ..cli.settings import command_settings
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
 from ..kernels.device import wired_memory
-from ..routing.draft_file import DraftFile
-from ..routing.thresholds import ThresholdFile
+from ..routing.acceptance import DraftFile
+from ..routing.gates import ThresholdFile
 from .calibrate_drafting import calibrate_drafting
 from .calibrate_target import calibrate_target
 from .calibrate_thresholds import calibrate_kickdown, calibrate_route

@@ -17,7 +17,7 @@ from ..cli.loaded import load_model
 from ..cli.model import ModelSettings
 from ..cli.parsers.calibrate import CalibrateSettings
 from ..cli.room import warn_of_memory
-from ..decoding.agreement import GearRecord, draft_files, record_agreement
+from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
 from ..formats import get_format
@@ -25,7 +25,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..gears.saved import saved_gears
 from ..loading import model_name
-from ..routing.draft_file import DraftFile
+from ..routing.acceptance import DraftFile
 from ..routing.pass_costs import TIME
 from .calibration import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
 

@@ -18,7 +18,7 @@ from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import CalibrateSettings
 from ..cli.room import warn_of_memory
 from ..cli.sizes import human_bytes
-from ..decoding.agreement import GearRecord, draft_files
+from ..decoding.draft_trials import GearRecord, draft_files
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
@@ -42,10 +42,8 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..loading import model_name
-from ..routing.draft_file import DraftFile
-from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
-from ..routing.monitor import DEFAULT_WINDOW
-from ..routing.thresholds import ThresholdFile
+from ..routing.acceptance import DraftFile
+from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW, ThresholdFile
 from .calibration import Calibration, Prompts, encoded, inputs_of, prompts_by_kind
 
 CLEARLY = 1.02  # after a candidate that fell short, the next one reads at least this many times as much, or as little

@@ -14,16 +14,15 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import KICKDOWN, MANUAL, MEDIAN, PERCENTILE, SHARE, CalibrateSettings
 from ..cli.room import warn_of_memory
-from ..decoding.entropy_sampler import sampled_tokens
-from ..decoding.kickdown_model import GearedModel
+from ..decoding.kickdown import GearedModel
+from ..decoding.sampling import entropy_bits, sampled_tokens
 from ..decoding.stream import stream_generate
 from ..evaluation.session import Journal
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer
 from ..loading import model_name
 from ..routing import calibration
-from ..routing.entropy import entropy_bits
-from ..routing.thresholds import ThresholdFile
+from ..routing.gates import ThresholdFile
 from .calibration import (
     Calibration,
     Prompts,

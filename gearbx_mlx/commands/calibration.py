@@ -16,8 +16,8 @@ from ..cli.prompt import PromptSettings, encode_prompt
 from ..errors import GearbxError
 from ..evaluation.session import hash_of_tokens
 from ..gears.ladder import Ladder
-from ..routing.draft_file import DraftFile
-from ..routing.thresholds import ThresholdFile
+from ..routing.acceptance import DraftFile
+from ..routing.gates import ThresholdFile
 from ..telemetry.summary import as_json
 from .evaluation_inputs import gear_inputs, model_inputs
 

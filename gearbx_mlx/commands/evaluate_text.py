@@ -8,7 +8,7 @@ from ..cli.gears import GearSettings
 from ..cli.loaded import load_model
 from ..cli.parsers.evaluate import POLICIES, EvaluateSettings
 from ..cli.room import warn_of_memory
-from ..decoding.kv_gears import check_heads
+from ..decoding.caches import check_heads
 from ..errors import GearbxError
 from ..evaluation.policies import entries
 from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown

@@ -17,9 +17,9 @@ from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.results import Draft, summary_of
 from ..cli.sharded import check_together, on_this_rank
 from ..cli.tables import layers_table, summary_table
-from ..decoding.auto_thresholds import auto_thresholds
 from ..decoding.caches import length
 from ..decoding.mode import Mode
+from ..decoding.route import auto_thresholds
 from ..decoding.stream import stream_generate
 from ..gears.gearbox import Gearbox, Observer
 from .written_text import show_summary, write_out

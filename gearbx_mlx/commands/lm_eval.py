@@ -18,12 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..cli.loaded import trust
-from ..decoding.kickdown import Kickdown
-from ..decoding.kickdown_model import GearedModel
+from ..decoding.kickdown import GearedModel, Kickdown
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.route import Route
-from ..decoding.static import Static
+from ..decoding.route import Route, Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..evaluation.policies import RoutePolicy, StaticPolicy
@@ -33,9 +31,7 @@ from ..gears.gearbox import Gearbox
 from ..kernels import DEVICES
 from ..kernels.device import use_device
 from ..loading import load
-from ..routing.gates import ThresholdGate
-from ..routing.monitor import Monitor
-from ..routing.thresholds import check_thresholds, default_thresholds
+from ..routing.gates import Monitor, ThresholdGate, check_thresholds, default_thresholds
 
 STATIC, ROUTE, KICKDOWN, LOSSLESS = MODES = ("static", "route", "kickdown", "lossless")
 

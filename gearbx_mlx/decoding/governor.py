@@ -21,7 +21,7 @@ from ..gears.ladder import DENSE
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
 from ..machine.controller import Controller, Decision, SteadyBudget
 from ..machine.readers import MachineState, Watch
-from .step import SampledToken, Step
+from .response import SampledToken, Step
 
 Bounds = Mapping[str, tuple[int, int]]
 """Path to the fewest and the most bits that a layer may be capped to."""

@@ -1,20 +1,121 @@
-"""Mode kickdown: the low gear computes a token first; where it is in doubt, a higher gear computes the token again."""
+"""Mode kickdown: the low gear computes a token first; where it is in doubt, a higher gear computes the token again.
+
+The entropy of the token's own distribution, before it is sampled, measures the doubt. What the low gear wrote into the
+KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..gears.discovery import vocabulary
-from ..routing.monitor import DEFAULT_WINDOW, Monitor
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear
+from ..routing.gates import DEFAULT_WINDOW, Monitor, check_thresholds, default_thresholds
 from ..telemetry.summary import Tally
+from .caches import Snapshot
 from .governor import Governor
-from .kickdown_model import GearedModel, RecomputeRule
-from .mode import Mode
-from .refused import refuse_draft_model
-from .response import GearResponse
-from .responses import stream_wrapped
+from .mode import Mode, refuse_draft_model
+from .response import GearResponse, Step
+from .wrapper import ModelWrapper, stream_wrapped
+
+
+class RecomputeRule(Protocol):
+    """Whether to compute a token again, one gear higher."""
+
+    def __call__(self, entropy: float, position: int, gear: int) -> bool:
+        """`entropy` of this token in this gear, bits; `position` counts decoded tokens from 0, `gear` the gears."""
+        ...
+
+
+class AboveThreshold:
+    """Again, if the entropy is above the threshold between this gear and the next.
+
+    Args:
+        thresholds: bits, one for each step of the ladder.
+
+    Raises:
+        GearbxError: out of order, or not finite.
+    """
+
+    def __init__(self, thresholds: Sequence[float]):
+        check_thresholds(thresholds, len(thresholds) + 1)
+        self.thresholds = tuple(thresholds)
+
+    def __call__(self, entropy: float, position: int, gear: int) -> bool:
+        return entropy > self.thresholds[gear]
+
+
+class GearedModel(ModelWrapper):
+    """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
+
+    Steps of one token (batch 1) begin in the lowest gear. Prompts and batches are computed in the gear `prefill`: a
+    prompt reads the weights once for all of its tokens, so that a high gear costs little there, and every later token
+    attends to it.
+
+    Args:
+        gearbox: of the model.
+        thresholds: bits, one for each step of the ladder; the paper's, scaled to the vocabulary, if not given.
+        rule: whether to compute a token again, in place of thresholds.
+        prefill: the gear for prompts; the top one if not given.
+        share_entropy: the distribution that is sampled is that of the logits, so that its entropy is known already.
+
+    `step` is the latest step, `positions` how many there were.
+
+    Raises:
+        GearbxError: thresholds that do not fit the ladder.
+    """
+
+    def __init__(
+        self,
+        gearbox: Gearbox,
+        thresholds: Sequence[float] | None = None,
+        *,
+        rule: RecomputeRule | None = None,
+        prefill: Gear | str | int | None = None,
+        share_entropy: bool = False,
+    ):
+        super().__init__(gearbox)
+        gears = len(gearbox.ladder)
+        if rule is None:
+            if thresholds is None:
+                thresholds = default_thresholds(gears, vocabulary(gearbox.model))
+            check_thresholds(thresholds, gears)
+            rule = AboveThreshold(thresholds)
+        self.rule = rule
+        self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
+        self.share_entropy = share_entropy
+        self.positions = 0
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
+    ) -> mx.array:
+        kwargs = self.model_keywords(input_embeddings, kwargs)
+        if inputs.size != 1:
+            return self.run(self.prefill, inputs, cache, **kwargs)
+        ladder = self.gearbox.ladder
+        before = None if cache is None or len(ladder) == 1 else Snapshot(cache)
+        entropies: list[float] = []
+        entropy: mx.array | None = None
+        for gear in ladder:
+            logits, entropy = self.run(gear, inputs, cache, **kwargs), None
+            if gear == ladder.top:
+                break
+            (entropy,) = self.agreement.arrays(self.entropy(logits[:, -1]))
+            entropies.append(float(entropy))
+            if not self.rule(entropies[-1], self.positions, gear.index):
+                break
+            if before is not None:
+                before.restore()
+        ran = ladder[: gear.index + 1]
+        read = sum(self.gearbox.weight_bytes_per_token(g) for g in ran)
+        shared = entropy if self.share_entropy else None
+        self.step = Step(gear, tuple(entropies), self.passes(*ran), read, entropy=shared)
+        self.positions += 1
+        return logits
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,20 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
-from ..routing.acceptance import MOST_DRAFTED, DraftRule, FixedLength
-from ..routing.batch_policy import BatchPolicy, highest
-from ..routing.draft_file import DraftFile
-from ..routing.gates import OneGear
-from ..routing.monitor import DEFAULT_WINDOW, Monitor
+from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength
+from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
 from ..routing.pass_costs import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
-from .batches.lossless_generator import LosslessGenerator
-from .batches.lossless_plans import batch_plans
-from .batches.sequence import BatchText
-from .draft_costs import plan_of
-from .draft_depth import default_depth, depth_here
-from .draft_rules import find_file, find_rule
-from .draft_times import times_here
+from .batches import BatchText
+from .draft_plans import batch_plans, find_file, find_rule, plan_of
+from .draft_trials import default_depth, depth_here, times_here
 from .governor import Governor
-from .known_vocabulary import vocabulary_of
+from .lossless_batch import LosslessGenerator
 from .lossless_model import LosslessModel, drafting_gear
-from .mode import Mode
-from .prompt import encoded
-from .refused import refuse_draft_model
+from .mode import Mode, refuse_draft_model
 from .response import GearResponse
-from .responses import stream_wrapped
+from .texts import encoded, vocabulary_of
+from .wrapper import stream_wrapped
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,15 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
 from ..routing.lookup import Lookup
-from ..routing.rounds import Rounds
-from ..routing.stretches import Stretches
-from .draft_costs import note_drafts
+from ..routing.rounds import Rounds, Stretches
+from .caches import in_prompt
+from .draft_plans import note_drafts
 from .drafting import Drafter
-from .history import History
-from .kv_gears import in_prompt
-from .near_ties import noise_of
+from .response import LOOKUP, Draft, Proposal, Step
 from .rows import Rows, Verifier
+from .sampling import noise_of
 from .short_path import warn_of_other_paths
-from .step import LOOKUP, Draft, Proposal, Step
+from .texts import History
 from .wrapper import ModelWrapper
 
 

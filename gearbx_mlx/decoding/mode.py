@@ -10,7 +10,7 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.saved import without_gears
 from ..ranks.agreement import agreement_of
-from ..routing.batch_policy import BatchPolicy, highest
+from ..routing.gates import BatchPolicy, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
 from .response import GearResponse
@@ -109,3 +109,9 @@ def of_model(gearbox: Gearbox | Observer, model: nn.Module) -> Gearbox | Observe
     if gearbox.model is not model:
         raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
     return gearbox
+
+
+def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:
+    """Raises GearbxError for a draft model in a mode whose gears are all of one model."""
+    if keywords.get("draft_model") is not None:
+        raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'route'")

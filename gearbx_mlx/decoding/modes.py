@@ -13,8 +13,8 @@ MODES = {
     "kickdown": "gearbx_mlx.decoding.kickdown:Kickdown",
     "lossless": "gearbx_mlx.decoding.lossless:Lossless",
     "pair": "gearbx_mlx.decoding.pair:Pair",
-    "static": "gearbx_mlx.decoding.static:Static",
-    "telemetry-only": "gearbx_mlx.decoding.telemetry_only:TelemetryOnly",
+    "static": "gearbx_mlx.decoding.route:Static",
+    "telemetry-only": "gearbx_mlx.decoding.route:TelemetryOnly",
 }
 
 

@@ -1,41 +1,61 @@
-"""Mode route (GEARBX 10.3): the entropies of past tokens choose the gear of coming ones.
+"""The modes that compute each token in the gear that is engaged: route (GEARBX 10.3), static and telemetry-only.
 
-mlx-lm runs one token ahead: when token t is handed out, the pass that computes t + 1 has been dispatched. A shift made
-then first acts on t + 2.
+In mode route, the entropies of past tokens choose the gear of coming ones. mlx-lm runs one token ahead: when token t
+is handed out, the pass that computes t + 1 has been dispatched. A shift made then first acts on t + 2. Mode static
+stays in one gear, with the same kernels and in the same type as all other modes: the top gear's text is the one that
+mode lossless writes. Mode telemetry-only shifts nothing, and names the gear that mode route would use.
+
+All of them take mlx-lm's speculative decoding with a draft model. Thresholds may be found by the model itself (GEARBX
+4.2), at first use, once for a gearbox: the entropies of the prompt in the top gear say how sure this model is of text
+of this kind. A prompt that is too short says too little: then three short prompts are continued instead, as GEARBX
+does on MLX.
 """
 
 import collections.abc
+import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
+import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
+import numpy as np
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
-from ..routing.batch_policy import BatchPolicy, highest
-from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, Gate, ThresholdGate
-from ..routing.monitor import DEFAULT_WINDOW, Monitor
-from ..routing.prompt import first_gear
-from ..routing.thresholds import check_thresholds, default_thresholds
+from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
+from ..routing.gates import (
+    DEFAULT_HYSTERESIS,
+    DEFAULT_MIN_GEAR_DURATION,
+    DEFAULT_WINDOW,
+    BatchPolicy,
+    Gate,
+    Monitor,
+    OneGear,
+    ThresholdGate,
+    check_thresholds,
+    default_thresholds,
+    first_gear,
+    highest,
+)
 from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .auto_thresholds import auto_thresholds
-from .batches.generator import BatchGenerator
-from .batches.sequence import BatchText
-from .draft_model import drafted_tokens
-from .entropy import fast_entropy
-from .entropy_sampler import sampled_tokens
-from .finite import check_finite
+from .batches import BatchGenerator, BatchText
+from .caches import check_draftable
 from .governor import Governor
-from .known_vocabulary import vocabulary_of
-from .mode import AUTO, Mode
-from .response import GearResponse
-from .responses import gear_response, governed
-from .step import SampledToken, Step, single_pass
+from .mode import AUTO, Mode, of_model
+from .pair import bytes_read
+from .response import GearResponse, SampledToken, Step, single_pass
+from .sampling import check_finite, entropy_bits, fast_entropy, sampled_tokens
+from .texts import encoded, vocabulary_of
+from .wrapper import gear_response, governed
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,67 @@ class Route(Mode):
         return draft_rows(summary)
 
 
+@dataclass(frozen=True)
+class Static(Mode):
+    """Stay in one gear.
+
+    Args:
+        gear: name or bits; the top gear if not given.
+        window: tokens in the rolling mean that responses show.
+    """
+
+    name: ClassVar[str] = "static"
+    uncapped: ClassVar[str] = "stays in the gear that it is given"
+
+    gear: str | int | None = None
+    window: int = DEFAULT_WINDOW
+
+    def stream(
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
+    ) -> Iterator[GearResponse]:
+        gear = self.gear_of(gearbox)
+        gearbox.shift(gear)
+        tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
+        return routed(tokens, gearbox, OneGear(gear.index), monitor, gear, controller)
+
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> BatchGenerator:
+        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+        """What one text of a batch has of its own."""
+        gear = self.gear_of(gearbox)
+        return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
+
+    def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
+        """Raises GearbxError for a gear that the ladder does not have."""
+        return gearbox.ladder.top if self.gear is None else gearbox.ladder.find(self.gear)
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
+
+    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return draft_rows(summary)
+
+
+@dataclass(frozen=True)
+class TelemetryOnly(Route):
+    """As Route, for a model whose layers stay as they are: one that is quantized already, or that is only observed."""
+
+    name: ClassVar[str] = "telemetry-only"
+    uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
+
+    def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Observer:
+        """The observer that is given, or a new one. Raises GearbxError for a gearbox that shifts."""
+        if isinstance(gearbox, Gearbox):
+            raise GearbxError("mode 'telemetry-only' shifts no gears: give an Observer, or no gearbox")
+        observer = gearbox or Observer(model)
+        of_model(observer, model)
+        return observer
+
+
 def in_engaged_gear(
     model: nn.Module,
     tokenizer: Any,
@@ -167,3 +248,123 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
         return prompt
     tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics
+
+
+def drafted_tokens(
+    model: nn.Module,
+    draft_model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    gearbox: Gearbox | Observer,
+    max_tokens: int = 256,
+    num_draft_tokens: int = 3,
+    **kwargs: Any,
+) -> Iterator[tuple[GenerationResponse, SampledToken]]:
+    """mlx-lm's responses, each with its entropy and step.
+
+    A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
+    Its cost, the drafts' bytes included, stands with its first token.
+
+    Raises:
+        GearbxError: a cache from which drafts cannot be taken back.
+    """
+    prompt, max_tokens = encoded(tokenizer, prompt), sys.maxsize if max_tokens < 0 else max_tokens
+    given, layers = kwargs.pop("prompt_cache", None), len(model.layers)
+    if given is not None:  # by mlx-lm's reckoning the model's caches come first, and then the draft model's
+        given = given if len(given) > layers else [*given, *make_prompt_cache(draft_model)]
+    longest = len(prompt) + max_tokens + min(num_draft_tokens, max_tokens)
+    check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
+    check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
+    entropy, draft_bytes = fast_entropy(gearbox), bytes_read(draft_model)
+    new_round = True
+    step = single_pass(gearbox, gearbox.gear)
+    keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
+    responses = mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords)
+    for number, response in enumerate(responses):
+        if new_round:
+            gear, drafted = gearbox.gear, min(num_draft_tokens, max_tokens - number)
+            read = gearbox.weight_bytes_per_token(gear, drafted + 1) + drafted * draft_bytes
+            step = Step(gear, (), single_pass(gearbox, gear).passes, read, drafted=drafted)
+        else:
+            step = Step(step.gear, (), (0,) * len(gearbox.ladder))
+        yield response, SampledToken(entropy(response.logprobs), step)
+        new_round = not response.from_draft  # the model's own token is the last of a round
+
+
+SHORT_PROMPTS = (
+    "Once upon a time there was a king who had three sons.",
+    "Tom has 5 apples and buys 7 more. He gives 3 to his sister. How many apples does he have?",
+    "Explain why the sum of two odd numbers is always even.",
+)
+
+
+CONTINUED = 16  # tokens after each of them
+MOST_READ = 1024  # tokens of a prompt: more say no more about the kind of text
+LOGITS = 1 << 24  # numbers at once: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class AutoThresholds:
+    """thresholds: bits, ascending. tokens: whose entropies they come from. source: what these tokens were."""
+
+    thresholds: tuple[float, ...]
+    tokens: int
+    source: str
+
+    def about(self) -> str:
+        shown = ", ".join(f"{threshold:.3f}" for threshold in self.thresholds)
+        return f"thresholds {shown} bits, found on {self.source} ({self.tokens} tokens)"
+
+
+_found: WeakKeyDictionary[Any, AutoThresholds] = WeakKeyDictionary()
+
+
+def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = None) -> AutoThresholds:
+    """The thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
+
+    Args:
+        prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.
+    """
+    if gearbox not in _found:
+        before = gearbox.gear
+        gearbox.shift(gearbox.ladder.top)
+        try:
+            _found[gearbox] = find(gearbox, tokenizer, prompt)
+        finally:
+            gearbox.shift(before)
+    return _found[gearbox]
+
+
+def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> AutoThresholds:
+    model, gears = gearbox.model, len(gearbox.ladder)
+    tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
+    entropies = list(prompt_entropies(model, tokens, vocabulary_of(gearbox)))
+    if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
+        thresholds, source = percentile_thresholds(entropies, gears, vocabulary_of(gearbox)), "the prompt"
+    else:
+        entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
+        thresholds, source = median_thresholds(entropies, gears), "three short prompts"
+    return AutoThresholds(as_rank_0(model, thresholds), len(entropies), source)
+
+
+def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> Iterator[float]:
+    """Bits at every position of a prompt, read in parts whose logits take little memory."""
+    size, cache = max(LOGITS // vocabulary, 1), make_prompt_cache(model)
+    for start in range(0, len(tokens), size):
+        logits = model(mx.array(tokens[start : start + size])[None], cache=cache)
+        yield from map(float, np.array(entropy_bits(logits)[0]))
+
+
+def continued_entropies(model: nn.Module, tokenizer: Any, text: str) -> Iterator[float]:
+    """Bits of the tokens that a model writes after a prompt, greedily."""
+    prompt: Any = text
+    if getattr(tokenizer, "chat_template", None):
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    for response in mlx_lm.stream_generate(model, tokenizer, prompt, CONTINUED):
+        yield float(np.array(entropy_bits(response.logprobs)))
+
+
+def as_rank_0(model: nn.Module, thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    """The thresholds of rank 0: machines of different kinds round differently."""
+    (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
+    return tuple(map(float, np.array(shared)))

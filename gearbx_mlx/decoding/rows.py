@@ -4,14 +4,23 @@ mlx-lm gets the logits of one token after the other, and at each of them its cac
 further tokens. It may stop there, save the cache, or go on with another token.
 
 - A cache that only appends is shown shorter than it is.
-- A sliding window loses its last entries. The pass has kept all that the first of its tokens still sees.
+- A sliding window loses its last entries. The pass has kept all that the first of its tokens still sees. Its mask lets
+  each token see what it would see alone: what is in the cache, the first tokens if they stay there (attention sinks,
+  `--max-kv-size`), and the latest ones. For several tokens, mlx-lm's mask slides over the sinks too, and a few models
+  ask for a window that is wider than their cache.
 - A recurrent layer has the state after the last token alone. The state after an earlier one is computed from the state
-  before the pass and the outputs of the linear layers: this reads no weights of theirs. It is computed when somebody
-  asks for it. Most often nobody does, since the next token was accepted too.
+  before the pass and the outputs of the linear layers. A linear layer computes every token alone. So the outputs of a
+  pass over K tokens contain those of a pass over the first n of them, whether the layer was given all tokens at once or
+  one after the other. This reads no weights of theirs. It is computed when somebody first uses the cache: mlx-lm says
+  nothing when a text ends, so whoever takes up its cache then, to save it or to go on from it, must find it complete.
+  Most often nobody does, since the next token was accepted too.
 """
 
+import contextlib
 import functools
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,16 +28,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
+from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from .caches import Cache, parts
-from .layer_outputs import LayerOutputs, linear_layers
-from .pass_classes import of_classes
+from .caches import APPENDING, Cache, PartState, Snapshot, parts
 from .short_path import on_short_path
-from .snapshots import APPENDING, PartState, Snapshot
-from .turns import turn
-from .unsettled import is_unsettled, settle_later, settled
-from .window_masks import windows_of_single_tokens
+from .texts import turn
 
 CUT = (*APPENDING, ChunkedKVCache, RotatingKVCache)  # a pass over several tokens leaves all entries in them
 
@@ -107,7 +112,7 @@ class Rows:
         settled(after.part, after.kind)
         after.restore()
         if dropped and after.kind is RotatingKVCache:
-            cut(after.part, dropped)
+            cut_window(after.part, dropped)
         elif dropped:
             after.part.trim(dropped)
 
@@ -133,7 +138,7 @@ class Rows:
                 vars(after.part).update(vars(part))
 
 
-def cut(part: RotatingKVCache, entries: int) -> None:
+def cut_window(part: RotatingKVCache, entries: int) -> None:
     """Drop the last entries of a sliding window after a pass over several tokens, which leaves it in order."""
     part.keys, part.values = part.keys[..., :-entries, :], part.values[..., :-entries, :]
     part.offset -= entries
@@ -154,3 +159,160 @@ def same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(
         a is b or not (isinstance(a, mx.array) or isinstance(b, mx.array) or a != b) for a, b in zip(now, before)
     )
+
+
+@contextlib.contextmanager
+def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """In the block, modules are of other classes: subclasses of their own with another `__call__`."""
+    own = []
+    try:
+        for module, kind in changes:
+            own.append((module, type(module)))
+            module.__class__ = kind
+        yield
+    finally:
+        for module, kind in reversed(own):
+            module.__class__ = kind
+
+
+SETTLE = "settle"  # attribute of such a cache: what computes its state
+
+
+class Unsettled:
+    """Mixed into the class of a cache, in front of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if name in own or hasattr(type(self), name):
+            own[SETTLE]()
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "__dict__")[SETTLE]()
+        setattr(self, name, value)
+
+
+@functools.cache
+def unsettled(kind: Any) -> type:
+    """A class of caches that are `kind` once they are used."""
+    return type(f"Unsettled{kind.__name__}", (Unsettled, kind), {})
+
+
+def is_unsettled(part: Any) -> bool:
+    return issubclass(type(part), Unsettled)  # isinstance would use it
+
+
+def settle_later(part: Any, kind: type, settle: Callable[[], None]) -> None:
+    """Call `settle` when the cache `part`, which is of this kind, is first used. It must call `settled`."""
+    if not is_unsettled(part):
+        vars(part)[SETTLE] = settle
+        part.__class__ = unsettled(kind)
+
+
+def settled(part: Any, kind: type) -> None:
+    """Make it an ordinary cache again."""
+    if is_unsettled(part):
+        object.__setattr__(part, "__class__", kind)
+        del vars(part)[SETTLE]
+
+
+def window_mask(part: RotatingKVCache, count: int) -> mx.array:
+    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token."""
+    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
+    own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
+    return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
+
+
+def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
+    """mlx-lm's mask, or the one above where mlx-lm's is not that of single tokens."""
+    narrow = window_size is not None and window_size < part.max_size
+    usual = part.keep == 0 and window_size in (None, part.max_size)
+    if count == 1 or narrow or usual:
+        return RotatingKVCache.make_mask(part, count, window_size, **kwargs)
+    return window_mask(part, count)
+
+
+@contextlib.contextmanager
+def windows_of_single_tokens(cache: Cache) -> Iterator[None]:
+    """In the block, the sliding windows of a cache make such masks."""
+    windows = [part for part in parts(cache) if type(part) is RotatingKVCache]
+    for part in windows:
+        part.make_mask = partial(make_mask, part)
+    try:
+        yield
+    finally:
+        for part in windows:
+            del part.make_mask
+
+
+LINEAR = (nn.Linear, *QUANTIZED)
+NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """Those of the gear that is engaged."""
+    return [module for module in model.modules() if isinstance(module, LINEAR)]
+
+
+class LayerOutputs:
+    """The outputs of linear layers in one pass over K tokens.
+
+    Args:
+        layers: of the gear of the pass.
+        count: K, two or more.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], count: int):
+        self.count = count
+        self._layers = layers
+        self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """In the block, layers note their outputs."""
+        return self._with_notes(self._outputs, recording)
+
+    def recalled(self) -> AbstractContextManager[None]:
+        """In the block, layers that are given the first n tokens of the pass return what they computed for them."""
+        return self._with_notes(map(self._usable, self._outputs), recalling)
+
+    def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
+        """A layer that was given single vectors was given the tokens one by one if it had as many calls as tokens."""
+        alone = len(outputs) == self.count
+        return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
+
+    @contextlib.contextmanager
+    def _with_notes(self, notes: Iterable[Any], kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
+        for layer, its_notes in zip(self._layers, notes):
+            object.__setattr__(layer, NOTES, its_notes)  # not into the dictionary of parameters
+        try:
+            with of_classes((layer, kind_of(type(layer), self.count)) for layer in self._layers):
+                yield
+        finally:
+            for layer in self._layers:
+                vars(layer).pop(NOTES, None)
+
+
+@functools.cache
+def recording(kind: Any, count: int) -> type[nn.Module]:
+    """A subclass of a linear layer's class that notes its outputs: None where an input is not (1, K, I) or (1, I)."""
+
+    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        y: mx.array = kind.__call__(self, x, *args, **kwargs)
+        by_position = x.shape[:-1] == y.shape[:-1] and x.shape[:-1] in ((1, count), (1,))
+        getattr(self, NOTES).append(y if by_position else None)
+        return y
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+@functools.cache
+def recalling(kind: Any, count: int) -> type[nn.Module]:
+    """A subclass of a linear layer's class that returns what it noted, as much of it as there are tokens."""
+
+    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        y: mx.array | None = next(getattr(self, NOTES), None)
+        if y is None or x.ndim != y.ndim:
+            return kind.__call__(self, x, *args, **kwargs)
+        return y if x.ndim == 2 else y[:, : x.shape[1]]
+
+    return type(kind.__name__, (kind,), {"__call__": call})

@@ -1,39 +1,34 @@
-"""The entry for programs: mlx-lm's stream_generate and generate, with gears."""
+"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import BatchResponse
+from mlx_lm.generate_utils import BatchStats
 
+from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.ladder import check_kv_gears
 from ..gears.saved import without_gears
 from ..kernels.device import check_device
-from .cache_checks import check_quantizable
+from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
+from .batches import check_one_process
+from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
-from .known_vocabulary import vocabulary_of
-from .kv_gears import cache_in_gears, check_mode
 from .mode import Mode
 from .modes import mode_class
-from .prompt import check_known
-from .response import GearResponse
-from .turns import in_turn, making, turn
+from .response import BatchGearResponse, GearResponse, Seen
+from .sampling import Sampler
+from .texts import check_known, encoded, in_turn, making, turn, vocabulary_of
+
+NO_LOGPROBS = mx.zeros(0)
 
 
-def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode | str | None) -> Mode:
-    """The mode that is named; without a name telemetry-only for what cannot shift, else route.
-
-    Raises:
-        GearbxError: a mode that does not exist.
-    """
-    if isinstance(mode, Mode):
-        return mode
-    if mode is None:
-        observed = isinstance(gearbox, Observer)
-        quantized = gearbox is None and without_gears(model) and attached(model) is None
-        mode = "telemetry-only" if observed or quantized else "route"
-    return mode_class(mode)()
+SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
 
 
 def stream_generate(
@@ -88,6 +83,33 @@ def stream_generate(
     return in_turn(responses, box)
 
 
+def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
+    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it is made."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print()
+    return text
+
+
+def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode | str | None) -> Mode:
+    """The mode that is named; without a name telemetry-only for what cannot shift, else route.
+
+    Raises:
+        GearbxError: a mode that does not exist.
+    """
+    if isinstance(mode, Mode):
+        return mode
+    if mode is None:
+        observed = isinstance(gearbox, Observer)
+        quantized = gearbox is None and without_gears(model) and attached(model) is None
+        mode = "telemetry-only" if observed or quantized else "route"
+    return mode_class(mode)()
+
+
 def check_tokens(prompt: Any, gearbox: Gearbox | Observer | None) -> None:
     """Raises GearbxError for a prompt of tokens one of which the model does not know."""
     if gearbox is not None and not isinstance(prompt, str):
@@ -110,7 +132,7 @@ def cache_keywords(
     check_kv_gears(bits, fixed, kwargs.get("kv_bits"), kwargs.get("draft_model"))
     if bits is None:
         return {}
-    check_mode(mode.name, fixed)
+    check_kv_mode(mode.name, fixed)
     given, size = kwargs.get("prompt_cache"), kwargs.get("max_kv_size")
     return {"prompt_cache": cache_in_gears(model, gearbox, bits, fixed, given, size)}
 
@@ -122,13 +144,178 @@ def check_kv_bits(models: Sequence[nn.Module | None], kwargs: Mapping[str, Any])
             check_quantizable(each, kwargs["kv_bits"], kwargs.get("kv_group_size", 64), kwargs.get("max_kv_size"))
 
 
-def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
-    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it is made."""
-    text = ""
-    for response in stream_generate(model, tokenizer, prompt, **kwargs):
-        if verbose:
-            print(response.text, end="", flush=True)
-        text += response.text
+@dataclass
+class GearedBatchResponse(BatchResponse):
+    """mlx-lm's response, and the trace of each text: a GearResponse for each token, without its distribution."""
+
+    traces: list[list[GearResponse]] = field(default_factory=list)
+
+
+def batch_generator(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    mode: Mode | str | None = None,
+    gearbox: Gearbox | Observer | None = None,
+    batch_policy: str | BatchPolicy = DEFAULT_POLICY,
+    **kwargs: Any,
+) -> Any:
+    """Many texts at once, which join and leave at any step: mlx-lm's BatchGenerator, whose keywords `kwargs` are.
+
+    Its `insert` takes `seeds=` as well; its `next` returns BatchGearResponses.
+
+    Args:
+        mode, gearbox: as in `stream_generate`.
+        batch_policy: the gear of a step, by the gears that its sequences want: "highest", "most" (the most wanted one),
+            "quantile:Q" (the lowest that is enough for a share Q of them), or a function of the gears' numbers.
+
+    Raises:
+        GearbxError: a mode that writes one text at a time, a policy that does not exist, a model whose KV caches cannot
+            be shared.
+    """
+    policy = policy_named(batch_policy)
+    chosen = choose_mode(model, gearbox, mode)
+    with making:
+        box = chosen.gearbox_for(model, gearbox)
+    check_one_process(model)
+    if box is not None:
+        check_device(box.device)
+    return chosen.batch_generator(model, tokenizer, gearbox=box, policy=policy, **kwargs)
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    prompt_caches: list[list[Any]] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    samplers: Sequence[Sampler | None] | None = None,
+    logits_processors: Sequence[Any] | None = None,
+    seeds: Sequence[int | None] | None = None,
+    **kwargs: Any,
+) -> GearedBatchResponse:
+    """Generate a text for each prompt; all of them share each pass over the weights.
+
+    In one gear a text is the one that `stream_generate` makes of the prompt alone.
+
+    Args:
+        model, ..., return_logprobs: as in `mlx_lm.batch_generate`; a prompt may be a text too.
+        samplers: one for each prompt; `sampler=` is that of all others.
+        logits_processors: of all texts, or a list of them for each prompt.
+        seeds: a text that has one is the text alone after `mx.random.seed(seed)`.
+        kwargs: of `batch_generator`: mode, gearbox, batch_policy, sampler, and those of mlx-lm's BatchGenerator.
+
+    Raises:
+        GearbxError: no prompts, an empty one or one beyond the context; no room for a token; lists of unlike length.
+    """
+    if isinstance(prompts, str):
+        raise GearbxError("prompts is one text; give a list of texts")
+    if not len(prompts):
+        raise GearbxError("prompts is empty; give one prompt or more")
+    tokens = [tokens_of(tokenizer, prompt) for prompt in prompts]
+    most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
+    own = {"samplers": samplers, "logits_processors": per_text(logits_processors, len(tokens)), "seeds": seeds}
+    generator = batch_generator(model, tokenizer, **kwargs)
+    try:
+        uids = generator.insert(tokens, most, prompt_caches, **own)
+        texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
+        with generator.stats() as stats:
+            write(generator, texts, return_logprobs, verbose)
+    finally:
+        generator.close()
     if verbose:
-        print()
-    return text
+        print_stats(stats)
+    return response_of([texts[uid] for uid in uids], stats, return_prompt_caches, return_token_ids, return_logprobs)
+
+
+class WrittenText:
+    """One text in the making: its tokens, and what was seen of them."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
+        self.detokenizer, self.prompt_tokens = tokenizer.detokenizer, len(prompt)
+        self.trace: list[GearResponse] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.cache: list[Any] | None = None
+
+    def add(self, response: BatchGearResponse, with_logprob: bool) -> None:
+        """Raises what ended the sequence without a token to believe."""
+        if response.error is not None:
+            raise response.error
+        if response.finish_reason != "stop":
+            self.detokenizer.add_token(response.token)
+            self.tokens.append(response.token)
+            if with_logprob:
+                self.logprobs.append(response.logprobs[response.token].item())
+        if response.finish_reason is not None:
+            self.detokenizer.finalize()
+            self.cache = response.prompt_cache
+        self.trace.append(as_single(response, self.detokenizer.last_segment, self.prompt_tokens, len(self.trace) + 1))
+
+    @property
+    def text(self) -> str:
+        return "".join(response.text for response in self.trace)
+
+
+def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, generation_tokens: int) -> GearResponse:
+    """The response for a token of a batch as `stream_generate` would give it, without its distribution and speeds."""
+    return GearResponse(
+        text=text,
+        logprobs=NO_LOGPROBS,
+        prompt_tokens=prompt_tokens,
+        prompt_tps=0.0,
+        generation_tokens=generation_tokens,
+        generation_tps=0.0,
+        peak_memory=0.0,
+        **{name: value for name, value in vars(response).items() if name in SHARED},
+    )
+
+
+def response_of(
+    texts: Sequence[WrittenText], stats: BatchStats, caches: bool, tokens: bool, logprobs: bool
+) -> GearedBatchResponse:
+    """What `batch_generate` returns; caches, tokens and log-probabilities where they are asked for."""
+    return GearedBatchResponse(
+        [text.text for text in texts],
+        stats,
+        [text.cache for text in texts] if caches else None,
+        [text.tokens for text in texts] if tokens else None,
+        [text.logprobs for text in texts] if logprobs else None,
+        [text.trace for text in texts],
+    )
+
+
+def write(generator: Any, texts: dict[int, WrittenText], with_logprobs: bool, verbose: bool) -> None:
+    """Run until all texts have ended."""
+    ended = 0
+    while ended < len(texts):
+        for response in generator.next_generated():
+            texts[response.uid].add(response, with_logprobs)
+            ended += response.finish_reason is not None
+        if verbose:
+            print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
+
+
+def print_stats(stats: BatchStats) -> None:
+    print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
+    print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
+    print(f"Peak memory: {stats.peak_memory:.2f} GB")
+
+
+def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
+    """A prompt's tokens: of a text, an array or a list."""
+    return np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+
+
+def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:
+    """A list of logits processors for each text, from one for all of them or from what is that already."""
+    if not processors:
+        return None
+    if all(callable(each) for each in processors):
+        return [list(processors)] * texts
+    return [[each] if callable(each) else each for each in processors]

@@ -1,17 +1,26 @@
-"""A model wrapper: mlx-lm calls it as it calls the model, and it decides which gear computes what."""
+"""A model in another's place: mlx-lm calls a wrapper as it calls the model, and it decides which gear computes what.
 
+`TextModel` is the language model of mlx-vlm's models, called as mlx-lm calls its own: every mode runs it, images in the
+prompt.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..machine.controller import Decision
 from ..ranks.agreement import agreement_of
-from .entropy import fast_entropy
-from .step import Step
+from ..routing.gates import Monitor
+from .governor import Governor
+from .response import DRAFT, GearResponse, SampledToken, Step
+from .sampling import check_finite, fast_entropy, sampled_tokens
 
 OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
@@ -65,3 +74,134 @@ class ModelWrapper(nn.Module):
         if name == "gearbox":  # of a copy that is still empty
             raise AttributeError(name)
         return getattr(self.gearbox.model, name)
+
+
+def stream_wrapped(
+    model: ModelWrapper,
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    monitor: Monitor,
+    controller: Governor | None = None,
+    **kwargs: Any,
+) -> Iterator[GearResponse]:
+    """Generate with a model that changes gear by itself.
+
+    Args:
+        monitor: of the rolling entropy that responses show.
+        controller: caps the gears.
+        kwargs: of mlx-lm's stream_generate.
+    """
+    before: Gear | None = None
+    tokens = sampled_tokens(model, tokenizer, prompt, lambda: model.step, model.entropy, **kwargs)
+    for response, token, decision in governed(tokens, controller):
+        entropy, step = float(token.entropy), token.step.with_token(response.token)
+        check_finite(response.logprobs, entropy, model.gearbox, token.step.gear)
+        mean = monitor.update(entropy).mean
+        further = {"from_draft": step.source == DRAFT, "near_tie": bool(token.near_tie), "decision": decision}
+        yield gear_response(response, step, entropy, mean, before, **further)
+        before = step.gear
+
+
+def governed(
+    tokens: Iterator[tuple[GenerationResponse, SampledToken]], governor: Governor | None
+) -> Iterator[tuple[GenerationResponse, SampledToken, Decision | None]]:
+    """What is generated, with what a governor decided after each token."""
+    if governor is not None:
+        return governor.govern(tokens)
+    return ((response, token, None) for response, token in tokens)
+
+
+def gear_response(
+    response: GenerationResponse, step: Step, entropy: float, mean: float, before: Gear | None, **further: Any
+) -> GearResponse:
+    """mlx-lm's response with what the gearbox saw.
+
+    Args:
+        entropy: of this token, bits.
+        mean: the rolling mean, bits.
+        before: the gear of the token before, if there was one.
+        further: fields of GearResponse that only some modes set.
+    """
+    return GearResponse(**{**vars(response), **seen_of(step, entropy, mean, before), **further})
+
+
+def seen_of(step: Step, entropy: float, mean: float, before: Gear | None) -> dict[str, Any]:
+    """The fields of `Seen` that a step sets, by name; arguments as of `gear_response`."""
+    return {
+        "entropy": entropy,
+        "mean_entropy": mean,
+        "gear": step.gear.name,
+        "shifted": before is not None and step.gear != before,
+        "passes": step.passes,
+        "weight_bytes": step.weight_bytes,
+        "drafted": step.drafted,
+        "discarded": step.discarded,
+        "looked_up": step.looked_up,
+        "source": step.source,
+        "kv_bytes": step.kv_bytes,
+        "kv_caches": step.kv_caches,
+    }
+
+
+class TextModel(nn.Module):
+    """The language model of a model that sees, for `Gearbox` and `stream_generate`.
+
+    The layers that read images are no part of it, and keep their precision.
+
+    Args:
+        model: of mlx-vlm; it has a `language_model`.
+
+    Raises:
+        GearbxError: a model without a language model of its own.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        if not hasattr(model, "language_model") or not hasattr(model, "get_input_embeddings"):
+            raise GearbxError(
+                f"{type(model).__name__} is no model of mlx-vlm's with a language_model; give it as it is"
+            )
+        self.language_model = model.language_model
+        object.__setattr__(self, "_whole", model)  # not one of the modules
+        object.__setattr__(self, "_seen", {})
+
+    def prompt(self, input_ids: mx.array, pixel_values: mx.array | None = None, **inputs: Any) -> dict[str, Any]:
+        """The keywords `prompt` and `input_embeddings` for `stream_generate`, which is to run this prompt next.
+
+        Args:
+            input_ids: tokens (1, n), with the places of the image.
+            pixel_values, inputs: what else `mlx_vlm.utils.prepare_inputs` returned.
+
+        Raises:
+            GearbxError: a batch of prompts.
+        """
+        if input_ids.shape[0] != 1:
+            raise GearbxError(f"a text has one prompt, and this is a batch of {input_ids.shape[0]}; give one at a time")
+        inputs["mask"] = inputs.pop("attention_mask", None)
+        embedded = self._whole.get_input_embeddings(input_ids, pixel_values, **inputs)
+        further = embedded.to_dict()
+        embeddings = further.pop("inputs_embeds")
+        object.__setattr__(self, "_seen", {name: value for name, value in further.items() if value is not None})
+        return {"prompt": input_ids[0], "input_embeddings": embeddings[0]}
+
+    def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+        """Logits (B, N, V)."""
+        if input_embeddings is None:
+            return self.language_model(inputs, cache=cache).logits
+        part = {"n_to_process": inputs.shape[1]} if inputs.shape[1] > 1 else {}  # to cut what belongs to all the prompt
+        return self.language_model(inputs, inputs_embeds=input_embeddings, cache=cache, **self._seen, **part).logits
+
+    def make_cache(self) -> list[Any]:
+        from mlx_vlm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.language_model)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.language_model.layers
+        return layers
+
+    @property
+    def args(self) -> Any:
+        return self.language_model.args

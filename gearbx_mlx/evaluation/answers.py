@@ -24,8 +24,7 @@ from ..decoding.kickdown import Kickdown
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
-from ..decoding.route import Route
-from ..decoding.static import Static
+from ..decoding.route import Route, Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..files.reading import Count, json_lines, read_json, read_text

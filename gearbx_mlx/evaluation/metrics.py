@@ -32,7 +32,7 @@ def kl_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
     """H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
 
-    `routing.entropy.entropy_bits` is the same on MLX, from logits as well.
+    `decoding.sampling.entropy_bits` is the same on MLX, from logits as well.
     """
     finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
     return np.maximum(-(np.exp(logprobs) * finite).sum(axis=-1) / math.log(2), 0.0)

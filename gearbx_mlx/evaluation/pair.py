@@ -20,8 +20,7 @@ from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..files.reading import Count
-from ..routing.gates import Gate
-from ..routing.monitor import Monitor
+from ..routing.gates import Gate, Monitor
 from ..routing.pair import LARGE, NAMES, SMALL, Coin, first_model, pair_gate, pair_monitor, parameter_ratio
 from ..telemetry.report import get_pyplot, save
 from .answers import COLUMNS as SCORES

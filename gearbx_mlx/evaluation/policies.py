@@ -15,8 +15,7 @@ import numpy as np
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.calibration import share_thresholds
-from ..routing.gates import Gate, ThresholdGate
-from ..routing.monitor import Monitor
+from ..routing.gates import Gate, Monitor, ThresholdGate
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .replay import Policy, Recording, Reference, positions_of, targets_of
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..decoding.caches import Snapshot
 from ..decoding.rows import Verifier
-from ..decoding.snapshots import Snapshot
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..compat.arrays import dtype_name
-from ..decoding.kv_gears import cache_in_gears
+from ..decoding.caches import cache_in_gears
 from ..formats.base import dense_weight
 from ..gears.adapters import layers_of, places_of, put_modules, tree_of
 from ..gears.gearbox import Gearbox

@@ -341,7 +341,7 @@ def block_kernels(vectors: int) -> ModuleType | None:
 
 
 def native_entropy() -> Callable[[mx.array], mx.array] | None:
-    """`routing.entropy.entropy_bits` as a native CPU kernel, 20 times faster on x86; None if there is none."""
+    """`decoding.sampling.entropy_bits` as a native CPU kernel, 20 times faster on x86; None if there is none."""
     return fused_kernel("entropy_bits")
 
 

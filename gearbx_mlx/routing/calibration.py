@@ -11,9 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import GearbxError
-from .gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, ThresholdGate, replay
-from .monitor import DEFAULT_WINDOW, Monitor
-from .thresholds import between
+from .gates import (
+    DEFAULT_HYSTERESIS,
+    DEFAULT_MIN_GEAR_DURATION,
+    DEFAULT_WINDOW,
+    Monitor,
+    ThresholdGate,
+    between,
+    replay,
+)
 
 LOW_PERCENTILE, HIGH_PERCENTILE = 0.30, 0.60
 LOW_CAP, HIGH_CAP = 0.06, 0.12  # of log2 V

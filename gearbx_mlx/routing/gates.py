@@ -1,14 +1,114 @@
-"""Gates turn a monitor's reading into a gear (GEARBX 3.3, 3.5 and 10.2)."""
+"""From the entropies of tokens to a gear: the monitor, thresholds and their file, gates, and what stands beside them.
 
-from collections.abc import Iterable, Sequence
+- The monitor: mean, slope, forecast and catastrophe of the last few entropies (GEARBX 3.2 and 3.5).
+- Thresholds between gears: the paper's defaults, their file, and checks. calibration.py finds them on a text.
+- Gates turn a monitor's reading into a gear (GEARBX 3.3, 3.5 and 10.2).
+- The first gear, chosen from the prompt alone (GEARBX 11); entropy takes over after a few tokens.
+- Policies of a batch: the gear of a step, whose weights all sequences share, from the gear that each one wants.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from ..errors import GearbxError
-from .monitor import Monitor, Reading
-from .thresholds import check_thresholds
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
+from ..errors import GearbxError
+from ..files.reading import Count, check_schema, parse_json, typed
+
+DEFAULT_WINDOW = 3  # GEARBX 3.2, the MLX backend
+DEFAULT_LOOKAHEAD = 2
+CATASTROPHE_SHARE = 0.9
+LOW_BITS, HIGH_BITS = 1.8, 3.5  # GEARBX 3.3, for the reference vocabulary
+REFERENCE_VOCABULARY = 32768
 DEFAULT_HYSTERESIS = 0.1  # bits
 DEFAULT_MIN_GEAR_DURATION = 4  # tokens
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The state of the monitor after one token, in bits.
+
+    value: of this token. forecast: the mean that is expected `lookahead` tokens later. catastrophe: the last two values
+    were both above 0.9 log2 V, so the model knows next to nothing.
+    """
+
+    value: float
+    mean: float
+    slope: float
+    forecast: float
+    catastrophe: bool
+
+
+class Monitor:
+    """A rolling window over the entropy of the tokens.
+
+    Args:
+        vocab_size: V, the length of the logits.
+        window: tokens in the rolling mean.
+        lookahead: tokens that the forecast looks ahead.
+        catastrophe_share: two values in a row above this share of log2 V are a catastrophe; infinite: never.
+
+    Raises:
+        GearbxError: a window shorter than one token.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        window: int = DEFAULT_WINDOW,
+        lookahead: int = DEFAULT_LOOKAHEAD,
+        catastrophe_share: float = CATASTROPHE_SHARE,
+    ):
+        if window < 1:
+            raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
+        self.ceiling = catastrophe_share * math.log2(vocab_size)
+        self.lookahead = lookahead
+        self._window: deque[float] = deque(maxlen=window)
+        self._previous = 0.0  # apart from the window, which may have room for one value only
+
+    def reset(self) -> None:
+        self._window.clear()
+        self._previous = 0.0
+
+    def update(self, value: float) -> Reading:
+        """Take the next token's entropy (bits). Returns the new state."""
+        catastrophe = min(value, self._previous) > self.ceiling
+        self._window.append(value)
+        self._previous = value
+        values = self._window
+        mean = sum(values) / len(values)
+        slope = (values[-1] - values[0]) / (len(values) - 1) if len(values) > 1 else 0.0
+        return Reading(value, mean, slope, mean + self.lookahead * slope, catastrophe)
+
+
+def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
+    """Raises GearbxError unless there is one finite threshold between every two neighbouring gears, ascending."""
+    shown = ", ".join(f"{t:g}" for t in thresholds)
+    if len(thresholds) != gears - 1:
+        raise GearbxError(f"{gears} gears need {gears - 1} thresholds, got {len(thresholds)} ({shown})")
+    if not all(math.isfinite(t) for t in thresholds):
+        raise GearbxError(f"thresholds must be finite numbers of bits, got {shown}")
+    if any(a >= b for a, b in itertools.pairwise(thresholds)):
+        raise GearbxError(f"thresholds must ascend with the gears, got {shown}")
+
+
+def between(low: float, high: float, gears: int) -> tuple[float, ...]:
+    """One threshold between any two neighbouring gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
+    return tuple(float(t) for t in np.linspace(low, high, max(gears - 1, 0)))
+
+
+def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
+    """1.8 and 3.5 bits, scaled by log2 V / log2 32768 (GEARBX 3.4); longer ladders are spread between them."""
+    scale = math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
+    return between(LOW_BITS * scale, HIGH_BITS * scale, gears)
 
 
 class Gate(Protocol):
@@ -114,3 +214,152 @@ class OneGear:
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
     """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
     return [gate.update(monitor.update(value)) for value in entropies]
+
+
+ROUTE = "route"
+SCHEMA, VERSION = "gearbx-mlx thresholds", 1
+
+
+class ThresholdFile(Struct, frozen=True):
+    """The file that `calibrate` writes and `generate --thresholds` reads.
+
+    `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
+    decoding mode of the thresholds. In modes other than route they apply only to the `gears`, and to the model with
+    the `fingerprint`, that they were found with.
+    """
+
+    thresholds: list[float]
+    vocab_size: Count
+    model: str
+    method: str
+    gears: list[Count]
+    tokens: Count
+    window: Count
+    hysteresis: float
+    min_gear_duration: Count
+    shares: list[float] = []
+    mode: str = ROUTE
+    fingerprint: str = ""
+    schema: str = SCHEMA
+    version: int = VERSION
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def parse_thresholds(text: str) -> ThresholdFile:
+    """A thresholds file from its text.
+
+    Raises:
+        GearbxError: not JSON, another schema or version, a field that is missing or of the wrong kind.
+    """
+    content = parse_json(text)
+    check_schema(content, "a thresholds file", SCHEMA, VERSION)
+    return typed(content, ThresholdFile)
+
+
+def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
+    """The thresholds in bits, if they fit a ladder, a vocabulary and a model.
+
+    Args:
+        gears: bits.
+
+    Raises:
+        GearbxError: another vocabulary, another number of gears, thresholds out of order or not finite; in other modes
+            than route, other gears or another model.
+    """
+    if content.vocab_size != vocab_size:
+        raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
+    if content.mode != ROUTE and content.fingerprint not in ("", fingerprint):
+        raise GearbxError(f"made for another model ({content.model}), whose weights are not these")
+    if content.mode != ROUTE and list(content.gears) != list(gears):
+        shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
+        raise GearbxError(f"made for gears {mine}, not {shown}")
+    check_thresholds(content.thresholds, len(gears))
+    return tuple(float(t) for t in content.thresholds)
+
+
+MATH = re.compile(r"[+*/=^<>%√∑∏∫∂∞≈≠≤≥±×÷π]|(?<=\d)\s*[-−]\s*(?=\d)")
+REASONING = re.compile(
+    r"\b(?:def|class|function|return|import|algorithm|code|python|javascript|java|rust|sql|regex|compile|debug|"
+    r"recursion|complexity|prove|proof|derive|theorem|equation|integral|derivative|calculate|compute|solve|"
+    r"explain why|step by step|analy[sz]e|implement|optimi[sz]e|reason)\b",
+    re.IGNORECASE,
+)
+
+
+HIGH_SCORE, MID_SCORE = 4.0, 1.5
+
+
+def difficulty(prompt: str) -> float:
+    """A score: 2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]."""
+    words = prompt.split()
+    mean_length = sum(map(len, words)) / len(words) if words else 0.0
+    return (
+        2 * len(MATH.findall(prompt))
+        + 1.5 * len(REASONING.findall(prompt))
+        + 0.3 * min(len(words) / 50, 3)
+        + 1.5 * (mean_length > 6.5)
+    )
+
+
+def first_gear(prompt: str, gears: int) -> int:
+    """The number of the lowest, the middle or the top gear of a ladder with `gears` gears."""
+    score = difficulty(prompt)
+    if score >= HIGH_SCORE:
+        return gears - 1
+    return (gears - 1) // 2 if score >= MID_SCORE else 0
+
+
+BatchPolicy = Callable[[Sequence[int]], int]
+"""From the wishes of one or more sequences to the gear of a step. Gears are numbered from 0, the lowest precision."""
+
+
+DEFAULT_POLICY = "highest"
+QUANTILE = "quantile:"
+
+
+def highest(wishes: Sequence[int]) -> int:
+    """The highest gear that anybody wants: nobody gets less than alone."""
+    return max(wishes)
+
+
+def most(wishes: Sequence[int]) -> int:
+    """The gear that most sequences want; of several the highest."""
+    counts = Counter(wishes)
+    return max(counts, key=lambda gear: (counts[gear], gear))
+
+
+def quantile(share: float) -> BatchPolicy:
+    """The lowest gear that is enough for this share of the sequences; 1 is `highest`, 0 the lowest wish."""
+
+    def policy(wishes: Sequence[int]) -> int:
+        return sorted(wishes)[max(0, math.ceil(share * len(wishes) - 1e-9) - 1)]
+
+    return policy
+
+
+NAMED: dict[str, BatchPolicy] = {"highest": highest, "most": most}
+
+
+def policy_named(name: str | BatchPolicy) -> BatchPolicy:
+    """The policy of a name: "highest", "most" or "quantile:Q", such as "quantile:0.75". A function is one already.
+
+    Raises:
+        GearbxError: a name that no policy has, a share outside of 0 to 1.
+    """
+    if callable(name):
+        return name
+    if isinstance(name, str) and name in NAMED:
+        return NAMED[name]
+    if isinstance(name, str) and name.startswith(QUANTILE):
+        try:
+            share = float(name.removeprefix(QUANTILE))
+        except ValueError:
+            share = math.nan
+        if 0 <= share <= 1:
+            return quantile(share)
+    raise GearbxError(
+        f"batch policy {name!a} does not exist; choose highest, most, or quantile:Q with Q from 0 to 1, "
+        "such as quantile:0.75"
+    )

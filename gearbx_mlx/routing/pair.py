@@ -5,8 +5,7 @@ import random
 import sys
 
 from ..errors import GearbxError
-from .gates import ThresholdGate
-from .monitor import Monitor, Reading
+from .gates import Monitor, Reading, ThresholdGate
 
 SMALL, LARGE = 0, 1
 NAMES = ("small", "large")

@@ -10,9 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from .acceptance import MOST_DRAFTED, pool_adjacent_violators
+from .acceptance import MOST_ROWS, pool_adjacent_violators
 
-MOST_ROWS = MOST_DRAFTED + 1
 TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
 REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs

@@ -6,10 +6,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
 
-from ..decoding.batches.generate import as_single
 from ..decoding.mode import Mode
 from ..decoding.response import BatchGearResponse
-from ..routing.batch_policy import policy_named
+from ..decoding.stream import as_single
+from ..routing.gates import policy_named
 from .job import Job, keep_text
 from .provider import Served
 from .tokens import Progress

@@ -13,7 +13,7 @@ from mlx_lm.server import GenerationContext, Vision
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
-from ..decoding.sampler import sampler_for
+from ..decoding.sampling import sampler_for
 from .grammar.constraint import constraint_for
 from .guarded import Refused
 from .provider import Served

@@ -18,10 +18,9 @@ from mlx_lm.server import ModelProvider
 
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
-from ..decoding.pair import Pair
-from ..decoding.paired_model import PairedModel
+from ..decoding.pair import Pair, PairedModel
 from ..gears.gearbox import Gearbox, Observer
-from ..routing.thresholds import default_thresholds
+from ..routing.gates import default_thresholds
 from .guarded import Refused
 from .requests import DEFAULT_MODEL, Options
 

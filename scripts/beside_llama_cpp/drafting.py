@@ -18,7 +18,7 @@ from time_lossless import widened
 
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.decoding.draft_rules import SHIPPED, read_draft_file
+from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.errors import GearbxError
 
 from .gguf_file import TYPES, write_gguf

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ...errors import GearbxError, about
 from ...files.reading import parse_json, typed
-from ...routing.batch_policy import policy_named
+from ...routing.gates import policy_named
 from ..batches import batch_policy_flag
 from ..controller import ControllerSettings
 from ..floors import FloorSettings

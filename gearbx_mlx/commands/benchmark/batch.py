@@ -13,8 +13,8 @@ from ...cli.gearbox import settle_gears
 from ...cli.gears import LayoutSettings
 from ...cli.parsers.benchmark import BatchBenchmark
 from ...cli.terminal import progress_bar
-from ...decoding.batches.generate import batch_generate
-from ...decoding.static import Static
+from ...decoding.route import Static
+from ...decoding.stream import batch_generate
 from ...gears.discovery import vocabulary
 from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear

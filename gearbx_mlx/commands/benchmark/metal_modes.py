@@ -14,8 +14,7 @@ from ...cli.gears import GearFlags, LayoutSettings
 from ...cli.prompts import MIXED
 from ...decoding.lossless import Lossless
 from ...decoding.mode import Mode
-from ...decoding.route import Route
-from ...decoding.static import Static
+from ...decoding.route import Route, Static
 from ...decoding.stream import stream_generate
 from ...gears.gearbox import Gearbox
 from ...loading import gears_of, load

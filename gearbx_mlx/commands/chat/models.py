@@ -19,12 +19,11 @@ from ...cli.modes import PAIR, TELEMETRY_ONLY
 from ...cli.pair import turns_of
 from ...cli.parsers.chat import ChatSettings, parse_mode
 from ...cli.prompt_cache import Begun, save_cache
-from ...decoding.draft_rules import find_file, find_rule
+from ...decoding.draft_plans import find_file, find_rule
 from ...decoding.lossless_model import drafting_gear
+from ...decoding.mode import refuse_draft_model
 from ...decoding.modes import MODES
-from ...decoding.pair import Pair
-from ...decoding.paired_model import PairedModel
-from ...decoding.refused import refuse_draft_model
+from ...decoding.pair import Pair, PairedModel
 from ...decoding.response import GearResponse
 from ...decoding.stream import stream_generate
 from ...errors import GearbxError

@@ -13,7 +13,7 @@ from ...cli.parsers.chat import ChatSettings
 from ...cli.prompt_cache import Begun
 from ...cli.signals import CtrlC, Interrupted
 from ...cli.summary_line import summary_line
-from ...decoding.kept_cache import KeptCache
+from ...decoding.caches import KeptCache
 from ...decoding.response import GearResponse
 from ...telemetry.summary import Tally
 from .models import ChatModel

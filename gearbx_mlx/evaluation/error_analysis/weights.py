@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...decoding.layer_outputs import linear_layers
+from ...decoding.rows import linear_layers
 from ...formats import rowwise
 from ...gears.sources import looks_quantized
 

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...routing.entropy import entropy_bits
-from ...routing.thresholds import HIGH_BITS, LOW_BITS, REFERENCE_VOCABULARY
+from ...decoding.sampling import entropy_bits
+from ...routing.gates import HIGH_BITS, LOW_BITS, REFERENCE_VOCABULARY
 from ...telemetry.trace import BLUE, GREEN, VERMILION
 from .style import GUIDE, LINES
 from .subject import Subject

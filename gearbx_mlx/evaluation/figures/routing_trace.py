@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ...routing.gates import ThresholdGate
-from ...routing.monitor import Monitor
+from ...routing.gates import Monitor, ThresholdGate
 from ...telemetry.trace import BLACK, gear_color
 from .style import GUIDE, HATCHES
 from .subject import NAMES, Subject

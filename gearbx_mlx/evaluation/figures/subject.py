@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ...decoding.sampling import entropy_bits
 from ...gears.discovery import vocabulary
-from ...routing.entropy import entropy_bits
-from ...routing.thresholds import default_thresholds
+from ...routing.gates import default_thresholds
 
 GEARS = (4, 8, 16)  # bits of low, mid and high: GEARBX 2
 NAMES = ("low", "mid", "high")

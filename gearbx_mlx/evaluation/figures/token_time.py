@@ -11,11 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...decoding.entropy import Entropy, fast_entropy
+from ...decoding.sampling import Entropy, fast_entropy
 from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
-from ...routing.gates import ThresholdGate, replay
-from ...routing.monitor import Monitor
+from ...routing.gates import Monitor, ThresholdGate, replay
 from ...telemetry.trace import BLUE, GREEN, ORANGE, VERMILION
 from .style import HATCHES
 from .subject import GEARS, NAMES, Subject

@@ -1,4 +1,4 @@
-// Shannon entropy of a row of log-probabilities, as in routing/entropy.py. With MLX's exponential, the entropy over a
+// Shannon entropy of a row of log-probabilities, as in decoding/sampling.py. With MLX's exponential, the entropy over a
 // whole vocabulary takes a noticeable part of a token's time.
 
 #include <cmath>

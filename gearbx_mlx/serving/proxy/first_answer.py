@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from ...errors import GearbxError, one_line
 from ...files.reading import typed
-from ...routing.entropy_bounds import entropy_bounds, rounding_of
+from ...routing.bounds import entropy_bounds, rounding_of
 from ..remote.answers import Logprobs, tokens_of
 from .tagged import choices_of
 

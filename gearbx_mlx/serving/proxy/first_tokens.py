@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...routing.bounded import BoundedRouting
+from ...routing.bounds import BoundedRouting
+from ...routing.gates import first_gear
 from ...routing.pair import (
     DEFAULT_MIN_DURATION,
     DEFAULT_WINDOW,
@@ -19,7 +20,6 @@ from ...routing.pair import (
     pair_gate,
     pair_monitor,
 )
-from ...routing.prompt import first_gear
 from ..names import ASSUMED_VOCABULARY
 
 

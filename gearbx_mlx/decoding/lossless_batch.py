@@ -2,36 +2,118 @@
 
 Between two rounds every sequence has a token that is sampled, and not yet in the KV cache, as in mlx-lm's batches. A
 round drafts what follows it, takes the drafts' entries back, and reads token and draft in one pass of the top gear.
-Each sequence gives out its token and what it accepted, its own number of tokens; the rest leaves its part of the cache
-(rolling.py). Where rounds do not pay, the batch goes on as mlx-lm's own does, running ahead.
+Each sequence gives out its token and what it accepted, its own number of tokens; the rest leaves its part of the cache.
+mlx-lm's batches are padded on the left, so that all sequences end at the same entry: what a sequence loses at its end
+has to go to its front, and its entries move to the right. Where rounds do not pay, the batch goes on as mlx-lm's own
+does, running ahead.
 """
 
 import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.sample_utils import greedy_sampler
 
-from ...errors import GearbxWarning, one_line
-from ...routing.acceptance import MOST_DRAFTED
-from ..rows import Verifier
-from ..sampler import Sampler
-from ..snapshots import Snapshot
-from ..step import LOOKUP, Draft, Step
-from .choosing import Chooser
-from .drafts import BatchDrafter, Beginning, Drafts
-from .looked_up import LookedUp
-from .lossless_plans import BatchPlan, BatchPlans
-from .rolling import drop, is_alone, other_than_rows
-from .row_sampler import RowSampler
-from .sequence import BatchText, SeenPass, SeenRow
-from .stages import GearedTokens, Pass
-from .verified import Accepted, accept
+from ..errors import GearbxWarning, one_line
+from ..routing.acceptance import MOST_DRAFTED
+from ..routing.gates import Reading, highest
+from .batches import BatchGenerator, BatchText, GearedTokens, OfOneText, Pass, RowSampler, SeenPass, SeenRow
+from .caches import Cache, Snapshot, parts
+from .draft_plans import BatchPlan, BatchPlans
+from .drafting import BatchDrafter, Beginning, Chooser, Drafts, LookedUp, choose_all
+from .response import DRAFT, LOOKUP, BatchGearResponse, Draft, Step
+from .rows import Verifier
+from .sampling import Entropy, OwnRandomState, Sampler, near_ties, noise_of
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Of one sequence: the tokens that the top gear chose in a row, the last of which nobody drafted.
+
+    logprobs (n, V), entropies (n, bits) and near_ties (n) are of these tokens, n.
+    """
+
+    tokens: list[int]
+    logprobs: mx.array
+    entropies: np.ndarray
+    near_ties: np.ndarray
+
+
+def accept(logits: mx.array, beginnings: Sequence[Beginning], drafts: Drafts, entropy: Entropy) -> list[Accepted]:
+    """What every sequence accepts; its random numbers are then those after these tokens.
+
+    Args:
+        logits: (B, S, V), of the last token of every sequence and of its draft.
+        entropy: in bits, of log-probabilities.
+    """
+    choosers = [beginning.chooser for beginning in beginnings]
+    usable = [tokens[:count] for tokens, count in zip(drafts.tokens, drafts.usable)]
+    chosen, logprobs = choose_all(choosers, logits, usable)
+    counts = mx.arange(logits.shape[1]) <= mx.array(drafts.usable)[:, None]  # no padding, and no rejected ends of texts
+    noise = mx.where(counts, noise_of(logits), 0).max(axis=-1, keepdims=True)
+    near = near_ties(logprobs, noise)
+    entropies = entropy(logprobs.reshape(-1, logprobs.shape[-1])).reshape(logprobs.shape[:-1])
+    mx.eval([one.tokens for one in chosen], near, entropies)
+    bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
+    done = []
+    for row, (one, chooser) in enumerate(zip(chosen, choosers)):
+        tokens = np.array(one.tokens).tolist()
+        unlike = (i for i, (token, drafted) in enumerate(zip(tokens, usable[row])) if token != drafted)
+        count = 1 + next(unlike, len(usable[row]))
+        chooser.rewind(one.random[count - 1])
+        done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count]))
+    return done
+
+
+def other_than_rows(cache: Cache) -> str:
+    """The class of a cache whose sequences cannot lose entries each on its own; "" if they all can."""
+    return next((type(part).__name__ for part in parts(cache) if type(part) not in (KVCache, BatchKVCache)), "")
+
+
+def is_alone(cache: Cache) -> bool:
+    """Whether a cache is of one sequence, and has no room for others."""
+    return any(type(part) is KVCache for part in parts(cache))
+
+
+def drop(cache: Cache, dropped: Sequence[int]) -> None:
+    """Drop the last entries of every sequence.
+
+    Args:
+        cache: of KVCache (one sequence) or BatchKVCache.
+        dropped: how many, for each sequence.
+    """
+    for part in parts(cache):
+        if type(part) is KVCache:
+            part.trim(dropped[0])
+        elif any(dropped):
+            drop_rows(part, dropped)
+
+
+def drop_rows(part: BatchKVCache, dropped: Sequence[int]) -> None:
+    """As mlx-lm's `trim`, `prepare` and `finalize` one after the other, and without the padding that all have then."""
+    _, _, offset, padding, end = part.state
+    starts = padding.tolist()
+    new_end = max(end - start - count for start, count in zip(starts, dropped))
+    moves = [new_end - end + count for count in dropped]
+    if any(moves):
+        part.keys, part.values = (rolled(entries, moves) for entries in (part.keys, part.values))
+    part._idx = new_end
+    part.offset = offset - mx.array([*dropped])
+    part.left_padding = padding + mx.array(moves)
+
+
+def rolled(entries: mx.array, moves: Sequence[int]) -> mx.array:
+    """(B, H, N, D) with every row moved to the right by its own number of entries. What leaves at one end enters at the
+    other: it is padding."""
+    rows = [entries[i : i + 1] for i in range(len(moves))]
+    return mx.concatenate([mx.roll(row, move, 2) if move else row for row, move in zip(rows, moves)])
 
 
 class VerifiedToken(SeenPass):
@@ -238,3 +320,38 @@ def warn_of(why: str) -> None:
     """Say why sequences go on without drafts."""
     said = f"mode 'lossless' cannot draft in this batch ({why}); the top gear goes on alone, with the same texts"
     warnings.warn(said, GearbxWarning, stacklevel=5)
+
+
+class LosslessGenerator(BatchGenerator):
+    """Writes many texts at once, each of them the one that the top gear writes of its prompt alone.
+
+    Args:
+        mode: makes the sequence of a prompt's tokens.
+        plans: when to draft.
+        sampler: of sequences that bring none; greedy without.
+        settings: further keywords of mlx-lm's BatchGenerator.
+    """
+
+    def __init__(
+        self, tokenizer: Any, mode: OfOneText, plans: BatchPlans, sampler: Sampler | None = None, **settings: Any
+    ):
+        gearbox = plans.gearbox
+        super().__init__(gearbox.model, tokenizer, gearbox, mode, highest, sampler, **settings)
+        self._shared = sampler
+        self._generation_batch = LosslessTokens.drafting(plans, self._rows, self._writing, self.sequences, sampler)
+
+    def insert_segments(self, *arguments: Any, **keywords: Any) -> list[int]:
+        """As BatchGenerator's. A sequence that samples draws random numbers of its own, without a seed too."""
+        uids = super().insert_segments(*arguments, **keywords)
+        for uid in uids:
+            text = self.sequences[uid]
+            if text.random is None and (text.sampler or self._shared or greedy_sampler) is not greedy_sampler:
+                text.random = OwnRandomState(np.array(mx.random.randint(0, 2**31 - 1)).item())
+        return uids
+
+    def _response(
+        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
+    ) -> BatchGearResponse:
+        response, verified = super()._response(token, each, seen, reading), seen.seen
+        near_tie = isinstance(verified, VerifiedToken) and verified.near_tie
+        return replace(response, from_draft=response.source == DRAFT, near_tie=near_tie)

@@ -1,0 +1,493 @@
+"""mlx-lm's continuous batching in gears: all sequences of a step share the weights, and so its gear.
+
+A newcomer's prompt and its first token are computed in its own first gear, as they would be alone, so that its KV cache
+does not depend on its company; prompts share a pass with those of the same first gear. Recurrent layers read prompts
+one by one: not all of mlx-lm's classes leave the padding of a shorter prompt out of their state.
+
+From then on the gear of a step is what a policy makes of all wishes. mlx-lm runs one token ahead, so a wish acts two
+tokens after the one that caused it.
+
+What callers can get wrong about the sequences of a batch is found before any of them is added.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from numbers import Integral
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import BatchGenerator as MlxBatchGenerator
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from ..errors import GearbxError, one_line
+from ..files.model_directory import context_length
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import Gear, Ladder
+from ..ranks.agreement import agreement_of
+from ..routing.gates import BatchPolicy, Gate, Monitor, Reading
+from .caches import parts
+from .response import BatchGearResponse, Step, single_pass
+from .sampling import Entropy, OwnRandomState, Sampler, check_finite, fast_entropy
+from .texts import check_known, turn, vocabulary_of
+from .wrapper import seen_of
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+Pass = Callable[[Sequence[int]], AbstractContextManager]
+"""Takes the ids of the sequences whose rows a pass computes; the pass runs inside."""
+
+
+SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
+
+
+SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
+
+
+class SeenPass:
+    """One pass over B rows. step: how it came about; entropies: (B,), bits."""
+
+    def __init__(self, step: Step, entropies: mx.array | np.ndarray):
+        self.step, self._entropies = step, entropies
+
+    @cached_property
+    def entropies(self) -> np.ndarray:
+        """(B,), in bits; waits until they are computed."""
+        return np.array(self._entropies).reshape(-1)
+
+    def __len__(self) -> int:
+        return self._entropies.size
+
+
+@dataclass(frozen=True)
+class SeenRow:
+    """One row of a pass, and the gear that its sequence wanted then."""
+
+    seen: SeenPass
+    row: int
+    wish: Gear
+
+    @property
+    def entropy(self) -> float:
+        return float(self.seen.entropies[self.row])
+
+
+@dataclass
+class BatchText:
+    """A text that shares its passes with others, but has a monitor, a gate and a sampler of its own.
+
+    first: the gear that reads its prompt. sampler: takes log-probabilities (1, V); None: the batch's. random: None:
+    it draws from MLX's random state, as all others without a seed do. error: of a logits
+    processor, whose logits are NaN.
+    """
+
+    gate: Gate
+    monitor: Monitor
+    first: Gear
+    sampler: Sampler | None = None
+    random: OwnRandomState | None = None
+    before: Gear | None = None
+    error: Exception | None = None
+    rows: deque[SeenRow] = field(default_factory=deque)
+    """Of tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
+
+    def __post_init__(self) -> None:
+        self.wish = self.first
+        self.gate.reset(self.first.index)
+
+    def sample(self, logprobs: mx.array, shared: Sampler) -> mx.array:
+        """A token (1,) from log-probabilities (1, V)."""
+        with nullcontext() if self.random is None else self.random.drawn():
+            return (self.sampler or shared)(logprobs)
+
+
+class OfOneText(Protocol):
+    """A mode whose texts share passes."""
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+        """What a text has of its own, by the tokens of its prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class GuardedProcessor:
+    """A processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner` knows
+    why."""
+
+    processor: Processor
+    owner: BatchText
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        try:
+            return self.processor(tokens, logits)
+        except Exception as error:
+            self.owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
+            self.owner.error.__cause__ = error
+            return mx.full(logits.shape, mx.nan, logits.dtype)
+
+
+def guarded(processors: Sequence[Processor] | None, owner: BatchText) -> list[GuardedProcessor]:
+    """The processors of a sequence, none of which raises."""
+    return [GuardedProcessor(each, owner) for each in processors or ()]
+
+
+class GearedTokens(GenerationBatch):
+    """The sequences that have begun to write."""
+
+    begin: Pass
+
+    @classmethod
+    def of(cls, model: nn.Module, sampler: Any, begin: Pass) -> "GearedTokens":
+        """One without sequences."""
+        batch = cls.empty(model, sampler)
+        batch.begin = begin
+        return batch
+
+    def _step(self) -> Any:
+        with self.begin(self.uids):
+            return super()._step()
+
+
+class GearedPrompts(PromptProcessingBatch):
+    """The sequences whose prompts are still read, all in the same gear."""
+
+    begin: Pass
+
+    @classmethod
+    def of(cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass) -> "GearedPrompts":
+        """One without sequences."""
+        batch = cls.empty(model, sampler, prefill_step_size)
+        batch.begin = begin
+        return batch
+
+    def _copy(self) -> "GearedPrompts":
+        batch = super()._copy()
+        batch.begin = self.begin
+        return batch
+
+    def prompt(self, tokens: list[list[int]]) -> None:
+        with self.begin(self.uids):
+            super().prompt(tokens)
+
+    def generate(self, tokens: list[list[int]]) -> GenerationBatch:
+        """Reads the last tokens of prompts, and samples the first of the texts."""
+        with self.begin(self.uids):
+            return super().generate(tokens)
+
+
+class RowSampler:
+    """A sampler of all rows of a pass, to mlx-lm one and the same for every sequence.
+
+    It notes entropies and step as `EntropySampler` does. Then each row is sampled as its sequence would sample it
+    alone; rows without a sampler and a seed of their own together, as in mlx-lm.
+
+    Args:
+        sampler: of sequences that have none.
+        step: returns how the latest logits came about, those of so many rows.
+        entropy: in bits, of log-probabilities (B, V).
+    """
+
+    def __init__(self, sampler: Sampler, step: Callable[[int], Step], entropy: Entropy):
+        self.sampler, self.step, self.entropy = sampler, step, entropy
+        self._sequences: Sequence[BatchText] = ()
+
+    @contextmanager
+    def of(self, sequences: Sequence[BatchText]) -> Iterator[None]:
+        """Inside, the rows of a pass are of these sequences, in their order."""
+        before, self._sequences = self._sequences, sequences
+        try:
+            yield
+        finally:
+            self._sequences = before
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        entropies = self.entropy(logprobs)
+        seen = SeenPass(self.step(len(logprobs)), entropies)
+        for row, each in enumerate(self._sequences):
+            each.rows.append(SeenRow(seen, row, each.wish))
+        return mx.depends([self._sampled(logprobs)], [entropies])[0]  # one evaluation makes tokens and entropies
+
+    def _sampled(self, logprobs: mx.array) -> mx.array:
+        if all(each.sampler is None and each.random is None for each in self._sequences):
+            return self.sampler(logprobs)
+        return mx.concatenate(
+            [each.sample(logprobs[row : row + 1], self.sampler) for row, each in enumerate(self._sequences)]
+        )
+
+
+class BatchGenerator(MlxBatchGenerator):
+    """Writes many texts at once; sequences join and leave at any step.
+
+    Args:
+        mode: of sequences that bring none.
+        policy: the gear of a step, by the wishes of its sequences.
+        sampler: of sequences that bring none.
+        settings: further keywords of mlx-lm's BatchGenerator.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        gearbox: Gearbox | Observer,
+        mode: OfOneText,
+        policy: BatchPolicy,
+        sampler: Sampler | None = None,
+        **settings: Any,
+    ):
+        self._old_wired_limit = None  # mlx-lm looks at it at the end, and it may never come to be set
+        check_settings(settings)
+        check_mergeable(model)
+        self._has_states = has_states(model)
+        self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
+        self.sequences: dict[int, BatchText] = {}
+        rows = RowSampler(sampler or make_sampler(), self._single_pass, fast_entropy(gearbox))
+        stops = [[token] for token in tokenizer.eos_token_ids]
+        super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
+        self._rows = rows
+        self._generation_batch = GearedTokens.of(model, rows, self._writing)
+        self._prompt_batch = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading)
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[Any] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: list[Any] | None = None,
+        logits_processors: list[Any] | None = None,
+        stop_sequences: list[Any] | None = None,
+        *,
+        seeds: Sequence[int | None] | None = None,
+        modes: Sequence[OfOneText] | None = None,
+    ) -> list[int]:
+        """Add sequences, as mlx-lm's method does; returns their ids.
+
+        Args:
+            segments: the prompts of N sequences, each in parts.
+            seeds: of sequences that draw random numbers of their own, so that their texts are those that they get
+                alone after `mx.random.seed(seed)`.
+            modes: with the settings of each sequence, such as its thresholds.
+
+        Raises:
+            GearbxError: an empty prompt, one beyond the context, no room for a token, lists of unlike length. No
+                sequence is added then.
+        """
+        given = Sequences(
+            segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences, seeds, modes
+        )
+        given.check(self.model, vocabulary_of(self.gearbox))
+        count = len(segments)
+        begun = all_tokens or [[]] * count
+        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(begun, segments)]
+        joined = [
+            mode.sequence(self.gearbox, self.tokenizer, prompt)
+            for mode, prompt in zip(modes or [self.mode] * count, prompts)
+        ]
+        for each, sampler, seed in zip(joined, samplers or [None] * count, seeds or [None] * count):
+            each.sampler, each.random = sampler, None if seed is None else OwnRandomState(seed)
+        own = [guarded(*given) for given in zip(logits_processors or [self.logits_processors] * count, joined)]
+        uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
+        self.sequences |= zip(uids, joined)
+        return uids
+
+    def insert(self, prompts: list[list[int]], *arguments: Any, **keywords: Any) -> list[int]:
+        """As `insert_segments`, of prompts that are not in parts."""
+        return self.insert_segments([[prompt] for prompt in prompts], *arguments, **keywords)
+
+    def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
+        caches = super().remove(uids, return_prompt_caches)
+        for uid in uids:
+            self.sequences.pop(uid, None)
+        return caches
+
+    def _make_batch(self, n: int) -> PromptProcessingBatch:
+        """Prompts that are read next, at most n: those of one first gear; one by one where padding leaves traces."""
+        waiting = [self.sequences[each[0]].first for each in self._unprocessed_sequences][:n]
+        reading = self.sequences[self._prompt_batch.uids[0]].first if self._prompt_batch.uids else waiting[0]
+        alike = next((place for place, gear in enumerate(waiting) if gear != reading), n)
+        if self._has_states:
+            alike = min(alike, 1 - len(self._prompt_batch))
+        return super()._make_batch(alike)
+
+    def _next(self) -> tuple[list[Any], list[BatchGearResponse]]:
+        with turn(self.gearbox):
+            prompts, tokens = super()._next()
+            return prompts, self._seen(tokens)
+
+    @contextmanager
+    def _writing(self, uids: Sequence[int]) -> Iterator[None]:
+        """A pass of all texts, in the gear of the policy."""
+        sequences = [self.sequences[uid] for uid in uids]
+        self.gearbox.shift(self._policy_gear([each.wish.index for each in sequences]))
+        with self._rows.of(sequences):
+            yield
+
+    @contextmanager
+    def _reading(self, uids: Sequence[int]) -> Iterator[None]:
+        """Passes over prompts, and over their last tokens, in the gear that they have in common."""
+        sequences = [self.sequences[uid] for uid in uids]
+        if sequences:
+            self.gearbox.shift(sequences[0].first)
+        with self._rows.of(sequences):
+            yield
+
+    def _single_pass(self, rows: int) -> Step:
+        return single_pass(self.gearbox, self.gearbox.gear, rows)
+
+    def _policy_gear(self, wishes: Sequence[int]) -> Gear:
+        return gear_of(self.policy(wishes), self.gearbox.ladder)
+
+    def _seen(self, tokens: Sequence[GenerationBatch.Response]) -> list[BatchGearResponse]:
+        """mlx-lm's responses with what was seen of them; each sequence's wish follows its token."""
+        responses, forecasts = [], []
+        failed: set[int] = set()
+        for token in tokens:
+            if token.uid in failed:  # mode lossless makes several tokens of a sequence
+                continue
+            each = self.sequences[token.uid]
+            seen = each.rows.popleft()
+            reading = each.monitor.update(seen.entropy)
+            each.wish = self.gearbox.ladder[each.gate.update(reading)]
+            forecasts.append(each.gate.peek(reading.forecast))
+            responses.append(self._response(token, each, seen, reading))
+            each.before = seen.seen.step.gear
+            if responses[-1].error is not None:
+                failed.add(token.uid)
+            if token.finish_reason is not None:
+                del self.sequences[token.uid]
+        if forecasts:
+            self.gearbox.prepare(self._policy_gear(forecasts))
+        self.remove([*failed])
+        return responses
+
+    def _response(
+        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
+    ) -> BatchGearResponse:
+        step, together, error = seen.seen.step, len(seen.seen), None
+        try:
+            check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
+        except GearbxError as not_finite:
+            error = each.error or not_finite
+        shown = seen_of(step, seen.entropy, reading.mean, each.before)
+        share = {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
+        return BatchGearResponse(**vars(token), **{**shown, **share}, error=error)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Arguments of `insert_segments`: lists of one entry for each sequence, or None."""
+
+    segments: Sequence[Sequence[Sequence[int]]]
+    max_tokens: Sequence[int] | None
+    caches: Sequence[Any] | None
+    all_tokens: Sequence[Sequence[int]] | None
+    samplers: Sequence[Any] | None
+    logits_processors: Sequence[Any] | None
+    stop_sequences: Sequence[Any] | None
+    seeds: Sequence[int | None] | None
+    modes: Sequence[Any] | None
+
+    def check(self, model: nn.Module, vocabulary: int) -> None:
+        """Raises GearbxError for lists of unlike length, and for what a sequence of this model cannot have."""
+        check_lengths(len(self.segments), {field.name: getattr(self, field.name) for field in fields(self)[1:]})
+        context = context_length(vars(model.args)) if hasattr(model, "args") else None
+        layers = len(make_prompt_cache(model)) if self.caches else 0
+        for place, prompt in enumerate(self.segments):
+            tokens = [token for part in prompt for token in part]
+            begun = len(self.all_tokens[place]) if self.all_tokens else 0
+            check_prompt(f"prompts[{place}]", tokens, begun, context, vocabulary)
+            if self.max_tokens is not None and not is_whole(self.max_tokens[place], 1):
+                raise GearbxError(f"max_tokens of prompts[{place}] is {self.max_tokens[place]!r}; give 1 or more")
+            if self.seeds is not None and self.seeds[place] is not None and not is_whole(self.seeds[place], 0):
+                raise GearbxError(f"seeds[{place}] is {self.seeds[place]!r}; give a whole number from 0, or None")
+            if self.caches is not None and self.caches[place] is not None:
+                check_cache(f"prompt_caches[{place}]", self.caches[place], layers)
+            if self.logits_processors is not None:
+                check_processors(f"logits_processors[{place}]", self.logits_processors[place])
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number, this one or a larger one."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_prompt(name: str, tokens: Sequence[int], begun: int, context: int | None, vocabulary: int) -> None:
+    """Raises GearbxError for a prompt that is empty, or beyond the context with the tokens before it, or that has a
+    token that the model does not know."""
+    if not tokens:
+        raise GearbxError(f"{name} is empty; give one token or more")
+    if context is not None and begun + len(tokens) >= context:
+        raise GearbxError(f"{name} has {begun + len(tokens)} tokens, and the model's context {context}; shorten it")
+    check_known(name, tokens, vocabulary)
+
+
+def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
+    """Raises GearbxError for a sequence's KV cache that has another number of layers, or cannot join others."""
+    if len(cache) != layers:
+        raise GearbxError(f"{name} has {len(cache)} layers, and the model {layers}; make it with this model")
+    for part in cache:
+        if not hasattr(part, "merge"):
+            raise GearbxError(
+                f"{name} has a {type(part).__name__}, which several texts cannot share; write it alone, with "
+                "stream_generate"
+            )
+
+
+def check_processors(name: str, processors: Any) -> None:
+    """Raises GearbxError for what is no list of logits processors, and not None."""
+    if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
+        raise GearbxError(f"{name} is {processors!r}; give a list of functions, or None")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises GearbxError for keywords that mlx-lm's BatchGenerator does not have, and for sizes below 1."""
+    for name, value in settings.items():
+        if name.startswith("kv_"):
+            raise GearbxError(f"{name} is for one text at a time; leave it out, or use stream_generate for each text")
+        if name not in SETTINGS:
+            raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(SETTINGS))}")
+        if name in SIZES and not is_whole(value, 1) and not (name == "max_kv_size" and value is None):
+            raise GearbxError(f"{name} is {value!r}; give 1 or more")
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Raises GearbxError where ranks share a model: nothing makes their batches alike."""
+    if agreement_of(model).group is not None:
+        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
+
+
+def gear_of(chosen: Any, ladder: Ladder) -> Gear:
+    """The gear that a batch's policy has chosen. Raises GearbxError for what is none."""
+    if not is_whole(chosen, 0) or chosen >= len(ladder):
+        raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
+    return ladder[int(chosen)]
+
+
+def check_lengths(prompts: int, lists: dict[str, Sequence[Any] | None]) -> None:
+    """Raises GearbxError for a list that has another length than there are prompts."""
+    for name, given in lists.items():
+        if given is not None and len(given) != prompts:
+            raise GearbxError(f"{name} has {len(given)} entries for {prompts} prompts; give one for each")
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Raises GearbxError for a model whose KV caches several texts cannot share."""
+    for part in make_prompt_cache(model):
+        if not hasattr(part, "merge"):
+            raise GearbxError(
+                f"the model's {type(part).__name__} cannot be shared by several texts; write them one at a time"
+            )
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether layers of the model are recurrent, and have a state in place of keys and values."""
+    return any(isinstance(part, ArraysCache) for part in parts(make_prompt_cache(model)))

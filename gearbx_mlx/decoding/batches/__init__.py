@@ -1,1 +1,0 @@
-"""Several texts that share each pass over the weights."""

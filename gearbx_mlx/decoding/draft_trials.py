@@ -1,0 +1,345 @@
+"""What is measured about drafts: how often gears agree, what passes take, and how many steps to queue ahead.
+
+`calibrate --mode lossless` records what each gear would have drafted along the top gear's own text, and with `--cost
+time` how long passes take on this machine. Each step of a draft that is queued ahead (drafting.py) may save the time
+for which the device would wait until a token is read and the next step is queued. It costs a pass of the draft gear
+where the draft ends before it.
+"""
+
+import hashlib
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..compat.arrays import dtype_name
+from ..errors import GearbxError, GearbxWarning
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox
+from ..gears.kernel_choices import uncounted
+from ..gears.ladder import Gear
+from ..gears.offload import Resident
+from ..kernels.compiler import processor_features
+from ..kernels.dispatch import is_tuning, on_cpu
+from ..routing.acceptance import (
+    AcceptanceCurve,
+    DraftFile,
+    DraftRule,
+    DraftTimes,
+    FixedLength,
+    ProductRule,
+    best_bound,
+    best_length,
+    fit_curve,
+)
+from ..routing.pass_costs import MOST_ROWS, LearnedCosts
+from ..routing.rounds import predicted_cost
+from .caches import Snapshot
+from .drafting import Drafter
+from .rows import Verifier
+from .sampling import entropy_bits, fast_entropy
+
+LOOP = 8  # tokens of a trial of mlx-lm's own loop
+TRIALS = 9  # after one that compiles and fills caches
+
+
+def machine_of(gearbox: Gearbox) -> str:
+    """What times depend on beside the weights: the machine and how the gearbox computes. Equal where times compare.
+
+    Processor, cores, kernels and device; format, group size, type of activations, and type to compute in.
+    """
+    processor = hashlib.sha256(processor_features().encode()).hexdigest()[:8]
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
+    threads = os.environ.get("GEARBX_THREADS", "")
+    machine = f"{processor}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
+    activations = f"int{gearbox.kernels.x_bits}" if gearbox.kernels.x_bits else "float"
+    stored = f"format {gearbox.format.name} in groups of {gearbox.group_size}"
+    return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"
+
+
+def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tuple[float, float, list[float]]:
+    """Seconds of a token alone, of a drafted one, and of verifications of 1, 2, ... 16: medians of trials in turn.
+
+    Alone, the top gear writes in mlx-lm's own loop, which runs ahead.
+
+    Args:
+        top, draft: the gears that verify and draft; `top` is engaged afterwards.
+        context: tokens in the KV cache before the pass.
+    """
+    model, size, verifier = gearbox.model, vocabulary(gearbox.model), Verifier(gearbox, top)
+    gearbox.shift(top)
+    cache = filled_cache(model, context)
+    before = Snapshot(cache)
+
+    def alone() -> float:
+        gearbox.shift(top)
+        return seconds_alone(model, cache)
+
+    def drafted() -> mx.array:
+        gearbox.shift(draft)
+        return model(mx.array([[1]]), cache=cache)
+
+    def verified(rows: int) -> Callable[[], mx.array]:
+        return lambda: verifier.rows(mx.arange(rows)[None] % size, cache).logits
+
+    trials = [alone, timed(drafted), *(timed(verified(rows)) for rows in range(1, MOST_ROWS + 1))]
+    seconds: list[list[float]] = [[] for _ in trials]
+    for _ in range(TRIALS + 1):
+        for trial, found in zip(trials, seconds):
+            with before.borrowed():
+                found.append(trial())
+    gearbox.shift(top)
+    medians = [statistics.median(found[1:]) for found in seconds]
+    return medians[0], medians[1], medians[2:]
+
+
+def filled_cache(model: nn.Module, context: int) -> list[Any]:
+    """A KV cache that has been given so many tokens, whatever they are."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(context)[None] % vocabulary(model), cache=cache))
+    return cache
+
+
+def seconds_alone(model: nn.Module, cache: list[Any]) -> float:
+    """Seconds of a token in mlx-lm's own loop."""
+    begun = [time.perf_counter() for _ in generate_step(mx.array([1]), model, max_tokens=LOOP, prompt_cache=cache)]
+    mx.eval([layer.state for layer in cache])  # the loop has begun one token more
+    return (begun[-1] - begun[0]) / (LOOP - 1)
+
+
+def timed(run: Callable[[], mx.array]) -> Callable[[], float]:
+    """How long it takes until what `run` returns is computed."""
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        mx.eval(run())
+        return time.perf_counter() - begun
+
+    return seconds
+
+
+def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
+    """The times of a drafting file if they were measured as this gearbox runs; else none, and a warning says so."""
+    if times is None or times.machine == machine_of(gearbox):
+        return times
+    said = f"the drafting file's times are of other conditions ({times.machine}), and this is {machine_of(gearbox)}"
+    warnings.warn(f"{said}: they are not used; calibrate --cost time here", GearbxWarning, stacklevel=4)
+    return None
+
+
+DEPTHS = (0, 1, 2)
+DRAFTED = 8  # tokens of a usual draft
+
+FEW_TRIALS, FEW_DRAFTED, FEW_BEFORE = 2, 4, 32  # some 50 passes of the draft gear; FEW_BEFORE: tokens before a draft
+NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
+
+
+def default_depth() -> int:
+    """Steps to queue ahead where nothing is measured.
+
+    On a CPU none: the device that waits is the one that would queue the next step, and steps that are thrown away
+    delay the verification. On a GPU one, as mlx-lm does: it hides the wait after every token, and costs one pass of
+    the draft gear in a draft.
+    """
+    return 0 if on_cpu() else 1
+
+
+def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
+    """Steps to queue ahead when `draft` drafts, by what was measured here; measured now if that was not done yet.
+
+    The times are kept with those of kernels (kernels/tuner.py). Nothing is measured where it would change
+    nothing (a CPU, drafts of a fixed length), where it would read weights from a disk, and with GEARBX_TUNE=0.
+    """
+    if isinstance(rule, FixedLength):
+        return 0
+    if on_cpu() or not is_tuning() or not isinstance(gearbox.residency, Resident):
+        return default_depth()
+    tuner, name = gearbox.kernel_choices.tuner, name_of(gearbox, draft)
+    known = tuner.measured if gearbox.kernels.anew else tuner.cache.times
+    if not known.get(name, {}).keys() >= {*map(str, DEPTHS)}:
+        try:
+            found = few_round_times(gearbox, draft)
+        except RuntimeError:  # without memory for it, say: the text must not end for that
+            return default_depth()
+        tuner.seconds += sum(map(sum, found.values()))
+        tuner.measured[name] = {str(depth): statistics.median(seconds) for depth, seconds in found.items()}
+        tuner.cache.keep(name, tuner.measured[name])
+        tuner.cache.save()
+    return shallowest({depth: tuner.cache.times[name][str(depth)] for depth in DEPTHS})
+
+
+def name_of(gearbox: Gearbox, draft: Gear) -> str:
+    """What the times depend on beside the machine, as a key of the cache."""
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
+    return f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def few_round_times(gearbox: Gearbox, draft: Gear) -> dict[int, list[float]]:
+    """`round_times` of short drafts in few trials, since a text waits for them; the gearbox counts no shifts."""
+    with uncounted(gearbox):
+        return round_times(gearbox, draft, FEW_BEFORE, FEW_TRIALS, FEW_DRAFTED)
+
+
+def shallowest(seconds: Mapping[int, float]) -> int:
+    """The smallest depth that takes hardly longer than the fastest one, from the seconds of each."""
+    enough = NEARLY * min(seconds.values())
+    return min(depth for depth, value in seconds.items() if value <= enough)
+
+
+def round_times(
+    gearbox: Gearbox,
+    draft: Gear,
+    context: int,
+    trials: int = TRIALS,
+    drafted: int = DRAFTED,
+    depths: Sequence[int] = DEPTHS,
+) -> dict[int, list[float]]:
+    """Seconds of a draft and its verification, by depth, of each of the trials, which take turns.
+
+    The rule ends each draft, so that all steps beyond are thrown away, and their time counts. The top gear is engaged
+    afterwards.
+
+    Args:
+        draft: the gear that drafts.
+        context: tokens in the KV cache before the draft.
+        trials: after one that does not count.
+        drafted: tokens of a draft. depths: that are tried.
+    """
+    verifier = Verifier(gearbox, gearbox.ladder.top)
+    gearbox.shift(gearbox.ladder.top)
+    cache = filled_cache(gearbox.model, context)
+    before = Snapshot(cache)
+    rule = ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5))  # ends after so many tokens, whatever they are
+    entropy = fast_entropy(gearbox)
+    drafters = {depth: Drafter(gearbox, draft, rule, entropy, ahead=depth) for depth in depths}
+    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
+    for _ in range(trials + 1):
+        for depth, drafter in drafters.items():
+            with before.borrowed():
+                begun = time.perf_counter()
+                tokens = drafter.draft(1, cache, drafted + max(depths)).tokens
+                mx.eval(verifier.rows(mx.array([[1, *tokens]]), cache).logits)
+                seconds[depth].append(time.perf_counter() - begun)
+    return {depth: found[1:] for depth, found in seconds.items()}  # the first one compiles and fills caches
+
+
+BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
+
+
+@dataclass
+class GearRecord:
+    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token."""
+
+    entropies: list[float]
+    agrees: list[bool]
+
+
+def record_agreement(
+    gearbox: Gearbox, top: Gear, gears: Sequence[Gear], prompt: Sequence[int], text: Sequence[int]
+) -> list[GearRecord]:
+    """Run the gears over a text that the top gear wrote, each on the top gear's KV cache, as when it drafts.
+
+    Args:
+        top: the gear that verifies.
+        gears: those that might draft.
+        prompt: tokens, one or more.
+        text: tokens that the top gear wrote after it, greedily.
+
+    Returns:
+        for each gear, len(text) entropies and answers. The top gear is engaged afterwards.
+    """
+    model = gearbox.model
+    cache = make_prompt_cache(model)
+    gearbox.shift(top)
+    if len(prompt) > 1:
+        model(mx.array(list(prompt[:-1]))[None], cache=cache)
+    inputs = [prompt[-1], *text[:-1]]
+    found = [GearRecord([], []) for _ in gears]
+    for start in range(0, len(inputs), BLOCK):
+        block = mx.array(inputs[start : start + BLOCK])[None]
+        chosen = mx.array(list(text[start : start + BLOCK]))
+        before = Snapshot(cache)
+        for gear, agreement in zip(gears, found):
+            gearbox.shift(gear)
+            logits = model(block, cache=cache)[0]
+            before.restore()
+            agreement.entropies += np.array(entropy_bits(logits)).tolist()
+            agreement.agrees += np.array(mx.argmax(logits, axis=-1) == chosen).tolist()
+        gearbox.shift(top)
+        mx.eval(model(block, cache=cache))
+    return found
+
+
+def draft_files(
+    gearbox: Gearbox,
+    top: Gear,
+    recorded: dict[Gear, list[GearRecord]],
+    name: str,
+    group_size: int,
+    format: str,
+    context: int | None = None,
+) -> Iterable[DraftFile]:
+    """For each gear that was recorded, the curve and the bound that cost the fewest bytes of weights per token.
+
+    Args:
+        context: measure what passes take after so many tokens, too.
+
+    Raises:
+        GearbxError: no tokens were recorded.
+    """
+    verification, original = gearbox.weight_bytes_per_token(top), gearbox.original_bytes_per_token()
+    for gear, texts in recorded.items():
+        sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
+        if not sequences:
+            raise GearbxError("calibration has no tokens; give prompts that the model answers")
+        entropies = [value for text in texts for value in text.entropies]
+        agrees = [value for text in texts for value in text.agrees]
+        curve = fit_curve(entropies, agrees)
+        draft = gearbox.weight_bytes_per_token(gear)
+        bound, read = best_bound(sequences, curve, draft, verification)
+        length, fixed = best_length(sequences, draft, verification)
+        yield DraftFile(
+            gears=[g.bits for g in gearbox.ladder if g.bits <= top.bits],
+            draft=gear.bits,
+            bound=bound,
+            edges=list(curve.edges),
+            agreement=list(curve.agreement),
+            vocab_size=vocabulary(gearbox.model),
+            fingerprint=gearbox.fingerprint,
+            model=name,
+            group_size=group_size,
+            format=format,
+            tokens=len(entropies),
+            agreement_overall=sum(agrees) / len(agrees),
+            weight_bytes_per_token=read,
+            weight_bytes_per_token_top=verification,
+            best_fixed_length=length,
+            fixed_weight_bytes_per_token=fixed,
+            weight_bytes_per_token_original=None if original == verification else original,
+            times=None if context is None else draft_times(gearbox, top, gear, context, sequences, curve),
+        )
+
+
+def draft_times(
+    gearbox: Gearbox,
+    top: Gear,
+    draft: Gear,
+    context: int,
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    curve: AcceptanceCurve,
+) -> DraftTimes:
+    """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
+    alone, token, verifications = measure_times(gearbox, top, draft, context)
+    predicted = predicted_cost(sequences, curve, LearnedCosts((token, verifications)))
+    return DraftTimes(machine_of(gearbox), context, alone, token, verifications, predicted)

@@ -1,0 +1,228 @@
+"""Where mlx-lm samples a token: its entropy (the rev counter, GEARBX 3.1) and how it came about are noted there.
+
+Beside that, all that looks at one distribution: near-ties, which rounding may have decided, since several positions in
+one pass are added up in another order than one; logits that are no numbers, and which layer they come from; mlx-lm's
+sampler for a tokenizer; random numbers of a text's own, whatever other texts draw meanwhile.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+from mlx_lm.sample_utils import make_sampler
+
+from ..compat.arrays import dtype_name
+from ..errors import GearbxError
+from ..formats.kv_cache import KVGears
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import Gear
+from ..kernels.dispatch import choose, native_entropy
+from ..ranks.agreement import ALONE, Agreement, agreement_of
+from .caches import gears_of
+from .response import SampledToken, Step
+
+Entropy = Callable[[mx.array], mx.array]
+Sampler = Callable[[mx.array], mx.array]
+"""From log-probabilities (B, V) to tokens (B,)."""
+
+
+NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
+
+
+# GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
+NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = 0.0, 1e4, -1e4
+
+
+def entropy_bits(logprobs: mx.array) -> mx.array:
+    """H = -sum p log2 p over the last axis, in bits.
+
+    Args:
+        logprobs: shape (..., V), any floating type. Log-probabilities or logits: they are normalised here, since
+            half-precision log-probabilities do not sum to one. NaN counts as 0, +inf as 1e4 and -inf as -1e4, so -inf
+            entries contribute 0, and a vector of NaN is the uniform distribution.
+
+    Returns:
+        shape (...), float32, from 0 (all mass on one token) to log2 V (uniform); both ends are exact. The array is not
+        evaluated: the caller decides when to wait for it (GEARBX 3.6).
+    """
+    z = mx.nan_to_num(logprobs.astype(mx.float32), NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY)
+    z = z - z.max(axis=-1, keepdims=True)
+    weight = mx.exp(z)
+    total = weight.sum(axis=-1)
+    # log2 of a sum of V ones is exact where log2 V is; -sum p log2 p is not.
+    bits = mx.log2(total) - (weight * z).sum(axis=-1) / (total * mx.log(mx.array(2.0)))
+    return mx.clip(bits, 0.0, mx.log2(mx.array(float(z.shape[-1]))))
+
+
+def fast_entropy(gearbox: Gearbox | Observer | None = None) -> Entropy:
+    """`decoding.sampling.entropy_bits`, natively where the gearbox uses native kernels.
+
+    Over a vocabulary MLX's operations take 1 ms on x86, the native kernel a twentieth of that. Without a gearbox,
+    native where `kernels="auto"` would be.
+    """
+    kernels = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
+    return (native_entropy() if kernels.native else None) or entropy_bits
+
+
+def noise_of(logits: mx.array) -> mx.array:
+    """How much rounding may move each row of logits (..., V): (...)."""
+    return NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max(axis=-1)
+
+
+def near_ties(logprobs: mx.array, noise: mx.array) -> mx.array:
+    """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
+
+    Args:
+        noise: (...), of the logits; the largest of the positions that were computed together.
+    """
+    best = mx.topk(logprobs, 2, axis=-1)
+    return mx.abs(best[..., 0] - best[..., 1]) <= noise
+
+
+class OwnRandomState:
+    """MLX's random state as one text alone has it after `mx.random.seed(seed)`."""
+
+    def __init__(self, seed: int):
+        self.state = mx.random.key(seed % 2**64)
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """What is drawn inside comes from this state; afterwards MLX's is as it was."""
+        current: Any = mx.random.state
+        others = mx.array(current[0])
+        current[0][:] = self.state
+        try:
+            yield
+        finally:
+            self.state = mx.array(current[0])
+            current[0][:] = others
+
+
+def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
+    """Raises GearbxError, with the layer to blame, for log-probabilities that are NaN.
+
+    Args:
+        logprobs: of one token, (V,).
+        entropy: of the token, bits.
+        gear: that computed it.
+    """
+    if has_nan(logprobs, entropy):
+        gearbox.shift(gear)
+        raise not_finite(gearbox.model, f"gear '{gear.name}'", gearbox.compute_dtype)
+
+
+def has_nan(logprobs: mx.array, entropy: float) -> bool:
+    """Whether log-probabilities are NaN.
+
+    A NaN or an infinity among the logits leaves no number but -inf among the log-probabilities, so that their entropy
+    is the largest or 0. Other tokens cost no look at the array.
+    """
+    highest = math.log2(logprobs.shape[-1]) * (1 - 1e-6)
+    return not 0.0 < entropy < highest and bool(mx.isnan(logprobs).any())
+
+
+def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
+    """The error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
+    for path, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+            layer, _, name = path.rpartition(".")
+            why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
+            return GearbxError(f"{layer or 'the model'}: its {name} {why}")
+    remedy = "give --dtype float32" if dtype != mx.float32 else "check the checkpoint, or what processes the logits"
+    return GearbxError(
+        f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"
+    )
+
+
+def sampler_for(
+    tokenizer: Any,
+    *,
+    temp: float = 0.0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.0,
+) -> Sampler:
+    """mlx-lm's sampler for a tokenizer. XTC never drops line ends and the ends of texts."""
+    return make_sampler(
+        temp,
+        top_p,
+        min_p,
+        min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+
+
+class EntropySampler:
+    """A sampler that also notes the entropy and the step of each pass, then samples as another sampler does.
+
+    The entropy is put on the stream here, before the next pass is. Computed from the response, it would stand behind
+    that pass, and reading it would wait for a whole token (GEARBX 3.6).
+
+    Args:
+        sampler: of mlx-lm.
+        step: returns how the latest logits came about.
+        entropy: in bits, of log-probabilities.
+        agreement: of the ranks that share the model.
+        gears: of a KV cache. The prompt that they read ends with the first call.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        step: Callable[[], Step],
+        entropy: Entropy = entropy_bits,
+        agreement: Agreement = ALONE,
+        gears: KVGears | None = None,
+    ):
+        self.sampler = sampler
+        self.step = step
+        self.entropy = entropy
+        self.agreement = agreement
+        self.gears = gears
+        self.tokens: deque[SampledToken] = deque()
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        step, near_tie = self.step(), None
+        if self.gears is not None:
+            self.gears.end_prompt()
+            read, caches = self.gears.meter.take()
+            step = replace(step, kv_bytes=read, kv_caches=caches)
+        entropy = self.entropy(logprobs) if step.entropy is None else step.entropy
+        if step.noise is not None:
+            near_tie = near_ties(logprobs, step.noise)
+            mx.async_eval(near_tie)
+        token, entropy = self.agreement.arrays(self.sampler(logprobs), entropy)
+        mx.async_eval(entropy)
+        self.tokens.append(SampledToken(entropy, step, near_tie))
+        return token
+
+
+def sampled_tokens(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    step: Callable[[], Step],
+    entropy: Entropy = entropy_bits,
+    **kwargs: Any,
+) -> Iterator[tuple[GenerationResponse, SampledToken]]:
+    """mlx-lm's responses, each with what the sampler saw; `kwargs` are of mlx-lm's stream_generate."""
+    gears = gears_of(kwargs.get("prompt_cache"))
+    if gears is not None:
+        gears.begin_prompt()
+    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy, agreement_of(model), gears)
+    for response in mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs):
+        yield response, sampler.tokens.popleft()
