@@ -157,6 +157,7 @@ class TestSmolLM2:
         with pytest.raises(GearbxError, match="is missing; pip install"):
             load("smollm2")
 
+    @pytest.mark.real
     @pytest.mark.filterwarnings("ignore:the weights have few different values")
     def test_it_answers_in_english(self, smollm2_model):
         model, tokenizer = smollm2_model
