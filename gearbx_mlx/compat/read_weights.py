@@ -1,9 +1,14 @@
-"""Weights that a class of the model reads in its own code, instead of calling the module that has them."""
+"""Weights that a class of the model reads in its own code, instead of calling the module that has them.
 
-import dis
+The text of its functions says so. A function whose text is not to be had counts as one that reads the weight of every
+module that it names.
+"""
+
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 
 import mlx.nn as nn
 
@@ -33,23 +38,27 @@ def weights_read_by(kind: type[nn.Module]) -> set[str]:
     if kind.__module__.startswith(ADAPTERS):
         return set()
     functions = inspect.getmembers(kind, inspect.isfunction)
-    return {chain for name, function in functions if name not in ELSEWHERE for chain in chains(function.__code__)}
+    return {chain for name, function in functions if name not in ELSEWHERE for chain in chains(function)}
 
 
-def chains(code: CodeType) -> Iterator[str]:
+def chains(function: FunctionType) -> Iterator[str]:
     """The x.y of every self.x.y.weight in a function, and in functions within it."""
-    names: list[str] | None = None  # since the last `self`
-    # Reading instructions takes long, and few functions know the name.
-    for instruction in dis.get_instructions(code) if "weight" in code.co_names else ():
-        loaded = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-        if loaded == "self":
-            names = []
-        elif instruction.opname == "LOAD_ATTR" and names is not None:
-            if instruction.argval == "weight" and names:
-                yield ".".join(names)
-            names.append(instruction.argval)
-        else:
-            names = None
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from chains(constant)
+    named = names_in(function.__code__)
+    if "weight" not in named:  # few functions know the name, and to read a text takes long
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        yield from named
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "weight":
+            *inner, first = reversed(ast.unparse(node.value).split("."))
+            if first == "self" and inner:
+                yield ".".join(reversed(inner))
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that a function and those within it use."""
+    within = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*within)

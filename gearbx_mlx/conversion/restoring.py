@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..compat.classes import bare
 from ..errors import GearbxError, about
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import remove_parts, write_bytes
 from ..formats.base import dense_weight
-from ..formats.native import bare
 from ..formats.tied import linear_of
 from ..gears.discovery import Layer
 from ..gears.ladder import DENSE

@@ -12,8 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from ..compat.classes import bare
 from ..errors import GearbxError
-from .native import FLOATING, Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, bare
+from .native import FLOATING, Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear
 
 Arrays = Mapping[str, mx.array]
 K = TypeVar("K")

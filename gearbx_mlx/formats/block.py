@@ -15,9 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 
+from ..compat.classes import ORIGIN, Code, code_of, standing_for
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
-    ORIGIN,
     NativeGeGLU,
     NativeLlama3RoPE,
     NativeRMSNorm,
@@ -31,14 +31,6 @@ from .kv_cache import NestedKVCache, entries, has_room, planes_of, read_before, 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest
 PROGRAMS = "_gearbx_programs"
-
-Code = tuple[Any, ...]
-
-
-def code_of(kind: type) -> Code:
-    """What the `__call__` of a class does, as far as its own code says: mlx-lm has many copies of the same code."""
-    code = getattr(kind.__call__, "__code__", None)
-    return (code.co_code, code.co_consts, code.co_names, code.co_argcount, code.co_flags) if code else (kind,)
 
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
@@ -112,7 +104,7 @@ ADDED: dict[Code, type] = {  # code of a class to what makes it native
 def coded_class(kind: Any) -> type[nn.Module] | None:
     """A native subclass of mlx-lm's class `kind`, which is known by its code; None for classes of other code."""
     added = ADDED.get(code_of(kind))
-    return None if added is None else type(f"Native{kind.__name__}", (added, kind), {ORIGIN: kind})
+    return None if added is None else standing_for(kind, {}, added)
 
 
 _single_operations = False

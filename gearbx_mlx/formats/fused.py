@@ -4,7 +4,6 @@ For one token, a CPU spends more time on the many small operations that MLX make
 """
 
 import functools
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +14,8 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
+from ..compat.classes import calling
+from ..compat.names import frequencies_of
 from ..kernels import dispatch
 from ..kernels.dispatch import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
 from .kv_cache import NestedKVCache
@@ -48,7 +49,7 @@ class NativeLlama3RoPE(Llama3RoPE):
     def frequencies(self) -> mx.array:
         """Radians from position to position, (dims / 2,) float32."""
         if "_inverse" not in self:
-            self._inverse = 1 / self._freqs
+            self._inverse = 1 / frequencies_of(self)
             mx.eval(self._inverse)
         return self["_inverse"]
 
@@ -95,14 +96,14 @@ class NativeSwiGLU(SwiGLU):
         return swiglu(gate, x)
 
 
-ORIGIN = "mlx_lm_class"  # attribute of a class from `native_class`: mlx-lm's class
-
 FUSED: dict[type[nn.Module], type[nn.Module]] = {  # MLX's module to ours
     nn.RMSNorm: NativeRMSNorm,
     nn.RoPE: NativeRoPE,
     Llama3RoPE: NativeLlama3RoPE,
     SwiGLU: NativeSwiGLU,
 }
+
+BY_PRIVATE_NAMES = (Llama3RoPE,)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
@@ -160,26 +161,6 @@ def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn
 
     Args:
         operations: those for which ours are called.
-
-    The subclass has the same code as `kind`, and other globals: nothing in mlx-lm is changed.
     """
-    call = kind.__call__
-    if not isinstance(call, FunctionType):
-        return None
-    replaced = {
-        name: ours
-        for name, (operation, theirs, ours) in FUNCTIONS.items()
-        if operation in operations and name in call.__code__.co_names and call.__globals__.get(name) is theirs
-    }
-    if not replaced:
-        return None
-    made = FunctionType(
-        call.__code__, {**call.__globals__, **replaced}, call.__name__, call.__defaults__, call.__closure__
-    )
-    made.__kwdefaults__ = call.__kwdefaults__
-    return type(f"Native{kind.__name__}", (kind,), {"__call__": made, ORIGIN: kind})
-
-
-def stock_class(kind: Any) -> type[nn.Module] | None:
-    """The class of mlx-lm from which `native_class` made `kind`; None for other classes."""
-    return vars(kind).get(ORIGIN)
+    wanted = {name: (theirs, ours) for name, (operation, theirs, ours) in FUNCTIONS.items() if operation in operations}
+    return calling(kind, wanted)

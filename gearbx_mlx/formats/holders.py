@@ -17,9 +17,9 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRAEmbedding, DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
+from ..compat.classes import as_class
 from ..errors import GearbxError
 from .base import dense_weight
-from .native import as_class
 
 
 class RankPart(nn.Module):

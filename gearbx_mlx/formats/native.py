@@ -9,11 +9,13 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..compat.classes import as_class, stock_class
+from ..compat.versions import is_tested
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.dispatch import OPERATIONS, Chosen, Kind
 from ..kernels.products import dense_experts, dense_product, stack_experts, stack_product
 from .block import coded_class
-from .fused import FUSED, native_class, stock_class
+from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
 
 class Native:
@@ -160,25 +162,15 @@ def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = 
 
 
 def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
-    """The native class for mlx-lm's class; that class itself if there is none, or none of these operations."""
-    kind = NATIVE.get(stock) or coded_class(stock)
+    """The native class for mlx-lm's class; that class itself if there is none, or none of these operations.
+
+    With versions of mlx-lm that are not tested, classes known by their code or by private names stay as they are.
+    """
+    trusted = is_tested()
+    kind = NATIVE.get(stock) or (coded_class(stock) if trusted else None)
     if kind is None:
-        return native_class(stock, operations) or stock
+        return (native_class(stock, operations) if trusted else None) or stock
+    if stock in BY_PRIVATE_NAMES and not trusted:
+        return stock
     operation = getattr(kind, "operation", None)  # a product has none
     return kind if operation is None or operation in operations else stock
-
-
-def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """The module as one of another class, over the same arrays."""
-    made = bare(kind)
-    dict.update(made, module)
-    vars(made).update(vars(module))
-    made._no_grad = set(module._no_grad)
-    return made
-
-
-def bare(kind: type[nn.Module]) -> nn.Module:
-    """A module without arrays. MLX's constructors draw random numbers, and a shift must not change those of a text."""
-    module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
-    nn.Module.__init__(module)
-    return module

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from .native import NativeDense, NativeEmbedding, bare
+from ..compat.classes import bare
+from .native import NativeDense, NativeEmbedding
 
 
 class TiedEmbedding(nn.Embedding):

@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.pipeline import PipelineMixin
 from msgspec.structs import replace
 
+from ..compat.classes import bare
 from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
-from ..formats.native import bare
 from ..ranks.meeting import gathered
 from .adapters import put_modules
 from .manifest import RESTORE, Manifest

@@ -12,9 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..compat.classes import as_class
 from ..errors import GearbxError, GearbxWarning
 from ..formats.block import forget_programs
-from ..formats.native import Native, as_class
+from ..formats.native import Native
 from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import RECONSTRUCT, Choice, Chosen, Kind, always, choose

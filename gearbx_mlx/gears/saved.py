@@ -13,11 +13,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..compat.classes import bare
 from ..errors import GearbxError
 from ..files.reading import shown, unreadable
 from ..formats import get_format
 from ..formats.base import StoredArray
-from ..formats.native import bare
 from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, quantized_table
 from .activations import DTYPES
 from .adapters import layers_of, places_of, put_modules, tree_of

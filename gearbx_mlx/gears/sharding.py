@@ -15,9 +15,9 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.arrays import same_random_numbers
+from ..compat.classes import bare
 from ..errors import GearbxError, one_line
 from ..formats.base import Format
-from ..formats.native import bare
 from .adapters import put_modules
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last

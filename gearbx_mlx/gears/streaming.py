@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..compat.classes import become
 from ..errors import GearbxError
 from ..formats.exact import (
     ExactLinear,
@@ -178,7 +179,7 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
     own = {"remainder": remainder, "reader": reader, "low_type": module["low"].dtype}
     for name in ("low", "high"):
         del module[name]
-    module.__class__ = kind
+    become(module, kind)
     for name, value in own.items():
         object.__setattr__(module, name, value)  # not into the dictionary of parameters
 

@@ -1,11 +1,11 @@
 """The device that MLX computes on: one for a process, chosen before mlx-lm is imported."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 
+from ..compat.names import generation_stream
 from ..errors import GearbxError
 from . import DEVICES
 
@@ -53,7 +53,7 @@ def check_device(name: str) -> None:
 
 def check_generation(name: str) -> None:
     """Raise GearbxError if mlx-lm was imported while MLX computed on another device."""
-    stream = getattr(sys.modules.get("mlx_lm.generate"), "generation_stream", None)
+    stream = generation_stream()
     pinned = name if stream is None else name_of(stream.device)
     if pinned != name:
         raise GearbxError(

@@ -1,0 +1,47 @@
+"""Versions of MLX and mlx-lm with which the assumptions of this folder are tested."""
+
+import functools
+import warnings
+from importlib import metadata
+
+from ..errors import GearbxError, GearbxWarning
+
+TESTED = {"mlx": "0.32", "mlx-lm": "0.32"}
+OFF = "blocks as one operation, some fused operations and latent attention over several tokens"
+
+_said: set[str] = set()
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """The versions that are in use, by the names of TESTED."""
+    return {name: metadata.version(name) for name in TESTED}
+
+
+def untested() -> str:
+    """The first version in use that is not tested, in words, with the remedy; "" where all of them are."""
+    for name, version in installed().items():
+        tested = TESTED[name]
+        if version.split(".")[:2] != tested.split("."):
+            return f"{name} is {version}, and gearbx-mlx is tested with {tested}; pip install '{name}=={tested}.*'"
+    return ""
+
+
+def is_tested() -> bool:
+    """Whether what rests on these versions may be used."""
+    return not untested()
+
+
+def warn_if_untested() -> None:
+    """Say once what is off with the versions in use, if something is."""
+    found = untested()
+    if found and found not in _said:
+        _said.add(found)
+        warnings.warn(f"{OFF} are off: {found}", GearbxWarning, stacklevel=2)
+
+
+def check_tested(what: str) -> None:
+    """Raises GearbxError for what cannot do without the insides of the versions that are tested."""
+    found = untested()
+    if found:
+        raise GearbxError(f"{what} needs tested versions: {found}")
