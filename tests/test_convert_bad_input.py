@@ -191,6 +191,22 @@ class TestConverting:
         assert f"geared.incomplete: cannot be written ({reason}); mend that, and the same command goes on" in done.err
         assert not out.exists()
 
+    @pytest.mark.parametrize("file", ["model.safetensors", "gears.safetensors"])
+    def test_a_finished_part_that_was_damaged_since(self, tmp_path, command, monkeypatch, file):
+        out, work = tmp_path / "geared", tmp_path / "geared.incomplete"
+        with monkeypatch.context() as patch:
+            patch.setattr(journal.TensorFile, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert command("convert", "--mlx-path", out).status == 130
+        content = bytearray((work / file).read_bytes())
+        content[-100] ^= 1
+        (work / file).write_bytes(content)
+        done = command("convert", "--mlx-path", out)
+        assert done.status == 2
+        (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        assert f"{work / file}: model." in line
+        assert "is damaged" in line
+        assert not out.exists()
+
     @pytest.mark.slow
     def test_a_beginning_of_another_conversion(self, tmp_path, command, monkeypatch):
         out = tmp_path / "geared"

@@ -30,7 +30,7 @@ from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
 from ..gears.saved import KINDS
-from ..gears.tensor_files import TensorEntry, fingerprint_of, hash_of, sample
+from ..gears.tensor_files import ArrayHashes, TensorEntry, fingerprint_of, hash_of, sample
 from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
 
@@ -150,8 +150,8 @@ class Converter:
     `wanted` are hashes of tensors that are to be found among the parameters.
 
     Raises:
-        GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, or the
-            beginning of another conversion in the directory.
+        GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, the
+            beginning of another conversion in the directory, or arrays there that are not what its journal says.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path):
@@ -186,6 +186,8 @@ class Converter:
             }
         except GearbxError as error:
             raise GearbxError(f"{work}: its files are not what {JOURNAL} says ({error}); {REMOVE}") from error
+        places = {name: place for file in self.files.values() for name, place in file.places.items()}
+        ArrayHashes(places, self.hashes).verify(places, REMOVE)
 
     def __iter__(self) -> Iterator[int]:
         """Convert. Yields the bytes of each parameter that is done; those of earlier runs come first."""
@@ -241,7 +243,7 @@ class Converter:
             layers={layer.path: self._saved(layer) for layer in layers},
             tables={table.path: self._saved(table) for table in self.tables if table.path not in larger},
             unmanaged=self.unmanaged | larger,
-            hashes={name: hash for unit in self.done.values() for name, hash in unit.hashes.items()},
+            hashes=self.hashes,
             original=original,
         )
         (self.work / MANIFEST).write_text(manifest.as_json(), encoding="utf-8")
@@ -265,6 +267,11 @@ class Converter:
         """Path to reason of layers that stay dense since they would become larger."""
         reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
         return {path: reason for path, reason in reasons.items() if reason}
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Name to hash of every array that is written."""
+        return {name: hash for unit in self.done.values() for name, hash in unit.hashes.items()}
 
     @property
     def views(self) -> dict[str, View]:

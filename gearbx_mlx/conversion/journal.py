@@ -18,7 +18,7 @@ from ..files.reading import Count, json_lines, read_text
 from ..gears.discovery import Predicate, with_bits, with_clamps
 from ..gears.ladder import DENSE, EMBEDDINGS
 from ..gears.manifest import DtypeName, GroupSize, Hash, View, Width
-from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, TensorEntry, end_of, hash_bytes
+from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, ArrayPlace, TensorEntry, end_of, hash_bytes
 from .views import bits_of
 
 
@@ -35,7 +35,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, room: int, entries: dict[str, TensorEntry] | None = None):
-        self.room, self.entries = room, dict(entries or {})
+        self.path, self.room, self.entries = path, room, dict(entries or {})
         self.end = end_of(self.entries)
         if self.end and (not path.exists() or path.stat().st_size < LENGTH.size + room + self.end):
             raise GearbxError(f"{path}: shorter than its journal says")
@@ -57,6 +57,13 @@ class TensorFile:
         self.entries[name] = TensorEntry(dtype, shape, span)
         self.end = span[1]
         return hash_bytes(data)
+
+    @property
+    def places(self) -> dict[str, ArrayPlace]:
+        """Where each array is."""
+        start = LENGTH.size + self.room
+        offsets = {name: entry.data_offsets for name, entry in self.entries.items()}
+        return {name: ArrayPlace(self.path, start + begin, start + end) for name, (begin, end) in offsets.items()}
 
     def flush(self) -> None:
         """Return when everything is on the disk."""
