@@ -25,7 +25,9 @@ from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.dispatch import NATIVE, always
+from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.kernels.metal import Launch, Prepared
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
 from gearbx_mlx.kernels.metal_exact import exact_launch
@@ -56,17 +58,18 @@ def launchers(x: mx.array) -> dict[str, Callable[[], Launch]]:
     low, high, offsets = (
         mx.zeros(size, kind) for size, kind in (((WIDTH, WIDTH), mx.uint8), (64, mx.uint8), (WIDTH + 1, mx.uint32))
     )
-    exact = [words], scales.view(mx.uint16), [biases.view(mx.uint16)], low, high, offsets
+    beside = low, high, offsets, (4,), GROUP
+    exact = ExactMatrix([words], scales.view(mx.uint16), [biases.view(mx.uint16)], *beside)
     queries, keys = mx.zeros((1, 8, 1, 64), x.dtype), mx.zeros((1, 2, 300, 64), x.dtype)
     frequencies, sums = mx.ones((32,)), mx.zeros((1, 8, 1, 3, 66))
     return {
-        "affine, 4 bits": lambda: planes_launch(x, [words], scales, [biases], (4,), GROUP),
-        "planes, 4+4 bits": lambda: planes_launch(x, stack.weights, stack.scales, stack.biases, (4, 4), GROUP),
+        "affine, 4 bits": lambda: planes_launch(x, Planes([words], scales, [biases], (4,), GROUP)),
+        "planes, 4+4 bits": lambda: planes_launch(x, stack),
         "rowwise, 8 bits": lambda: rowwise_launch(x, packed, row_scales, 8, WIDTH),
         "groupwise, 4 bits": lambda: groupwise_launch(x, group_packed, group_scales, WIDTH),
         "codebook, 4 bits": lambda: codebook_launch(x, tables, 4),
         "codebook-library, 4 bits": lambda: library_launch(x, library, 4),
-        "exact, 4 bits": lambda: exact_launch(x, *exact, (4,), GROUP),
+        "exact, 4 bits": lambda: exact_launch(x, exact),
         "dense": lambda: dense_launch(x, weight),
         "rotary positions": lambda: rope_launch(queries, frequencies, 300, False, 1.0),
         "attention, blocks": lambda: parts_launch(queries, keys, keys, 0.125, "causal"),

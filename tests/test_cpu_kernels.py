@@ -19,6 +19,7 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import NativeDense
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import products
+from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -65,9 +66,9 @@ class TestNumbers:
         for rows in ROWS:
             planes = split(mx.random.normal((rows, 256)).astype(dtype), widths, group_size)
             for count in range(1, len(widths) + 1):
-                stack = planes.weights[:count], planes.scales, planes.biases[:count], widths[:count], group_size
+                stack = planes.gear(sum(widths[:count]))
                 x = mx.random.normal((3, 256))
-                assert_products_close(products.stack_product(x, *stack), x, *stack_weights(*stack))
+                assert_products_close(products.stack_product(x, stack), x, *stack_weights(*stack))
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("columns", [1, 7, 8, 33, 100, 384])
@@ -89,7 +90,7 @@ class TestNumbers:
         key = mx.random.key(seed)
         weight, scales, biases = mx.quantize(mx.random.normal((rows, groups * 32), key=key), 32, bits)
         x = mx.random.normal((vectors, groups * 32), key=key)
-        y = products.stack_product(x, [weight], scales, [biases], [bits], 32)
+        y = products.stack_product(x, Planes([weight], scales, [biases], [bits], 32))
         assert_products_close(y, x, *stack_weights([weight], scales, [biases], [bits], 32))
 
     def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
@@ -98,7 +99,7 @@ class TestNumbers:
         dense = mx.random.normal((300, 512)).astype(mx.bfloat16)
         products = [lambda x: native.dense_matvec(x, dense)]
         for n in range(1, 5):
-            stack = planes.weights[:n], planes.scales, planes.biases[:n], list(planes.widths[:n]), 64
+            stack = planes.gear(sum(planes.widths[:n]))
             products.append(lambda x, stack=stack: native.stack_matvec(x, *stack))
         for product in products:
             alone = [product(x[i : i + 1]) for i in range(16)]

@@ -29,11 +29,10 @@ def products(native) -> list:
     dense = weight.astype(mx.bfloat16)
     words, scales, biases = mx.quantize(weight, 32, 4)
     planes = split(dense, (4, 1, 1, 2), 64)
-    stack = planes.weights, planes.scales, planes.biases, list(planes.widths), 64
     return [
         lambda x, i: native.dense_experts(x, dense, i),
         lambda x, i: native.stack_experts(x, [words], scales, [biases], [4], 32, i),
-        lambda x, i: native.stack_experts(x, *stack, i),
+        lambda x, i: native.stack_experts(x, *planes, i),
     ]
 
 
@@ -84,10 +83,10 @@ class TestExperts:
     def test_stacks(self, native, dtype):
         planes = split(mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype), (3, 1, 4), 32)
         x, chosen = random_pairs(40)
-        for count, bits in ((1, 3), (2, 4), (3, 8)):
-            stack = planes.weights[:count], planes.scales, planes.biases[:count], list(planes.widths[:count]), 32
+        for bits in (3, 4, 8):
+            stack = planes.gear(bits)
             y = native.stack_experts(x, *stack, chosen)
-            weight = planes.dequantize(bits)
+            weight = stack.dequantize()
             for p in range(40):
                 matrix = float64(weight[chosen[p].item()])
                 assert_products_close(y[p], x[p], matrix, np.abs(matrix) + 8)  # scale * code and bias cancel

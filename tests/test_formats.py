@@ -71,7 +71,7 @@ def test_every_prefix_computes_with_its_own_dequantization(widths, dtype):
     modules = get_format("planes").modules(dense, ladder[0], ladder, GROUP, mx.float32)
     x = matrix(3, 256, scale=1.0, seed=1)
     for bits in ladder:
-        expected = x @ planes.dequantize(bits).T + dense.bias
+        expected = x @ planes.gear(bits).dequantize().T + dense.bias
         assert mx.allclose(modules[bits](x), expected, atol=1e-5).item()
 
 
@@ -86,7 +86,7 @@ def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(w
         codes = (codes << width) | unpack_mlx_codes(words, width)
     grouped = weight.astype(mx.float32).reshape(32, -1, GROUP)
     step = planes.scales.astype(mx.float32) * 2.0 ** -(bits - widths[0])
-    rebuilt = planes.dequantize(bits).reshape(grouped.shape)
+    rebuilt = planes.gear(bits).dequantize().reshape(grouped.shape)
     # One code is one step, exactly up to float32 ...
     offset = rebuilt - codes.reshape(grouped.shape).astype(mx.float32) * step[..., None]
     assert (offset.max(axis=-1) - offset.min(axis=-1)).max().item() <= 1e-6
@@ -104,7 +104,7 @@ def test_error_is_no_worse_than_stock_quantization(dtype, scale):
     planes = split(weight, (4, 4), GROUP)
     for bits in (4, 8):
         stock = mx.dequantize(*mx.quantize(weight, GROUP, bits), GROUP, bits).astype(mx.float32)
-        assert error(planes.dequantize(bits), weight) <= error(stock, weight) * (
+        assert error(planes.gear(bits).dequantize(), weight) <= error(stock, weight) * (
             0.8 if dtype == mx.bfloat16 and bits == 8 else 1.02
         )
 
@@ -127,7 +127,7 @@ def test_whatever_the_weights_every_gear_is_within_half_a_step_and_rounding(valu
         slack = slack + 2.0**-25 * 2 ** widths[0]
     for bits in np.cumsum(widths).tolist():
         step = planes.scales.astype(mx.float32)[..., None] * 2.0 ** -(bits - widths[0])
-        difference = mx.abs(planes.dequantize(bits).reshape(exact.shape) - exact)
+        difference = mx.abs(planes.gear(bits).dequantize().reshape(exact.shape) - exact)
         assert (difference <= step * 0.5 + slack + step * 32 * rounding).all().item()
 
 
@@ -137,13 +137,13 @@ def test_the_full_stack_is_eight_bit_quantization(dtype):
     weight = matrix(64, 512, dtype=dtype)
     words, scales, biases = mx.quantize(weight.astype(mx.float32), GROUP, 8)
     stock = mx.dequantize(words, scales, biases, GROUP, 8)
-    ours = split(weight, (4, 4), GROUP).dequantize(8)
+    ours = split(weight, (4, 4), GROUP).dequantize()
     assert mx.abs(ours - stock).max().item() <= 1.3 * mx.abs(scales).max().item()
 
 
 def test_every_gear_is_finer_than_the_one_below():
     weight = matrix(64, 256)
-    errors = [error(split(weight, (4, 1, 1, 2), GROUP).dequantize(bits), weight) for bits in (4, 5, 6, 8)]
+    errors = [error(split(weight, (4, 1, 1, 2), GROUP).gear(bits).dequantize(), weight) for bits in (4, 5, 6, 8)]
     assert all(finer < 0.6 * coarser for coarser, finer in itertools.pairwise(errors))
 
 
@@ -154,7 +154,7 @@ def test_groups_without_range_keep_their_value(value, dtype):
     planes = split(weight, (4, 4), GROUP)
     tolerance = 1e-4 + abs(value) * {mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7, mx.float32: 2.0**-20}[dtype]
     for bits in (4, 8):
-        difference = mx.abs(planes.dequantize(bits) - weight.astype(mx.float32)).max().item()
+        difference = mx.abs(planes.gear(bits).dequantize() - weight.astype(mx.float32)).max().item()
         assert difference <= (tolerance if bits == 8 else tolerance + 6.2e-5 * 8)
 
 

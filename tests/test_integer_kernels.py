@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import products
+from gearbx_mlx.kernels.bit_planes import Planes
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
@@ -35,7 +36,7 @@ class TestRoundedActivations:
             mx.random.normal((rows, groups * group_size), key=keys[0]), group_size, bits
         )
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
-        y = products.stack_product(x, [weight], scales, [biases], [bits], group_size, x_bits=x_bits)
+        y = products.stack_product(x, Planes([weight], scales, [biases], [bits], group_size), x_bits=x_bits)
         stack = stack_weights([weight], scales, [biases], [bits], group_size)
         assert_products_close(y, rounded(x, group_size, x_bits), *stack)
 
@@ -44,7 +45,7 @@ class TestRoundedActivations:
         planes = split(mx.random.normal((70, 512)), (4, 1, 1, 2), 64)
         x = mx.random.normal((16, 512))
         for n in range(1, 5):
-            stack = planes.weights[:n], planes.scales, planes.biases[:n], list(planes.widths[:n]), 64
+            stack = planes.gear(sum(planes.widths[:n]))
             together = native.stack_matvec(x, *stack, x_bits)
             for i in range(16):
                 assert mx.array_equal(together[i : i + 1], native.stack_matvec(x[i : i + 1], *stack, x_bits)).item()
@@ -62,12 +63,11 @@ class TestRoundedActivations:
     def test_same_bits_among_any_number_of_vectors(self, widths, x_bits, group_size, rows, groups, vectors, seed):
         keys = mx.random.split(mx.random.key(seed))
         planes = split(mx.random.normal((rows, groups * group_size), key=keys[0]), widths, group_size)
-        stack = planes.weights, planes.scales, planes.biases, widths, group_size
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
-        together = products.stack_product(x, *stack, x_bits=x_bits)
+        together = products.stack_product(x, planes, x_bits=x_bits)
         for v in (0, vectors // 2, vectors - 1):
             assert mx.array_equal(
-                together[v : v + 1], products.stack_product(x[v : v + 1], *stack, x_bits=x_bits)
+                together[v : v + 1], products.stack_product(x[v : v + 1], planes, x_bits=x_bits)
             ).item()
 
     @pytest.mark.parametrize("x_bits", STEPS)

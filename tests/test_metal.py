@@ -14,7 +14,7 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.bit_planes import planes_matmul
+from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.metal import available, choose_variant
 from gearbx_mlx.kernels.metal_products import (
     codebook_launch,
@@ -39,6 +39,10 @@ def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
         "widths": (bits,),
         "group_size": 64,
     }
+
+
+def launch_planes(x, bias=None, variant=None, **planes):
+    return planes_launch(x, Planes(**planes), bias, variant)
 
 
 def rowwise_arguments(rows=8, width=21, bits=6):
@@ -70,7 +74,7 @@ def test_without_metal_one_line_says_why():
     assert "Metal" in available().reason
     assert "\n" not in available().reason
     with pytest.raises(GearbxError, match="Metal"):
-        planes_launch(**arguments()).run()
+        launch_planes(**arguments()).run()
 
 
 def test_nothing_is_built_at_import():
@@ -83,8 +87,8 @@ def test_nothing_is_built_at_import():
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_on_metal_itself(bits, variant):
     given = arguments(bits=bits, rows=37, columns=576, dtype=mx.float32, vectors=3)
-    y = planes_launch(**given, variant=variant).run()
-    assert mx.allclose(y, planes_matmul(**given), atol=1e-3)
+    y = launch_planes(**given, variant=variant).run()
+    assert mx.allclose(y, planes_matmul(given["x"], Planes(*(given[name] for name in Planes._fields))), atol=1e-3)
 
 
 @needs_metal
@@ -137,7 +141,7 @@ def test_selection():
 )
 def test_arguments_that_do_not_fit_are_refused(changed, said):
     with pytest.raises(GearbxError, match=said):
-        planes_launch(**arguments() | changed)
+        launch_planes(**arguments() | changed)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_no_rows_are_no_launch(monkeypatch):
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
     launches = [
-        planes_launch(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
+        launch_planes(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
         for bits in (2, 4, 8)
         for vectors in (1, 2, 3)
         for columns in (128, 256)
@@ -243,7 +247,7 @@ def test_names_are_unique():
 def test_shape_of_the_result_is_that_of_the_activations():
     given = arguments()
     given["x"] = mx.zeros((2, 1, 128), mx.float16)
-    assert planes_launch(**given).shape == (2, 1, 8)
+    assert launch_planes(**given).shape == (2, 1, 8)
 
 
 @pytest.mark.processes
@@ -275,7 +279,7 @@ def arrays_of(found, depth: int = 4) -> list[mx.array]:
     return [array for each in kept for array in arrays_of(each, depth - 1)]
 
 
-@pytest.mark.parametrize("launch", [planes_launch(**arguments()), rowwise_launch(**rowwise_arguments())])
+@pytest.mark.parametrize("launch", [launch_planes(**arguments()), rowwise_launch(**rowwise_arguments())])
 def test_what_is_prepared_keeps_no_weights(launch):
     """A gear that is offloaded would stay in memory."""
     assert {id(array) for array in launch.inputs} <= {id(array) for array in arrays_of(launch)}
@@ -294,7 +298,7 @@ def test_a_prepared_launch_takes_other_arrays_and_writes_its_text_once(monkeypat
     metal.build.cache_clear()
     given = arguments(vectors=3) | {"bias": mx.zeros((8,), mx.float16), "x": mx.zeros((1, 3, 128), mx.float16)}
     try:
-        prepared = planes_launch(**given).prepared
+        prepared = launch_planes(**given).prepared
         for x in (given["x"], given["x"] + 1):
             assert prepared(x, *given["weights"], given["scales"], *given["biases"], given["bias"]).shape == (1, 3, 8)
     finally:

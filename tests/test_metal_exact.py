@@ -7,9 +7,9 @@ from metal_on_cpu.exact_cases import encode, rounded
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels.exact import ExactMatrix
+from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
-
-WITHOUT_X = "weights", "scales", "biases", "low", "high", "offsets", "widths", "group_size"
 
 
 def arguments(widths=(4,), rows=8, columns=128, group=64, vectors=1) -> dict:
@@ -17,16 +17,20 @@ def arguments(widths=(4,), rows=8, columns=128, group=64, vectors=1) -> dict:
     return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, widths, group).arguments()
 
 
-def decoding(given: dict) -> dict:
-    return {name: given[name] for name in WITHOUT_X}
+def decoding(given: dict) -> ExactMatrix:
+    return ExactMatrix(*(given[name] for name in ExactMatrix._fields))
+
+
+def multiplying(given: dict) -> Launch:
+    return exact_launch(given["x"], decoding(given), given.get("bias"))
 
 
 def test_without_metal_one_line_says_why():
     given = arguments()
     for run in (
-        exact_launch(**given).run,
-        decode_launch(**decoding(given)).run,
-        lambda: exact_matmul_tiles(**given),
+        multiplying(given).run,
+        decode_launch(decoding(given)).run,
+        lambda: exact_matmul_tiles(given["x"], decoding(given)),
     ):
         with pytest.raises(GearbxError, match="Metal"):
             run()
@@ -37,13 +41,13 @@ def test_without_metal_one_line_says_why():
 def test_on_metal_itself(widths):
     given = arguments(widths, rows=37, columns=1152, vectors=16)
     given["x"] = mx.random.normal((16, 1152))
-    weight = decode_launch(**decoding(given)).run()
+    weight = decode_launch(decoding(given)).run()
     original = rounded(np.random.default_rng(0).standard_normal((37, 1152)) * 0.1)
     assert (np.array(weight.view(mx.uint16)) == original).all()
-    y = exact_launch(**given).run()
+    y = multiplying(given).run()
     assert mx.allclose(y, given["x"] @ weight.T.astype(mx.float32), atol=1e-3)
     for first, count in ((0, 1), (15, 1), (3, 2), (5, 8)):
-        some = exact_launch(**given | {"x": given["x"][first : first + count]}).run()
+        some = multiplying(given | {"x": given["x"][first : first + count]}).run()
         assert mx.array_equal(some, y[first : first + count])
 
 
@@ -68,9 +72,9 @@ WRONG_PACKED = [
 def test_packed_arrays_that_do_not_fit_are_refused(changed, said):
     given = arguments() | changed
     with pytest.raises(GearbxError, match=said):
-        exact_launch(**given)
+        multiplying(given)
     with pytest.raises(GearbxError, match=said):
-        decode_launch(**decoding(given))
+        decode_launch(decoding(given))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_packed_arrays_that_do_not_fit_are_refused(changed, said):
 )
 def test_vectors_that_do_not_fit_are_refused(changed, said):
     with pytest.raises(GearbxError, match=said):
-        exact_launch(**arguments() | changed)
+        multiplying(arguments() | changed)
 
 
 def test_stacked_experts_are_decoded_and_not_multiplied():
@@ -95,42 +99,42 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
         given[name] = given[name].reshape(2, 4, -1)
     for name in ("weights", "biases"):
         given[name] = [array.reshape(2, 4, -1) for array in given[name]]
-    assert decode_launch(**decoding(given)).shape == (2, 4, 128)
-    assert decode_launch(**decoding(given), first_row=4, rows=2).shape == (2, 128)
+    assert decode_launch(decoding(given)).shape == (2, 4, 128)
+    assert decode_launch(decoding(given), first_row=4, rows=2).shape == (2, 128)
     for product in (exact_launch, exact_matmul_tiles):
         with pytest.raises(GearbxError, match="one matrix"):
-            product(**given)
+            product(given["x"], decoding(given))
 
 
 def test_tiles_take_vectors_of_the_weights_width():
     with pytest.raises(GearbxError, match="do not fit weights of 128 columns"):
-        exact_matmul_tiles(**arguments() | {"x": mx.zeros((20, 64))})
+        exact_matmul_tiles(mx.zeros((20, 64)), decoding(arguments()))
     with pytest.raises(GearbxError, match="one matrix"):
-        exact_matmul_tiles(**arguments() | {"scales": mx.zeros((8, 0), mx.uint16)})
+        exact_matmul_tiles(mx.zeros((1, 128)), decoding(arguments() | {"scales": mx.zeros((8, 0), mx.uint16)}))
 
 
 @pytest.mark.parametrize(("first", "rows"), [(-1, 2), (0, 9), (7, 2), (9, None), (3, -1)])
 def test_rows_that_are_not_there_are_refused(first, rows):
     with pytest.raises(GearbxError, match="not among the 8 rows"):
-        decode_launch(**decoding(arguments()), first_row=first, rows=rows)
+        decode_launch(decoding(arguments()), first_row=first, rows=rows)
 
 
 def test_no_rows_are_no_launch(monkeypatch):
     monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
-    none = decode_launch(**decoding(arguments()), first_row=8).run()
+    none = decode_launch(decoding(arguments()), first_row=8).run()
     assert (none.shape, none.dtype) == ((0, 128), mx.bfloat16)
 
 
 def test_shape_of_the_result_is_that_of_the_activations():
-    assert exact_launch(**arguments() | {"x": mx.zeros((2, 3, 128))}).shape == (2, 3, 8)
-    assert exact_launch(**arguments() | {"x": mx.zeros((128,))}).shape == (8,)
+    assert multiplying(arguments() | {"x": mx.zeros((2, 3, 128))}).shape == (2, 3, 8)
+    assert multiplying(arguments() | {"x": mx.zeros((128,))}).shape == (8,)
 
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
-    launches = [decode_launch(**decoding(arguments(widths))) for widths in ((3,), (4,), (4, 4))]
+    launches = [decode_launch(decoding(arguments(widths))) for widths in ((3,), (4,), (4, 4))]
     launches += [
-        exact_launch(**arguments(widths, group=group, vectors=vectors) | bias)
+        multiplying(arguments(widths, group=group, vectors=vectors) | bias)
         for widths in ((3,), (4,), (4, 4))
         for group in (32, 64, 128)
         for vectors in (1, 2, 16)

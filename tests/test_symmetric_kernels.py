@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx.formats import groupwise, rowwise
-from gearbx_mlx.kernels import products
+from gearbx_mlx.kernels.products import SymmetricCodes, symmetric_product
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 
@@ -28,7 +28,7 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = rowwise.quantize(mx.random.normal((rows, width), key=keys[0]).astype(dtype), bits)
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = products.rowwise_product(x, rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
+        y = symmetric_product(x, SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width))
         weights = float64(codes) * float64(scales)[:, None]
         # Codes are multiplied with their offset, which the sum of the activations takes away again.
         assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * float64(scales)[:, None])
@@ -39,7 +39,7 @@ class TestSymmetricCodes:
         keys = mx.random.split(mx.random.key(seed))
         codes, scales = groupwise.quantize(mx.random.normal((rows, width), key=keys[0]))
         x = mx.random.normal((vectors, width), key=keys[1])
-        y = products.groupwise_product(x, rowwise.pack_symmetric_codes(codes, 4), scales, width)
+        y = symmetric_product(x, SymmetricCodes(rowwise.pack_symmetric_codes(codes, 4), scales, 4, width))
         sizes = np.repeat(float64(scales), 32, axis=1)[:, :width]
         weights = float64(codes)[:, :width] * sizes
         assert_products_close(y, x, weights, np.abs(weights) + 8 * sizes)

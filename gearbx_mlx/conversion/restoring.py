@@ -26,7 +26,8 @@ from ..gears.ladder import DENSE
 from ..gears.manifest import MANIFEST, ORIGINAL_FILE, RESTORE, OriginalModel, Tensor, file_key, header_key, tensor_key
 from ..gears.saved import KINDS, SavedGears, opened
 from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places
-from ..kernels.exact import ExactMatrix, decode, decoded
+from ..kernels.exact import ExactMatrix
+from ..kernels.products import decoded
 from .companions import content_of
 from .original import Header, Key, places_in, read_place
 from .views import assembled, bits_of, seen
@@ -179,7 +180,7 @@ def original_of(saved: SavedGears) -> OriginalModel:
 def weight_bits(linear: nn.Module) -> np.ndarray:
     """The bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if there is one."""
     matrix = getattr(linear, "matrix", None)
-    weight = decoded(matrix, decode) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
+    weight = decoded(matrix) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
     mx.eval(weight)
     return bits_of(weight)
 

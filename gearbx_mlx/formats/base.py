@@ -9,12 +9,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.mla import MultiLinear
 
-from ..compat.classes import bare
 from ..errors import GearbxError
-from .native import FLOATING, Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear
+from .native import FLOATING
 
 Arrays = Mapping[str, mx.array]
 K = TypeVar("K")
@@ -243,38 +241,6 @@ def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = 
 def whole_groups(width: int, group_size: int) -> str | None:
     """`Format.fits` for formats that have no partial groups."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
-
-
-def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:
-    """`Format.stored_arrays` of a stock quantized module."""
-    rows, width = tuple(shape[:-1]), shape[-1]
-    groups = (*rows, width // group_size)
-    weight = StoredArray(mx.uint32, (*rows, width * bits // 32), bits, "weight")
-    return {"weight": weight} | {name: StoredArray(dtype, groups, bits, name) for name in ("scales", "biases")}
-
-
-def quantized_module(
-    dense: nn.Module, bits: int, group_size: int, weight: mx.array, scales: mx.array, biases: mx.array
-) -> nn.Module:
-    """MLX's quantized module for a Linear, SwitchLinear or MultiLinear, over these arrays; it shares the bias.
-
-    A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
-    the numbers that its tokens are sampled with.
-    """
-    native = isinstance(dense, Native)
-    if isinstance(dense, nn.Linear):
-        module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
-    elif isinstance(dense, MultiLinear):
-        module = bare(QuantizedMultiLinear)
-    else:
-        module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
-        module.global_scale = None
-    module.group_size, module.bits, module.mode = group_size, bits, "affine"
-    module.weight, module.scales, module.biases = weight, scales, biases
-    if "bias" in dense:
-        module.bias = dense.bias
-    module.freeze()
-    return module
 
 
 def dense_weight(linear: nn.Module) -> mx.array:

@@ -27,22 +27,20 @@ from ..kernels.exact import (
     ExactMatrix,
     Prediction,
     decode,
-    decoded,
     decoded_by_tiles,
-    exact_experts,
-    exact_product,
-    joined_codes,
     low_mask,
     predict,
     product_by_tiles,
     upper_bits,
     weight_bits,
 )
+from ..kernels.products import decoded, exact_experts, exact_product
 from .base import DENSE, StoredArray, whole_groups
 from .native import Native, NativeMultiLinear, with_expert_bias
-from .planes import NestedPlanes, split
+from .planes import NestedPlanes, planes_module, split
 
-Arrays = list[mx.array]
+WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
+NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weights that have a byte beside the others
 
 RANGES = {3: (0.9, 0.8), 4: ()}  # bits to parts of a group's range that are tried beside all of it
 FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
@@ -66,28 +64,28 @@ def encode(weight: mx.array, widths: Sequence[int], group_size: int) -> ExactMat
 
 def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int) -> ExactMatrix:
     """`encode` for rows (O, I) that are not too many to be encoded at once; evaluated."""
-    planes, scales, biases = quantize(weight, widths, group_size)
+    planes = quantize(weight, widths, group_size)
     values = mx.contiguous(weight).view(mx.uint16)
-    mx.eval(values, planes, scales, biases)
-    how = values, planes, scales, biases, list(widths), group_size
+    mx.eval(values, planes.arrays)
     kernels = cpu_kernels(1)
-    kept, low, high, offsets = kernels.exact_encode(*how) if kernels else beside(*how)
+    kept, low, high, offsets = kernels.exact_encode(values, *planes) if kernels else beside(values, planes)
     if not kept.all().item():
-        planes, biases = ([without(array, kept) for array in arrays] for arrays in (planes, biases))
-        scales = without(scales, kept)
-    matrix = ExactMatrix(planes, scales, biases, low, high, offsets, list(widths), group_size)
-    if not mx.array_equal(decoded(matrix, decode).view(mx.uint16), values).item():
+        planes = planes.each(lambda array: without(array, kept))
+    weights, scales, biases, *how = planes
+    matrix = ExactMatrix(weights, scales, biases, low, high, offsets, *how)
+    if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
     return matrix
 
 
-def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> tuple[Arrays, mx.array, Arrays]:
-    """Packed codes of each plane; scales and, for each plane, biases (O, G) as the bits of bfloat16 numbers."""
-    if len(widths) == 1:
+def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> Planes:
+    """The planes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
+    if len(widths) > 1:
+        planes = split(weight, widths, group_size)
+    else:
         words, scales, bias = fitted(weight, widths[0], group_size)
-        return [words], scales.view(mx.uint16), [bias.view(mx.uint16)]
-    made = split(weight, widths, group_size)
-    return made.weights, made.scales.view(mx.uint16), [bias.view(mx.uint16) for bias in made.biases]
+        planes = Planes([words], scales, [bias], widths, group_size)
+    return planes.each_scale(lambda array: array.view(mx.uint16))
 
 
 def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -133,34 +131,32 @@ def without(array: mx.array, kept: mx.array) -> mx.array:
     return mx.where(kept[..., None], groups, mx.zeros_like(groups)).reshape(array.shape)
 
 
-def beside(
-    values: mx.array, planes: Arrays, scales: mx.array, biases: Arrays, widths: list[int], group_size: int
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def beside(values: mx.array, planes: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """What is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
 
     Args:
-        values: (O, I), the bits of the weights.
+        values: (O, I), the bits of the weights. planes: as `quantize` makes them.
 
     Returns:
         kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
         group that is not kept has codes, scale and biases of 0.
     """
-    codes = joined_codes(planes, widths).reshape(*scales.shape, group_size)
-    bits = values.reshape(codes.shape)
-    low = bits & low_mask(len(widths))
-    found = predict(codes, scales[..., None], [bias[..., None] for bias in biases], widths)
-    stored = stored_byte(bits, found, len(widths))
-    bounded = mx.isfinite(found.step[..., 0] * (2 ** sum(widths) - 1))  # else a fused product would differ
-    usable = mx.stack([bounded, *map(finite, [scales, *biases])]).all(0)
-    come_back = (~found.whole & (weight_bits(low, stored, found, len(widths)) == bits)).all(-1)
-    kept = usable & come_back
-    whole = ~kept[..., None] if len(widths) > 1 else mx.array(False)
-    near = (found.near & kept[..., None]) if len(widths) > 1 else found.near | ~kept[..., None]
-    counts = (near + 2 * mx.broadcast_to(whole, near.shape)).reshape(len(values), -1).sum(-1)
+    count = len(planes.widths)
+    found = predict(planes)
+    bits = values.reshape(found.near.shape)
+    low = bits & low_mask(count)
+    stored = stored_byte(bits, found, count)
+    bounded = mx.isfinite(found.step[..., 0] * (2 ** sum(planes.widths) - 1))  # else a fused product would differ
+    usable = mx.stack([bounded, *map(finite, [planes.scales, *planes.biases])]).all(0)
+    kept = usable & (~found.whole & (weight_bits(low, stored, found, count) == bits)).all(-1)
+    lost = ~kept[..., None]
+    near = found.near & ~lost if count > 1 else found.near | lost
+    whole = mx.broadcast_to(lost if count > 1 else mx.array(False), near.shape)
+    counts = (near + 2 * whole).reshape(len(values), -1).sum(-1)
     offsets = mx.concatenate([mx.zeros(1, mx.uint32), counts.cumsum().astype(mx.uint32)])
-    high = in_order(bits, stored, np.array(near), np.array(mx.broadcast_to(whole, near.shape)))
+    high = in_order(bits, stored, np.array(near), np.array(whole))
     low = low.reshape(values.shape)
-    low = low.astype(mx.uint8) if len(widths) == 1 else pack_mlx_codes(low, LOW_BITS)
+    low = low.astype(mx.uint8) if count == 1 else pack_mlx_codes(low, LOW_BITS)
     return kept, low, mx.array(high), offsets
 
 
@@ -208,15 +204,11 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
         high=mx.concatenate(high) if begins else first.high,
         offsets=mx.concatenate(offsets),
     )
-    mx.eval(*made[:-2])
+    mx.eval(made.arrays)
     return made
 
 
-WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
-NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weights that have a byte beside the others
-
-
-class _ExactModule(nn.Module):
+class ExactModule(nn.Module):
     """A layer whose weight is a matrix of format `exact`; its parameters are frozen, and shared with the low gears."""
 
     def __init__(self, matrix: ExactMatrix, dense: nn.Module):
@@ -232,9 +224,8 @@ class _ExactModule(nn.Module):
     @property
     def matrix(self) -> ExactMatrix:
         """The arrays as they are now."""
-        beside = self["low"], self["high"], self["offsets"]
-        packed = self["codes"], self["group_scales"], self["group_biases"], *beside
-        return ExactMatrix(*packed, list(self["widths"]), self.group_size)
+        codes, beside = self["codes"], (self["low"], self["high"], self["offsets"])
+        return ExactMatrix(codes, self["group_scales"], self["group_biases"], *beside, self["widths"], self.group_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -244,13 +235,11 @@ class _ExactModule(nn.Module):
     @property
     def bytes_read(self) -> int:
         """The bytes of the whole weight, of all experts."""
-        matrix = self.matrix
-        arrays = *matrix.weights, matrix.scales, *matrix.biases, matrix.low, matrix.high, matrix.offsets
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.matrix.arrays)
 
     def dense_weight(self) -> mx.array:
         """The weight (..., O, I), bfloat16."""
-        return decoded_by_tiles(self.matrix, decode)
+        return decoded_by_tiles(self.matrix)
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""
@@ -260,11 +249,11 @@ class _ExactModule(nn.Module):
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
 
-class ExactLinear(_ExactModule):
+class ExactLinear(ExactModule):
     """A linear layer (..., I) -> (..., O) over exact weights, with MLX's kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = product_by_tiles(x, self.matrix, decode)
+        y = product_by_tiles(x, self.matrix)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
 
@@ -272,7 +261,7 @@ class NativeExactLinear(Native, ExactLinear):
     """A linear layer over exact weights, with native kernels that decode each weight once for all vectors."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return exact_product(x, self.matrix, decode, self.get("bias"), self.chosen)
+        return exact_product(x, self.matrix, self.get("bias"), self.chosen)
 
     def kind(self) -> Kind | None:
         form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
@@ -282,11 +271,11 @@ class NativeExactLinear(Native, ExactLinear):
         return kernels.exact_part(*self.matrix, self.get("bias"))
 
 
-class ExactSwitchLinear(_ExactModule):
+class ExactSwitchLinear(ExactModule):
     """A SwitchLinear over exact weights: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = exact_experts(x, self.matrix, decode, indices, sorted_indices, isinstance(self, Native))
+        y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native))
         return with_expert_bias(self, y, indices)
 
     @property
@@ -306,7 +295,7 @@ class NativeExactSwitchLinear(Native, ExactSwitchLinear):
     """A SwitchLinear over exact weights, with native kernels."""
 
 
-class ExactMultiLinear(_ExactModule):
+class ExactMultiLinear(ExactModule):
     """A MultiLinear over exact weights: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
@@ -318,7 +307,7 @@ class NativeExactMultiLinear(ExactMultiLinear):
     """A MultiLinear over exact weights, which a native kernel decodes."""
 
     def dense_weight(self) -> mx.array:
-        return decoded(self.matrix, decode)
+        return decoded(self.matrix)
 
 
 class Exact:
@@ -352,9 +341,8 @@ class Exact:
     ) -> dict[int, nn.Module]:
         widths = WIDTHS[tuple(ladder)]
         matrix = encode(dense.weight, widths, group_size)
-        scales, *biases = (array.view(mx.bfloat16).astype(dtype) for array in (matrix.scales, *matrix.biases))
-        planes = Planes(matrix.weights, scales, biases, widths, group_size)
-        low = {gear: PLANES.prefix(dense, gear, planes) for gear in ladder[:-1]}
+        planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
+        low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}
 
     def module(
@@ -367,7 +355,7 @@ class Exact:
         codes, biases = ([arrays[f"{name}.{i}"] for i in planes] for name in ("codes", "group_biases"))
         beside = arrays["low"], arrays["high"], arrays["offsets"]
         check_offsets(arrays["offsets"], arrays["high"].size)
-        matrix = ExactMatrix(codes, arrays["group_scales"], biases, *beside, list(widths), group_size)
+        matrix = ExactMatrix(codes, arrays["group_scales"], biases, *beside, widths, group_size)
         return exact_module(dense, matrix)
 
     def stored_arrays(

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import Kind
-from ..kernels.products import groupwise_product
+from ..kernels.products import SymmetricCodes, symmetric_product
 from .base import (
     Arrays,
     Copies,
@@ -70,8 +70,8 @@ class NativeGroupwiseLinear(Native, GroupwiseLinear):
     """A linear layer over groupwise codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        packed = self["weight"], self["scales"], self.input_dims
-        y = groupwise_product(x, *packed, self.get("bias"), self.x_bits, self.chosen)
+        codes = SymmetricCodes(self["weight"], self["scales"], BITS, self.input_dims)
+        y = symmetric_product(x, codes, self.get("bias"), self.x_bits, self.chosen)
         return super().__call__(x) if y is None else y
 
     def kind(self) -> Kind:

@@ -1,6 +1,5 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
+from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.dispatch import OPERATIONS, Chosen, Kind
 from ..kernels.products import dense_experts, dense_product, stack_experts, stack_product
@@ -63,15 +63,13 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
     """An affine QuantizedLinear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return stack_product(x, *stack, self.get("bias"), self.x_bits, self.chosen)
+        return stack_product(x, affine_planes(self), self.get("bias"), self.x_bits, self.chosen)
 
     def kind(self) -> Kind:
-        return stack_kind([self.bits], self["scales"], self.group_size)
+        return planes_kind(affine_planes(self))
 
     def part(self, kernels: ModuleType) -> Any:
-        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return kernels.stack_part(*stack, self.x_bits, self.get("bias"))
+        return kernels.stack_part(*affine_planes(self), self.x_bits, self.get("bias"))
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
@@ -85,8 +83,8 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
     """An affine QuantizedSwitchLinear with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        stack = [self["weight"]], self["scales"], [self["biases"]], [self.bits], self.group_size
-        return with_expert_bias(self, stack_experts(x, *stack, indices, sorted_indices, self.x_bits), indices)
+        y = stack_experts(x, affine_planes(self), indices, sorted_indices, self.x_bits)
+        return with_expert_bias(self, y, indices)
 
 
 class NativeMultiLinear(MultiLinear):
@@ -132,11 +130,16 @@ def dense_kind(weight: mx.array) -> Kind:
     return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), rounded=False)
 
 
-def stack_kind(widths: Sequence[int], scales: mx.array, group_size: int) -> Kind:
-    """Of products with bit planes of these widths, or with a single one, which is MLX's affine weight."""
-    form = "affine" if len(widths) == 1 else "planes"
-    bits = "+".join(map(str, widths))
-    return Kind(f"{form} {bits}, group {group_size}", (len(scales), scales.shape[-1] * group_size), stock=True)
+def affine_planes(module: nn.Module) -> Planes:
+    """The single plane of one of MLX's quantized modules."""
+    return Planes([module["weight"]], module["scales"], [module["biases"]], (module.bits,), module.group_size)
+
+
+def planes_kind(planes: Planes) -> Kind:
+    """Of products with bit planes, or with a single one, which is MLX's affine weight."""
+    form = "affine" if len(planes.widths) == 1 else "planes"
+    bits = "+".join(map(str, planes.widths))
+    return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)
 
 
 def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:

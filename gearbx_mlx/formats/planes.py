@@ -17,8 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from ..compat.classes import bare
 from ..errors import GearbxError
 from ..kernels.bit_planes import (
     Planes,
@@ -31,50 +33,8 @@ from ..kernels.bit_planes import (
 )
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
-from .base import Copies, StoredArray, affine_arrays, quantized_module, whole_groups
-from .native import Native, stack_kind, with_expert_bias
-
-
-class Affine(Copies):
-    """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
-
-    name = "affine"
-    layer_bits: tuple[int, ...] = ()
-    native = native_experts = rounds = True
-    scales = frozenset({"scales", "biases"})
-
-    def check(self, bits: int) -> None:
-        pass  # MLX supports all bits that a ladder may have
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return whole_groups(width, group_size)
-
-    def span(self, group_size: int) -> int | None:
-        return group_size
-
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
-        weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
-        arrays = {"weight": weight, "scales": scales.astype(dtype), "biases": biases.astype(dtype)}
-        return {bits: self.module(dense, bits, arrays, ladder, group_size)}
-
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
-        return quantized_module(dense, bits, group_size, arrays["weight"], arrays["scales"], arrays["biases"])
-
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
-        return affine_arrays(shape, bits, group_size, dtype)
-
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
-        weights = math.prod(shape)
-        return weights * bits // 8 + 2 * weights // group_size * scale_size
-
+from .base import Copies, StoredArray, whole_groups
+from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, planes_kind, with_expert_bias
 
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
@@ -108,8 +68,8 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     parts = []
     for rows in mx.split(weight, [weight.shape[-2] * i // blocks for i in range(1, blocks)], axis=-2):
         parts.append(_split(rows, widths, group_size, dtype or weight.dtype))
-        mx.eval(parts[-1].weights, parts[-1].scales, parts[-1].biases)
-    return join(parts)
+        mx.eval(parts[-1].arrays)
+    return _join(parts)
 
 
 def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
@@ -118,9 +78,8 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
     w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
     scale, first = fit(w, widths, own)
     step = scale * 2.0**-rest
-    others = {
-        width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]
-    }  # planes of one width share a bias
+    # Planes of one width share a bias.
+    others = {width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]}
     offset = first
     for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
         offset = offset + others[width] * 2.0**-shift
@@ -136,64 +95,56 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
     return Planes(weights, scale.astype(dtype), biases, tuple(widths), group_size)
 
 
-def join(parts: Sequence[Planes]) -> Planes:
-    """Join the planes of blocks of rows to those of the whole matrix; planes that shared a bias still do."""
-    first = parts[0]
+def _join(parts: Sequence[Planes]) -> Planes:
+    """The planes of the whole matrix from those of its blocks of rows; planes that shared a bias still do."""
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(arrays), axis=-2)
 
+    first = parts[0]
     biases = {id(bias): whole([part.biases[i] for part in parts]) for i, bias in enumerate(first.biases)}
-    return Planes(
-        [whole(weights) for weights in zip(*(part.weights for part in parts))],
-        whole([part.scales for part in parts]),
-        [biases[id(bias)] for bias in first.biases],
-        first.widths,
-        first.group_size,
+    return first._replace(
+        weights=[whole(weights) for weights in zip(*(part.weights for part in parts))],
+        scales=whole([part.scales for part in parts]),
+        biases=[biases[id(bias)] for bias in first.biases],
     )
 
 
-Stack = tuple[list[mx.array], mx.array, list[mx.array], tuple[int, ...], int]
+class PlanesModule(nn.Module):
+    """A layer over the bit planes of its gear; its parameters are frozen, and shared between gears."""
 
-
-class _PlanesModule(nn.Module):
-    """A layer over a prefix of bit planes; its parameters are frozen, and shared between gears."""
-
-    def __init__(self, planes: Planes, bits: int, dense: nn.Module):
+    def __init__(self, planes: Planes, dense: nn.Module):
         super().__init__()
-        count = planes.prefix(bits)
-        self.weights = planes.weights[:count]
-        self.scales = planes.scales
-        self.plane_biases = planes.biases[:count]
-        self.widths = planes.widths[:count]
-        self.group_size = planes.group_size
-        self.bits = bits
+        self.weights, self.scales, self.plane_biases = list(planes.weights), planes.scales, list(planes.biases)
+        self.widths, self.group_size = tuple(planes.widths), planes.group_size
+        self.bits = sum(planes.widths)
         if "bias" in dense:
             self.bias = dense.bias
         self.freeze()
 
     @property
+    def planes(self) -> Planes:
+        """The arrays as they are now."""
+        return Planes(self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size)
+
+    @property
     def weight_shape(self) -> tuple[int, ...]:
         """The shape (..., O, I) of the dense weight."""
-        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+        return self.planes.shape
 
     def _extra_repr(self) -> str:
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
     def dense_weight(self) -> mx.array:
         """The weight (..., O, I) that these planes stand for, float32."""
-        stack = Planes(self["weights"], self["scales"], self["plane_biases"], self.widths, self.group_size)
-        return stack.dequantize(self.bits)
-
-    def _stack(self) -> Stack:
-        return self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size
+        return self.planes.dequantize()
 
 
-class PlanesLinear(_PlanesModule):
+class PlanesLinear(PlanesModule):
     """A linear layer (..., I) -> (..., O) over a prefix of bit planes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = planes_matmul(x, *self._stack())
+        y = planes_matmul(x, self.planes)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -201,59 +152,58 @@ class NativePlanesLinear(Native, PlanesLinear):
     """A linear layer over a prefix of bit planes, with native kernels that read all planes in one pass."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return stack_product(x, *self._stack(), self.get("bias"), self.x_bits, self.chosen)
+        return stack_product(x, self.planes, self.get("bias"), self.x_bits, self.chosen)
 
     def kind(self) -> Kind:
-        return stack_kind(self.widths, self["scales"], self.group_size)
+        return planes_kind(self.planes)
 
     def part(self, kernels: ModuleType) -> Any:
-        return kernels.stack_part(*self._stack(), self.x_bits, self.get("bias"))
+        return kernels.stack_part(*self.planes, self.x_bits, self.get("bias"))
 
 
-class PlanesSwitchLinear(_PlanesModule):
+class PlanesSwitchLinear(PlanesModule):
     """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        return with_expert_bias(self, planes_gather_matmul(x, *self._stack(), indices, sorted_indices), indices)
+        return with_expert_bias(self, planes_gather_matmul(x, self.planes, indices, sorted_indices), indices)
 
     @property
     def input_dims(self) -> int:
-        return self.scales.shape[-1] * self.group_size
+        return self.weight_shape[-1]
 
     @property
     def output_dims(self) -> int:
-        return self.scales.shape[1]
+        return self.weight_shape[1]
 
     @property
     def num_experts(self) -> int:
-        return self.scales.shape[0]
+        return self.weight_shape[0]
 
 
 class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
     """A SwitchLinear over a prefix of bit planes, with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = stack_experts(x, *self._stack(), indices, sorted_indices, self.x_bits)
-        return with_expert_bias(self, y, indices)
+        return with_expert_bias(self, stack_experts(x, self.planes, indices, sorted_indices, self.x_bits), indices)
 
 
-class PlanesMultiLinear(_PlanesModule):
+class PlanesMultiLinear(PlanesModule):
     """A MultiLinear over a prefix of bit planes: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        return planes_matmul(x, *self._stack(), transpose=transpose)
+        return planes_matmul(x, self.planes, transpose)
 
 
-class NestedPlanes(Copies):
-    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
+class Affine(Copies):
+    """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
-    name = "planes"
+    name = "affine"
     layer_bits: tuple[int, ...] = ()
     native = native_experts = rounds = True
-    scales = frozenset({"scales", "biases", "plane_biases"})
+    scales = frozenset({"scales", "biases"})
 
     def check(self, bits: int) -> None:
-        pass  # planes of some widths add up to any bits of a ladder
+        pass  # MLX supports all bits that a ladder may have
 
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
@@ -264,19 +214,49 @@ class NestedPlanes(Copies):
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
+        weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
+        planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], (bits,), group_size)
+        return {bits: quantized_module(dense, planes)}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        return quantized_module(
+            dense, Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+        )
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        return affine_arrays(shape, bits, group_size, dtype)
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        weights = math.prod(shape)
+        return weights * bits // 8 + 2 * weights // group_size * scale_size
+
+
+class NestedPlanes(Affine):
+    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
+
+    name = "planes"
+    scales = Affine.scales | {"plane_biases"}
+
+    def modules(
+        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
         planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
-        return {each: self.prefix(dense, each, planes) for each in ladder}
+        return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
         count = ladder.index(bits) + 1
         if count == 1:
-            weights, biases = [arrays["weight"]], [arrays["biases"]]
-        else:
-            weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
-        stack = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
-        return self.prefix(dense, bits, stack)
+            return super().module(dense, bits, arrays, ladder, group_size)
+        weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
+        return planes_module(dense, Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size))
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
@@ -293,24 +273,54 @@ class NestedPlanes(Copies):
             arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
         return arrays
 
-    def prefix(self, dense: nn.Module, bits: int, planes: Planes) -> nn.Module:
-        """The module for the gear with `bits`."""
-        if bits == planes.widths[0]:
-            first = planes.weights[0], planes.scales, planes.biases[0]
-            return quantized_module(dense, bits, planes.group_size, *first)
-        native, one = isinstance(dense, Native), dense.weight.ndim == 2
-        kind: type[_PlanesModule]
-        if isinstance(dense, MultiLinear):
-            kind = PlanesMultiLinear
-        elif native:
-            kind = NativePlanesLinear if one else NativePlanesSwitchLinear
-        else:
-            kind = PlanesLinear if one else PlanesSwitchLinear
-        return kind(planes, bits, dense)
-
     def bytes_read(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
     ) -> int:
         weights = math.prod(shape)
         planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size
+
+
+def planes_module(dense: nn.Module, planes: Planes) -> nn.Module:
+    """The module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
+    if len(planes.widths) == 1:
+        return quantized_module(dense, planes)
+    native, one = isinstance(dense, Native), dense.weight.ndim == 2
+    kind: type[PlanesModule]
+    if isinstance(dense, MultiLinear):
+        kind = PlanesMultiLinear
+    elif native:
+        kind = NativePlanesLinear if one else NativePlanesSwitchLinear
+    else:
+        kind = PlanesLinear if one else PlanesSwitchLinear
+    return kind(planes, dense)
+
+
+def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
+    """MLX's quantized module for a Linear, SwitchLinear or MultiLinear, over a single plane; it shares the bias.
+
+    A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
+    the numbers that its tokens are sampled with.
+    """
+    native = isinstance(dense, Native)
+    if isinstance(dense, nn.Linear):
+        module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
+    elif isinstance(dense, MultiLinear):
+        module = bare(QuantizedMultiLinear)
+    else:
+        module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
+        module.global_scale = None
+    module.group_size, (module.bits,), module.mode = planes.group_size, planes.widths, "affine"
+    (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
+    if "bias" in dense:
+        module.bias = dense.bias
+    module.freeze()
+    return module
+
+
+def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:
+    """`Format.stored_arrays` of a stock quantized module."""
+    rows, width = tuple(shape[:-1]), shape[-1]
+    groups = (*rows, width // group_size)
+    weight = StoredArray(mx.uint32, (*rows, width * bits // 32), bits, "weight")
+    return {"weight": weight} | {name: StoredArray(dtype, groups, bits, name) for name in ("scales", "biases")}

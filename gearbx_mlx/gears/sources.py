@@ -19,10 +19,11 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
-from ..formats.base import Format, dense_weight, quantized_module, stored_bits
+from ..formats.base import Format, dense_weight, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
-from ..formats.native import Native, with_kernels
+from ..formats.native import Native, affine_planes, with_kernels
+from ..formats.planes import quantized_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
@@ -470,9 +471,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
     if isinstance(module, AFFINE_LAYERS) and module.mode == "affine":
-        made = quantized_module(
-            layer.module, module.bits, module.group_size, module.weight, module.scales, module.biases
-        )
+        made = quantized_module(layer.module, affine_planes(module))
         if "bias" in module:
             made.bias = module.bias
     else:

@@ -25,7 +25,8 @@ from ..formats.exact import (
     NativeExactSwitchLinear,
 )
 from ..formats.native import Native, with_expert_bias
-from ..kernels.exact import LOW_BITS, ExactMatrix, decode, decoded, exact_experts, exact_product, product_by_tiles
+from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
+from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
 from .ladder import DENSE
 from .offload import Residency, Resident, SavedDisk, make_residency
@@ -53,7 +54,7 @@ class Streamed(nn.Module):
         )
         beside = low, mx.zeros(1, mx.uint8), self["offsets"]
         packed = self["codes"], self["group_scales"], self["group_biases"], *beside
-        return ExactMatrix(*packed, list(self.widths), self.group_size)
+        return ExactMatrix(*packed, self["widths"], self.group_size)
 
     @property
     def bytes_read(self) -> int:
@@ -66,7 +67,7 @@ class Streamed(nn.Module):
         """The weight (..., O, I), bfloat16."""
         if only_shapes.get():
             return decode(self.matrix)
-        compute = functools.partial(decoded, decode=decode) if isinstance(self, NativeExactMultiLinear) else decode
+        compute = decoded if isinstance(self, NativeExactMultiLinear) else decode
         return mx.concatenate(self.by_strips(compute)).reshape(self.weight_shape)
 
     def rows(self, chosen: mx.array) -> mx.array:
@@ -116,7 +117,7 @@ class StreamedLinear(Streamed, ExactLinear):
         if only_shapes.get():
             return super().__call__(x)
         product: Callable[..., mx.array] = exact_product if isinstance(self, Native) else product_by_tiles
-        y = mx.concatenate(self.by_strips(lambda matrix: product(x, matrix, decode)), axis=-1)
+        y = mx.concatenate(self.by_strips(lambda matrix: product(x, matrix)), axis=-1)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
 
@@ -137,7 +138,7 @@ class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
         chosen, places = np.unique(np.array(indices), return_inverse=True)
         matrix = self.blocks(chosen, height).each(lambda array: array.reshape(len(chosen), height, -1))
         now = mx.array(places.reshape(indices.shape).astype(np.uint32))
-        y = exact_experts(x, matrix, decode, now, sorted_indices, isinstance(self, Native))
+        y = exact_experts(x, matrix, now, sorted_indices, isinstance(self, Native))
         y = with_expert_bias(self, y, indices)
         mx.eval(y)  # before the next layer reads its own experts
         return y

@@ -1,4 +1,4 @@
-"""Bit planes as arrays: how their codes are packed, and products over them with MLX's own kernels.
+"""Bit planes as arrays: the record of a stack, how codes are packed, and products with MLX's own kernels.
 
 A plane is an ordinary affine weight of MLX: its codes are a little-endian stream of bits, 32 codes in `bits` words. A
 stack of r planes takes r calls. A native kernel reads all planes in one pass; its results must agree with these.
@@ -6,7 +6,7 @@ stack of r planes takes r calls. A native kernel reads all planes in one pass; i
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -16,36 +16,122 @@ CODES = 32
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
 
-@dataclass(frozen=True)
-class Planes:
-    """One weight matrix (..., O, I) as bit planes.
+class Planes(NamedTuple):
+    """A weight (..., O, I) as a stack of bit planes; the fields are the arguments of native kernels.
 
-    weights: per plane, (..., O, I * width / 32) uint32. scales: (..., O, I / group_size), of the first plane.
-    biases: per plane, the same shape. widths: bits of each plane, most significant first.
+    A single plane is an affine weight of MLX.
+
+    weights: per plane, (..., O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
+    scales: (..., O, I / group_size), of the first plane; the others are powers of two below it. biases: per plane, the
+    same shape. widths: bits of each plane. group_size: inputs that share a scale.
     """
 
-    weights: list[mx.array]
+    weights: Sequence[mx.array]
     scales: mx.array
-    biases: list[mx.array]
-    widths: tuple[int, ...]
+    biases: Sequence[mx.array]
+    widths: Sequence[int]
     group_size: int
 
-    def prefix(self, bits: int) -> int:
-        """The number of planes that the gear with `bits` reads."""
-        return list(itertools.accumulate(self.widths)).index(bits) + 1
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., O, I)."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
 
-    def dequantize(self, bits: int) -> mx.array:
-        """The weights (..., O, I) float32 of the gear with `bits`."""
-        count = self.prefix(bits)
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All arrays, in the order of the fields."""
+        return (*self.weights, self.scales, *self.biases)
+
+    def gear(self, bits: int) -> "Planes":
+        """The first planes, of `bits` together, which are what the gear with these bits reads."""
+        count = list(itertools.accumulate(self.widths)).index(bits) + 1
+        return self._replace(weights=self.weights[:count], biases=self.biases[:count], widths=self.widths[:count])
+
+    def each(self, change: Callable[[mx.array], mx.array]) -> "Planes":
+        """The same change to every array."""
+        return self.each_scale(change)._replace(weights=[change(codes) for codes in self.weights])
+
+    def each_scale(self, change: Callable[[mx.array], mx.array]) -> "Planes":
+        """The same change to the scales and all biases."""
+        return self._replace(scales=change(self.scales), biases=[change(bias) for bias in self.biases])
+
+    def dequantize(self) -> mx.array:
+        """The weights (..., O, I), float32."""
         grouped = (*self.scales.shape, self.group_size)
+        scale = self.scales.astype(mx.float32)[..., None]
         total = mx.zeros(grouped)
-        for words, bias, width, shift in zip(
-            self.weights[:count], self.biases, self.widths, plane_shifts(self.widths[:count])
-        ):
+        for words, bias, width, shift in zip(self.weights, self.biases, self.widths, plane_shifts(self.widths)):
             codes = unpack_mlx_codes(words, width).reshape(grouped).astype(mx.float32)
-            scale = self.scales.astype(mx.float32)[..., None]
             total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
-        return total.reshape(*self.scales.shape[:-1], -1)
+        return total.reshape(self.shape)
+
+
+def plane_shifts(widths: Sequence[int]) -> list[int]:
+    """The shift of each plane: the scale of plane i is 2^-shift times the first plane's."""
+    return [0, *itertools.accumulate(widths[1:])]
+
+
+def sum_planes(product: Callable[[mx.array, mx.array, int], mx.array], planes: Planes) -> mx.array:
+    """The sum of product(weight, bias, width) over the planes, each times its power of two, which rounds nothing."""
+    parts = [product(*plane) for plane in zip(planes.weights, planes.biases, planes.widths)]
+    total = parts[0]
+    for part, shift in zip(parts[1:], plane_shifts(planes.widths)[1:]):
+        total = total + part * 2.0**-shift
+    return total
+
+
+def planes_matmul(x: mx.array, planes: Planes, transpose: bool = True) -> mx.array:
+    """x (..., I) @ W^T, (..., O); or x (..., O) @ W, (..., I), without `transpose`."""
+
+    def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
+        return mx.quantized_matmul(x, weight, planes.scales, bias, transpose, planes.group_size, width)
+
+    return sum_planes(product, planes)
+
+
+def planes_dense(planes: Planes) -> mx.array:
+    """The weight (..., O, I), of the scales' type."""
+
+    def plane(weight: mx.array, bias: mx.array, width: int) -> mx.array:
+        return mx.dequantize(weight, planes.scales, bias, planes.group_size, width)
+
+    return sum_planes(plane, planes)
+
+
+def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """As `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
+
+    def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
+        return mx.gather_qmm(
+            x,
+            weight,
+            planes.scales,
+            bias,
+            rhs_indices=indices,
+            transpose=True,
+            group_size=planes.group_size,
+            bits=width,
+            sorted_indices=sorted_indices,
+        )
+
+    return sum_planes(product, planes)
+
+
+def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Scale and bias of the first plane for groups of numbers (..., groups, G) float32, rounded to a type.
+
+    Returns:
+        Two arrays (..., groups) float32.
+    """
+    bits, rest = sum(widths), sum(widths[1:])
+    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
+    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
+    return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
+
+
+def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The nearest numbers of a type, float32."""
+    return values.astype(dtype).astype(mx.float32)
 
 
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
@@ -77,112 +163,3 @@ def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:
             code = code | (groups[..., index + 1] << (32 - shift))
         codes.append(code & mask)
     return mx.stack(codes, axis=-1).reshape(*words.shape[:-1], -1)
-
-
-def plane_shifts(widths: Sequence[int]) -> list[int]:
-    """The shift of each plane: the scale of plane i is 2^-shift times the first plane's."""
-    shifts, below = [], 0
-    for width in widths[1:]:
-        below += width
-        shifts.append(below)
-    return [0, *shifts]
-
-
-def sum_planes(product: Callable[[int, int], mx.array], widths: Sequence[int]) -> mx.array:
-    """The sum of product(i, width) over the planes i, each times its power of two, which rounds nothing."""
-    total = product(0, widths[0])
-    for i, shift in enumerate(plane_shifts(widths)):
-        if shift:
-            total = total + product(i, widths[i]) * 2.0**-shift
-    return total
-
-
-def planes_matmul(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    transpose: bool = True,
-) -> mx.array:
-    """x @ W^T for a prefix of bit planes, or x @ W.
-
-    Args:
-        x: (..., I); for x @ W (..., O).
-        weights: per plane, (..., O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-        scales: (..., O, I / group_size), of the first plane; the others are powers of two below it.
-        biases: per plane, (..., O, I / group_size).
-        widths: bits of each plane.
-        transpose: whether W is transposed.
-
-    Returns:
-        (..., O); for x @ W (..., I).
-    """
-
-    def product(i: int, width: int) -> mx.array:
-        return mx.quantized_matmul(
-            x, weights[i], scales, biases[i], transpose=transpose, group_size=group_size, bits=width
-        )
-
-    return sum_planes(product, widths)
-
-
-def planes_dense(
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-) -> mx.array:
-    """The weight (..., O, I) of a prefix of bit planes, arguments as for `planes_matmul`; of the scales' type."""
-
-    def plane(i: int, width: int) -> mx.array:
-        return mx.dequantize(weights[i], scales, biases[i], group_size, width)
-
-    return sum_planes(plane, widths)
-
-
-def planes_gather_matmul(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    indices: mx.array,
-    sorted_indices: bool = False,
-) -> mx.array:
-    """As `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
-
-    def product(i: int, width: int) -> mx.array:
-        return mx.gather_qmm(
-            x,
-            weights[i],
-            scales,
-            biases[i],
-            rhs_indices=indices,
-            transpose=True,
-            group_size=group_size,
-            bits=width,
-            sorted_indices=sorted_indices,
-        )
-
-    return sum_planes(product, widths)
-
-
-def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scale and bias of the first plane for groups of numbers (..., groups, G) float32, rounded to a type.
-
-    Returns:
-        Two arrays (..., groups) float32.
-    """
-    bits, rest = sum(widths), sum(widths[1:])
-    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
-    scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
-    return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
-
-
-def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
-    """The nearest numbers of a type, float32."""
-    return values.astype(dtype).astype(mx.float32)

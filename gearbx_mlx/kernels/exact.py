@@ -5,17 +5,16 @@ weight say which one of them it is. Where v is near zero, neighbours differ too 
 bits is stored there. `decode` does it with MLX's own operations; native kernels must agree with it bit for bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import metal
-from .bit_planes import unpack_mlx_codes
-from .dispatch import STOCK, Chosen, cpu_kernels
-from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
-from .products import add_bias, again, compiled, cpu_kernels_for_experts, dense_experts_of_mlx, kernel_for, launched
+from .bit_planes import Planes, unpack_mlx_codes
 
+WINDOW = 144  # neighbours of a 4-bit or 3-bit value: from 144 below its upper 16 bits on, 256 of them
+NEAR = 8.8  # steps of an 8-bit value around zero in which its neighbours would not suffice
+LOW_BITS = 5  # of a weight that are stored beside an 8-bit value
 TILE = 2**20  # weights that are decoded at a time for a product with many vectors
 
 
@@ -29,19 +28,29 @@ class ExactMatrix(NamedTuple):
     bytes of each row begin. widths: bits of each plane. group_size: inputs that share a scale.
     """
 
-    weights: list[mx.array]
+    weights: Sequence[mx.array]
     scales: mx.array
-    biases: list[mx.array]
+    biases: Sequence[mx.array]
     low: mx.array
     high: mx.array
     offsets: mx.array
-    widths: list[int]
+    widths: Sequence[int]
     group_size: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(..., O, I)."""
         return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group_size)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All arrays, in the order of the fields."""
+        return (*self.weights, self.scales, *self.biases, self.low, self.high, self.offsets)
+
+    @property
+    def planes(self) -> Planes:
+        """The codes, with the bits of their scales and biases."""
+        return Planes(self.weights, self.scales, self.biases, self.widths, self.group_size)
 
     def each(self, change: Callable[[mx.array], mx.array]) -> "ExactMatrix":
         """The same change to every array that has the rows (..., O) as its first axes; not to `high` and `offsets`."""
@@ -75,90 +84,6 @@ class ExactMatrix(NamedTuple):
         return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([begins, self.offsets[-1:]]))
 
 
-Decode = Callable[[ExactMatrix], mx.array]
-"""Makes the weight (..., O, I), bfloat16, with MLX's own operations."""
-
-
-def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
-    """First row and end of each part of a matrix (O, I) that is decoded at a time: at most TILE weights, or a row."""
-    rows, width = matrix.shape
-    height = max(1, TILE // width)
-    for first in range(0, rows, height):
-        yield first, min(first + height, rows)
-
-
-def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
-    """The parts of a matrix (O, I) that are decoded at a time."""
-    return (matrix.rows(*ends) for ends in tile_ends(matrix))
-
-
-def product_by_tiles(x: mx.array, matrix: ExactMatrix, decode: Decode) -> mx.array:
-    """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
-    parts: list[mx.array] = []
-    for tile in tiles(matrix):
-        parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-
-def decoded_by_tiles(matrix: ExactMatrix, decode: Decode) -> mx.array:
-    """The weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a tile."""
-    parts: list[mx.array] = []
-    for tile in tiles(matrix.flat):
-        parts.append(decode(tile.after(parts[-1:])))
-    return mx.concatenate(parts).reshape(matrix.shape)
-
-
-def exact_product(
-    x: mx.array, matrix: ExactMatrix, decode: Decode, bias: mx.array | None = None, chosen: Chosen | None = None
-) -> mx.array:
-    """x (..., I) @ W^T + bias over exact weights, of x's type. decode: for MLX's kernels. chosen: for `kernel_for`."""
-    beside = matrix.low, matrix.high, matrix.offsets
-    y = again(x, (*matrix.weights, matrix.scales, *matrix.biases, *beside), bias, chosen)
-    if y is not None:
-        return y
-    kernel = kernel_for(x, chosen)
-    if metal.available():
-        if kernel in STOCK:
-            return add_bias(exact_matmul_tiles(x, *matrix), bias)
-        return launched(exact_launch(x, *matrix, bias), bias, chosen)
-    if kernel in STOCK:
-        return add_bias(product_by_tiles(x, matrix, decode), bias)
-    return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)
-
-
-def exact_experts(
-    x: mx.array,
-    matrix: ExactMatrix,
-    decode: Decode,
-    indices: mx.array,
-    sorted_indices: bool,
-    native: bool,
-) -> mx.array:
-    """As `exact_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
-    module = cpu_kernels_for_experts(x, indices) if native else None
-    if module is not None:
-        return module.exact_experts(x, *matrix, indices).astype(x.dtype)
-    if indices.size >= matrix.shape[0]:
-        weight = decoded(matrix, decode) if native else decoded_by_tiles(matrix, decode)
-        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
-    chosen = matrix.taken(indices.flatten())
-    weight, places = decoded_by_tiles(chosen, decode), mx.arange(indices.size, dtype=mx.uint32)
-    return dense_experts_of_mlx(x, weight, places.reshape(indices.shape), sorted_indices)
-
-
-def decoded(matrix: ExactMatrix, decode: Decode) -> mx.array:
-    """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
-    if metal.available():
-        return decode_launch(*matrix).run()
-    module = cpu_kernels(1)
-    return decoded_by_tiles(matrix, decode) if module is None else module.exact_decode(*matrix)
-
-
-WINDOW = 144  # neighbours of a 4-bit or 3-bit value: from 144 below its upper 16 bits on, 256 of them
-NEAR = 8.8  # steps of an 8-bit value around zero in which its neighbours would not suffice
-LOW_BITS = 5  # of a weight that are stored beside an 8-bit value
-
-
 class Prediction(NamedTuple):
     """What the codes say of each weight (..., G, group_size).
 
@@ -172,35 +97,27 @@ class Prediction(NamedTuple):
     step: mx.array
 
 
-def predict(codes: mx.array, scales: mx.array, biases: list[mx.array], widths: list[int]) -> Prediction:
-    """What codes say of the weights.
-
-    Args:
-        codes: (..., G, group_size), of all planes together.
-        scales, biases, widths: as in `ExactMatrix`, with one axis more at the end.
-    """
-    scale, first = as_floats(scales), as_floats(biases[0])
+def predict(planes: Planes) -> Prediction:
+    """What codes say of the weights. planes: with the bits of scales and biases, as in `ExactMatrix`."""
+    widths = planes.widths
+    codes = joined_codes(planes).reshape(*planes.scales.shape, planes.group_size).astype(mx.float32)
+    scale, first, *further = (as_floats(array)[..., None] for array in (planes.scales, *planes.biases))
     if len(widths) == 1:
-        value = scale * codes.astype(mx.float32) + first
+        value = scale * codes + first
         near = ~(mx.abs(value) > mx.abs(scale) * 0.5)  # true for NaN as well
         return Prediction(upper_bits(value) - WINDOW, near, mx.zeros_like(near), scale)
     step = scale * 2.0 ** -widths[1]
-    value = step * codes.astype(mx.float32) + (first + as_floats(biases[1]) * 2.0 ** -widths[1])
+    value = step * codes + (first + further[0] * 2.0 ** -widths[1])
     near = ~(mx.abs(value) >= NEAR * mx.abs(step))
-    whole = mx.broadcast_to(scales == 0, near.shape)
+    whole = mx.broadcast_to(planes.scales[..., None] == 0, near.shape)
     return Prediction(upper_bits(value) - 2 ** (LOW_BITS - 1), near & ~whole, whole, step)
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
     """The weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
-    grouped = (*matrix.scales.shape, matrix.group_size)
-    found = predict(
-        joined_codes(matrix.weights, matrix.widths).reshape(grouped),
-        matrix.scales[..., None],
-        [bias[..., None] for bias in matrix.biases],
-        matrix.widths,
-    )
-    low = low_bits(matrix).reshape(grouped)
+    grouped, planes = (*matrix.scales.shape, matrix.group_size), len(matrix.widths)
+    found = predict(matrix.planes)
+    low = (matrix.low if planes == 1 else unpack_mlx_codes(matrix.low, LOW_BITS)).astype(mx.uint16).reshape(grouped)
     bytes_of = (found.near.astype(mx.uint32) + 2 * found.whole.astype(mx.uint32)).reshape(matrix.shape)
     place = matrix.offsets[:-1].reshape(*matrix.shape[:-1], 1) + mx.cumsum(bytes_of, axis=-1) - bytes_of
 
@@ -208,8 +125,8 @@ def decode(matrix: ExactMatrix) -> mx.array:
         at = mx.minimum(place + further, matrix.high.size - 1)
         return matrix.high[at].astype(mx.uint16).reshape(grouped)
 
-    bits = weight_bits(low, stored(0), found, len(matrix.widths))
-    if len(matrix.widths) > 1:
+    bits = weight_bits(low, stored(0), found, planes)
+    if planes > 1:
         bits = mx.where(found.whole, stored(1) << 8 | stored(0), bits)
     return bits.reshape(matrix.shape).view(mx.bfloat16)
 
@@ -238,15 +155,10 @@ def near_bits(byte: mx.array, low: mx.array, step: mx.array) -> mx.array:
     return (byte >> 7) << 15 | mx.where(below >= 0xF80, 0, largest - below)
 
 
-def joined_codes(weights: list[mx.array], widths: list[int]) -> mx.array:
+def joined_codes(planes: Planes) -> mx.array:
     """The codes of all planes together, (..., O, I) uint32."""
-    codes = [unpack_mlx_codes(words, width) for words, width in zip(weights, widths)]
-    return codes[0] if len(codes) == 1 else codes[0] << widths[1] | codes[1]
-
-
-def low_bits(matrix: ExactMatrix) -> mx.array:
-    """The low bits of every weight, (..., O, I) uint16."""
-    return (matrix.low if len(matrix.widths) == 1 else unpack_mlx_codes(matrix.low, LOW_BITS)).astype(mx.uint16)
+    codes = [unpack_mlx_codes(words, width) for words, width in zip(planes.weights, planes.widths)]
+    return codes[0] if len(codes) == 1 else codes[0] << planes.widths[1] | codes[1]
 
 
 def as_floats(bits: mx.array) -> mx.array:
@@ -257,3 +169,32 @@ def as_floats(bits: mx.array) -> mx.array:
 def upper_bits(values: mx.array) -> mx.array:
     """The upper 16 bits of float32 numbers, uint16."""
     return (values.view(mx.uint32) >> 16).astype(mx.uint16)
+
+
+def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
+    """First row and end of each part of a matrix (O, I) that is decoded at a time: at most TILE weights, or a row."""
+    rows, width = matrix.shape
+    height = max(1, TILE // width)
+    for first in range(0, rows, height):
+        yield first, min(first + height, rows)
+
+
+def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
+    """The parts of a matrix (O, I) that are decoded at a time."""
+    return (matrix.rows(*ends) for ends in tile_ends(matrix))
+
+
+def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
+    """The weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a tile."""
+    parts: list[mx.array] = []
+    for tile in tiles(matrix.flat):
+        parts.append(decode(tile.after(parts[-1:])))
+    return mx.concatenate(parts).reshape(matrix.shape)
+
+
+def product_by_tiles(x: mx.array, matrix: ExactMatrix) -> mx.array:
+    """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
+    parts: list[mx.array] = []
+    for tile in tiles(matrix):
+        parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)

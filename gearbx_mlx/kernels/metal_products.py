@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .bit_planes import plane_shifts
+from .bit_planes import Planes, plane_shifts
 from .metal import (
     DTYPES,
     LANES,
@@ -285,49 +285,33 @@ def groupwise_layout() -> Layout:
     )
 
 
-def planes_launch(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    bias: mx.array | None = None,
-    variant: str | None = None,
-) -> Launch:
+def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, variant: str | None = None) -> Launch:
     """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
-
-    A single plane is an affine weight of MLX.
 
     Args:
         x, bias, variant: as for `prepare`.
-        weights: per plane, (O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-        scales: (O, I / group_size), of the first plane; the others are powers of two below it.
-        biases: per plane, (O, I / group_size).
-        widths: bits of each plane, 8 at most together.
-        group_size: 32, 64 or 128.
+        planes: (O, I), 8 bits at most together, in groups of 32, 64 or 128.
 
     Raises:
         GearbxError: the arguments do not fit each other.
 
     Source: GEARBX 8.1, 8.2; MLX's qmv_fast for the shape of `registers`.
     """
+    weights, scales, biases, widths, group_size = planes
     if group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
     if not widths or min(widths) < 1 or sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
     if scales.ndim != 2 or len(weights) != len(widths) or len(biases) != len(widths):
         raise GearbxError(f"{len(widths)} planes need as many weights and biases, and scales of two dimensions")
-    rows, columns = scales.shape[0], scales.shape[1] * group_size
-    for i, width in enumerate(widths):
-        if weights[i].shape != (rows, columns * width // 32) or weights[i].dtype != mx.uint32:
-            raise GearbxError(
-                f"plane {i} is {weights[i].shape} {weights[i].dtype}, not {rows} rows of {width}-bit codes"
-            )
-        if biases[i].shape != scales.shape:
-            raise GearbxError(f"biases of plane {i} are {biases[i].shape}, scales {scales.shape}")
+    rows, columns = planes.shape
+    for i, (weight, bias_of_plane, width) in enumerate(zip(weights, biases, widths)):
+        if weight.shape != (rows, columns * width // 32) or weight.dtype != mx.uint32:
+            raise GearbxError(f"plane {i} is {weight.shape} {weight.dtype}, not {rows} rows of {width}-bit codes")
+        if bias_of_plane.shape != scales.shape:
+            raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size)
-    return prepare(x, layout, [*weights, scales, *biases], rows, columns, columns // 16, bias, variant)
+    return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant)
 
 
 def rowwise_launch(

@@ -1,17 +1,21 @@
-"""The products of linear layers and of mixtures of experts, each by the kernel that was chosen for it (dispatch.py)."""
+"""The products of linear layers and of mixtures of experts, each by the kernel that was chosen for it (dispatch.py).
+
+For experts, `indices` names one for each vector (..., 1, I), and a weight has a leading dimension E.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import bit_planes, cpu, metal
+from . import cpu, metal
+from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
 from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
-from .metal import MAX_VECTORS
+from .exact import ExactMatrix, decoded_by_tiles, product_by_tiles
+from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
-    GROUPWISE_BITS,
     codebook_launch,
     dense_launch,
     experts_launch,
@@ -26,217 +30,62 @@ from .metal_products import (
 MOST_EXPERTS = 16  # of a token
 
 
-def stack_experts(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    indices: mx.array,
-    sorted_indices: bool = False,
-    x_bits: int = 0,
-) -> mx.array:
-    """As `stack_product`, for stacked experts (E, O, ...); `indices` names an expert for each vector (..., 1, I)."""
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
-        return bit_planes.planes_gather_matmul(
-            x, weights, scales, biases, widths, group_size, indices, sorted_indices=uses_order(indices, sorted_indices)
-        )
-    stack = list(weights), scales, list(biases), list(widths), group_size
-    return module.stack_experts(x, *stack, indices, x_bits).astype(x.dtype)
+class SymmetricCodes(NamedTuple):
+    """A weight (O, I) of format `rowwise` or `groupwise`.
 
-
-def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `dense_product`, for stacked experts (E, O, I); `indices` names an expert for each vector (..., 1, I)."""
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
-        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
-    return module.dense_experts(x, weight, indices).astype(x.dtype)
-
-
-def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
-    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
-    if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
-        launch = experts_launch(x, arrays, bits, indices)
-        return None if launch is None else launch.run()
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
-        return None
-    product = module.library_experts if "library" in arrays else module.codebook_experts
-    return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
-
-
-def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
-    """`dense_experts` by MLX's own product."""
-    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
-    transposed = weight.astype(computed).swapaxes(-1, -2)
-    in_order = uses_order(indices, sorted_indices)
-    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
-
-
-def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
-
-    Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
+    weight: packed codes. scales: one for each row (O,), or for each of its groups (O, G). bits: of a code. width: I.
     """
-    tokens = math.ceil(indices.size / MOST_EXPERTS)
-    return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
 
-
-def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
-    """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
-
-    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
-    """
-    return sorted_indices and not (metal.available() and indices.size <= MAX_VECTORS * MOST_EXPERTS)
-
-
-def add_bias(y: mx.array, bias: mx.array | None) -> mx.array:
-    return y if bias is None else y + bias.astype(y.dtype)
-
-
-def kernel_for(x: mx.array, chosen: Chosen | None) -> str:
-    """The candidate that computes a linear layer's product with activations (..., I).
-
-    Args:
-        chosen: for the layer; None: ours, where it takes these activations.
-    """
-    ours = is_metal(x) or cpu_kernels_for(x) is not None
-    if chosen is None or not x.size:
-        return NATIVE if ours else MLX
-    name = chosen(x.size // x.shape[-1])
-    return name if ours or name in STOCK else MLX
-
-
-def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: Chosen | None) -> mx.array | None:
-    """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
-
-    This is the way of every token on a Mac, where each microsecond counts.
-    """
-    if chosen is None or not chosen.prepared:
-        return None
-    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None, mx.default_device().type))
-    if prepared is None:
-        return None
-    return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
-
-
-def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None) -> mx.array:
-    """The product by a Metal kernel, whose launch is kept for the layer."""
-    if chosen is not None:
-        x = launch.inputs[0]
-        chosen.prepared[x.shape, x.dtype, bias is None, mx.default_device().type] = launch.prepared
-    return launch.run()
-
-
-def compiled() -> ModuleType:
-    """The native CPU kernels, where `kernel_for` names them."""
-    module = cpu.native()
-    assert module is not None
-    return module
-
-
-def variant_of(kernel: str) -> str | None:
-    """The variant of a Metal kernel that a candidate names; None: the expected one."""
-    return None if kernel == NATIVE else kernel
+    weight: mx.array
+    scales: mx.array
+    bits: int
+    width: int
 
 
 def stack_product(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-    bias: mx.array | None = None,
-    x_bits: int = 0,
-    chosen: Chosen | None = None,
+    x: mx.array, planes: Planes, bias: mx.array | None = None, x_bits: int = 0, chosen: Chosen | None = None
 ) -> mx.array:
-    """x @ W^T + bias over a stack of bit planes; a single plane is an affine weight of MLX.
+    """x (..., I) @ W^T + bias over a stack of bit planes, (..., O) of x's type, accumulated in float32.
 
     Args:
-        x, weights, scales, biases, widths, group_size: as for `reference.planes_matmul`.
         bias: (O,) or None.
         x_bits: 8 or 16: CPU kernels round activations to this number of bits, and multiply integers. 0: they do not.
         chosen: as for `kernel_for`.
-
-    Returns:
-        (..., O) of x's type, accumulated in float32.
     """
-    y = again(x, (*weights, scales, *biases), bias, chosen)
+    y = again(x, planes.arrays, bias, chosen)
     if y is not None:
         return y
-    stack = list(weights), scales, list(biases), list(widths), group_size
     kernel = kernel_for(x, chosen)
     if kernel == MLX:
-        return add_bias(bit_planes.planes_matmul(x, *stack).astype(x.dtype), bias)  # scales may be wider
+        return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
-        return add_bias(x @ bit_planes.planes_dense(*stack).astype(x.dtype).T, bias)
+        return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
     if is_metal(x):
-        return launched(planes_launch(x, *stack, bias, variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().stack_matvec(x, *stack, x_bits).astype(x.dtype), bias)
-
-
-def rowwise_product(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    bits: int,
-    width: int,
-    bias: mx.array | None = None,
-    x_bits: int = 0,
-    chosen: Chosen | None = None,
-) -> mx.array | None:
-    """x (..., width) @ W^T + bias for per-channel codes, arguments as for `rowwise_launch` and `stack_product`.
-
-    Returns None if none of our kernels computes it: the caller then reconstructs the weight.
-    """
-    launch = partial(rowwise_launch, x, weight, scales, bits, width, bias)
-    return symmetric_product(x, weight, scales, bits, bias, x_bits, chosen, launch)
-
-
-def groupwise_product(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    width: int,
-    bias: mx.array | None = None,
-    x_bits: int = 0,
-    chosen: Chosen | None = None,
-) -> mx.array | None:
-    """x (..., width) @ W^T + bias for groupwise codes, arguments as for `groupwise_launch` and `stack_product`.
-
-    Returns None if none of our kernels computes it: the caller then reconstructs the weight.
-    """
-    launch = partial(groupwise_launch, x, weight, scales, width, bias)
-    return symmetric_product(x, weight, scales, GROUPWISE_BITS, bias, x_bits, chosen, launch)
+        return launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
+    return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
 
 
 def symmetric_product(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    bits: int,
-    bias: mx.array | None,
-    x_bits: int,
-    chosen: Chosen | None,
-    launch: Callable[[str | None], metal.Launch],
+    x: mx.array, codes: SymmetricCodes, bias: mx.array | None = None, x_bits: int = 0, chosen: Chosen | None = None
 ) -> mx.array | None:
-    """x @ W^T + bias for symmetric codes, with a scale for each row or group; None if none of our kernels computes it.
+    """x (..., I) @ W^T + bias over symmetric codes, arguments as for `stack_product`.
 
-    Args:
-        launch: prepares that of a Metal kernel, given its variant.
+    Returns None if none of our kernels computes it: the caller then reconstructs the weight.
     """
-    y = again(x, (weight, scales), bias, chosen)
+    y = again(x, codes[:2], bias, chosen)
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return None
-    if is_metal(x):
-        return launched(launch(variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
+    weight, scales, bits, width = codes
+    if not is_metal(x):
+        return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
+    if scales.ndim == 1:
+        launch = rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel))
+    else:
+        launch = groupwise_launch(x, weight, scales, width, bias, variant_of(kernel))
+    return launched(launch, bias, chosen)
 
 
 def dense_product(x: mx.array, weight: mx.array, chosen: Chosen | None = None) -> mx.array:
@@ -278,3 +127,146 @@ def codebook_product(
         return launched(launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
     product = compiled().library_matvec if library else compiled().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
+
+
+def exact_product(
+    x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None, chosen: Chosen | None = None
+) -> mx.array:
+    """x (..., I) @ W^T + bias over exact weights, of x's type. chosen: as for `kernel_for`."""
+    y = again(x, matrix.arrays, bias, chosen)
+    if y is not None:
+        return y
+    kernel = kernel_for(x, chosen)
+    if metal.available():
+        if kernel in STOCK:
+            return add_bias(exact_matmul_tiles(x, matrix), bias)
+        return launched(exact_launch(x, matrix, bias), bias, chosen)
+    if kernel in STOCK:
+        return add_bias(product_by_tiles(x, matrix), bias)
+    return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)
+
+
+def decoded(matrix: ExactMatrix) -> mx.array:
+    """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    if metal.available():
+        return decode_launch(matrix).run()
+    module = cpu_kernels(1)
+    return decoded_by_tiles(matrix) if module is None else module.exact_decode(*matrix)
+
+
+def stack_experts(
+    x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False, x_bits: int = 0
+) -> mx.array:
+    """As `stack_product`, for stacked experts."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
+    return module.stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
+
+
+def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+    """As `dense_product`, for stacked experts."""
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
+    return module.dense_experts(x, weight, indices).astype(x.dtype)
+
+
+def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
+    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
+        launch = experts_launch(x, arrays, bits, indices)
+        return None if launch is None else launch.run()
+    module = cpu_kernels_for_experts(x, indices)
+    if module is None:
+        return None
+    product = module.library_experts if "library" in arrays else module.codebook_experts
+    return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
+
+
+def exact_experts(x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool) -> mx.array:
+    """As `exact_product`, for stacked experts. native: whether native kernels may compute it."""
+    module = cpu_kernels_for_experts(x, indices) if native else None
+    if module is not None:
+        return module.exact_experts(x, *matrix, indices).astype(x.dtype)
+    if indices.size >= matrix.shape[0]:
+        weight = decoded(matrix) if native else decoded_by_tiles(matrix)
+        return dense_experts_of_mlx(x, weight, indices, sorted_indices)
+    weight = decoded_by_tiles(matrix.taken(indices.flatten()))
+    places = mx.arange(indices.size, dtype=mx.uint32).reshape(indices.shape)
+    return dense_experts_of_mlx(x, weight, places, sorted_indices)
+
+
+def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
+    """`dense_experts` by MLX's own product."""
+    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    transposed = weight.astype(computed).swapaxes(-1, -2)
+    in_order = uses_order(indices, sorted_indices)
+    return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
+
+
+def kernel_for(x: mx.array, chosen: Chosen | None) -> str:
+    """The candidate that computes a linear layer's product with activations (..., I).
+
+    Args:
+        chosen: for the layer; None: ours, where it takes these activations.
+    """
+    ours = is_metal(x) or cpu_kernels_for(x) is not None
+    if chosen is None or not x.size:
+        return NATIVE if ours else MLX
+    name = chosen(x.size // x.shape[-1])
+    return name if ours or name in STOCK else MLX
+
+
+def compiled() -> ModuleType:
+    """The native CPU kernels, where `kernel_for` names them."""
+    module = cpu.native()
+    assert module is not None
+    return module
+
+
+def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
+    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
+
+    Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
+    """
+    tokens = math.ceil(indices.size / MOST_EXPERTS)
+    return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
+
+
+def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
+    """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
+
+    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
+    """
+    return sorted_indices and not (metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS)
+
+
+def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: Chosen | None) -> mx.array | None:
+    """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
+
+    This is the way of every token on a Mac, where each microsecond counts.
+    """
+    if chosen is None or not chosen.prepared:
+        return None
+    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None, mx.default_device().type))
+    if prepared is None:
+        return None
+    return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
+
+
+def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None) -> mx.array:
+    """The product by a Metal kernel, whose launch is kept for the layer."""
+    if chosen is not None:
+        x = launch.inputs[0]
+        chosen.prepared[x.shape, x.dtype, bias is None, mx.default_device().type] = launch.prepared
+    return launch.run()
+
+
+def variant_of(kernel: str) -> str | None:
+    """The variant of a Metal kernel that a candidate names; None: the expected one."""
+    return None if kernel == NATIVE else kernel
+
+
+def add_bias(y: mx.array, bias: mx.array | None) -> mx.array:
+    return y if bias is None else y + bias.astype(y.dtype)

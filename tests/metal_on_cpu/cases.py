@@ -10,6 +10,7 @@ import numpy as np
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.planes import split
+from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.metal import Launch, Prepared, build
 from gearbx_mlx.kernels.metal_products import (
     codebook_launch,
@@ -116,7 +117,7 @@ def launch(case: Case, p: Problem) -> Launch:
     if case.format in CODEBOOKS:
         return CODEBOOKS[case.format][1](p.x, codebook_arrays(case, p), case.bits, **how)
     if case.format == "planes":
-        return planes_launch(p.x, p.planes("w"), scales, p.planes("b"), case.bits, case.group_size, **how)
+        return planes_launch(p.x, Planes(p.planes("w"), scales, p.planes("b"), case.bits, case.group_size), **how)
     if case.format == "rowwise":
         return rowwise_launch(p.x, p.arrays["w0"], scales, case.bits, case.columns, **how)
     return groupwise_launch(p.x, p.arrays["w0"], scales, case.columns, **how)

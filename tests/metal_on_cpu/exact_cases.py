@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 from exact_reference import as_float
 
+from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch
 
@@ -39,8 +40,12 @@ class Packed:
     def shape(self) -> tuple[int, int]:
         return self.scales.shape[0], self.scales.shape[1] * self.group
 
+    @property
+    def matrix(self) -> ExactMatrix:
+        return ExactMatrix(**self.arguments())
+
     def arguments(self) -> dict:
-        """Those of `decode_launch`; with x, of `exact_launch`."""
+        """The fields of an `ExactMatrix`."""
         return {
             "weights": [mx.array(each) for each in self.weights],
             "scales": mx.array(self.scales),
@@ -92,10 +97,10 @@ class Product:
     bias: mx.array | None
 
     def launch(self) -> Launch:
-        return exact_launch(self.x, **self.packed.arguments(), bias=self.bias)
+        return exact_launch(self.x, self.packed.matrix, self.bias)
 
     def decoder(self, first_row: int = 0, rows: int | None = None) -> Launch:
-        return decode_launch(**self.packed.arguments(), first_row=first_row, rows=rows)
+        return decode_launch(self.packed.matrix, first_row, rows)
 
 
 def product(case: ExactCase, seed: int = 0) -> Product:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from exact_reference import as_float
 
-from gearbx_mlx.kernels.metal_exact import exact_matmul_tiles
+from gearbx_mlx.kernels.metal_exact import decode_launch, exact_matmul_tiles
 
 from .cases import run_launch
 from .exact_cases import ExactCase, Product, access_fault, encode, fault, product, rounded
@@ -135,7 +135,7 @@ def test_tiles_are_the_product(widths, launches):
     for dtype in DTYPES:
         x = p.x.astype(dtype).reshape(2, 20, 576)
         launches.clear()
-        y = exact_matmul_tiles(x, **p.packed.arguments(), tile=5 * 576)
+        y = exact_matmul_tiles(x, p.packed.matrix, tile=5 * 576)
         assert (y.dtype, y.shape) == (dtype, (2, 20, 13))
         assert [launch.shape for launch in launches] == [(5, 576), (5, 576), (3, 576)]
         wanted = np.array(x.astype(mx.float32)) @ np.array(weight.astype(mx.float32)).T
@@ -147,35 +147,23 @@ def test_tiles_are_the_product(widths, launches):
 
 def test_a_row_longer_than_a_tile_is_a_tile(launches):
     p = product(ExactCase((4,), 3, 128, vectors=17))
-    assert exact_matmul_tiles(p.x, **p.packed.arguments(), tile=1).shape == (17, 3)
+    assert exact_matmul_tiles(p.x, p.packed.matrix, tile=1).shape == (17, 3)
     assert [launch.shape for launch in launches] == [(1, 128)] * 3
 
 
 def test_no_vectors_have_a_product_of_none(launches):
     p = product(ExactCase((4,), 3, 128))
-    assert exact_matmul_tiles(mx.zeros((0, 128)), **p.packed.arguments()).shape == (0, 3)
+    assert exact_matmul_tiles(mx.zeros((0, 128)), p.packed.matrix).shape == (0, 3)
 
 
 def test_experts_are_rows_after_rows(launches):
     p = product(ExactCase((4, 4), 12, 128))
-    given = p.packed.arguments()
-    for name in ("scales", "low"):
-        given[name] = given[name].reshape(3, 4, -1)
-    for name in ("weights", "biases"):
-        given[name] = [array.reshape(3, 4, -1) for array in given[name]]
-    whole = dataclasses.replace(p, packed=Stacked(given)).decoder().run()
+    stacked = p.packed.matrix.each(lambda array: array.reshape(3, 4, -1))
+    whole = decode_launch(stacked).run()
     assert (whole.dtype, whole.shape) == (mx.bfloat16, (3, 4, 128))
     assert (np.array(whole.view(mx.uint16)).reshape(12, 128) == p.bits).all()
-    second = dataclasses.replace(p, packed=Stacked(given)).decoder(4, 4).run()
+    second = decode_launch(stacked, 4, 4).run()
     assert (np.array(second.view(mx.uint16)) == p.bits[4:8]).all()
-
-
-@dataclasses.dataclass
-class Stacked:
-    given: dict
-
-    def arguments(self) -> dict:
-        return self.given
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

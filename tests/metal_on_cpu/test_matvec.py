@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gearbx_mlx.kernels.bit_planes import planes_matmul
+from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.metal import VARIANTS, choose_variant, fits_threadgroup
 
 from .cases import Case, launch, problem, run
@@ -112,7 +112,8 @@ def test_float64_expectation_is_the_reference():
     for widths in (w for w in AFFINE + STACKS if 7 not in w):
         case = Case(widths, 9, 256, dtype=mx.float32, vectors=2)
         p = problem(case)
-        y = exact(planes_matmul(p.x, p.planes("w"), p.arrays["scales"], p.planes("b"), widths, case.group_size))
+        planes = Planes(p.planes("w"), p.arrays["scales"], p.planes("b"), widths, case.group_size)
+        y = exact(planes_matmul(p.x, planes))
         np.testing.assert_allclose(y, expected(case, p)[0], atol=2e-5)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...formats import groupwise, rowwise
-from ...kernels.products import dense_product, groupwise_product, rowwise_product
+from ...kernels.products import SymmetricCodes, dense_product, symmetric_product
 from ...kernels.tuner import enough_calls
 from .kernels import cases_of, groupwise_cases, time_case
 from .machine import INT8, INT16, NATIVE, bandwidth_meter, native_module, timed
@@ -94,15 +94,15 @@ def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], l
     """The products with a small matrix: as floats, as codes with floats, as codes with integers, as plain bytes."""
     width = weight.shape[1]
     codes, scales = groupwise.quantize(weight)
-    packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
+    groups = SymmetricCodes(rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales, groupwise.BITS, width)
     whole, row_scales = rowwise.quantize(weight, 8)
-    bytes_of_rows = rowwise.pack_symmetric_codes(whole, 8)
+    rows = SymmetricCodes(rowwise.pack_symmetric_codes(whole, 8), row_scales, 8, width)
     copy = weight + 0
-    mx.eval(packed, scales, bytes_of_rows, row_scales, copy)
+    mx.eval(groups.weight, scales, rows.weight, row_scales, copy)
     yield FLOAT32, lambda: [dense_product(x, copy)]
-    yield WEIGHT_ONLY, lambda: [groupwise_product(x, packed, scales, width)]
-    yield W4A8, lambda: [groupwise_product(x, packed, scales, width, x_bits=8)]
-    yield W8A8, lambda: [rowwise_product(x, bytes_of_rows, row_scales, 8, width, x_bits=8)]
+    yield WEIGHT_ONLY, lambda: [symmetric_product(x, groups)]
+    yield W4A8, lambda: [symmetric_product(x, groups, x_bits=8)]
+    yield W8A8, lambda: [symmetric_product(x, rows, x_bits=8)]
 
 
 if __name__ == "__main__":
