@@ -71,8 +71,7 @@ def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int) -> 
     kept, low, high, offsets = kernels.exact_encode(values, *planes) if kernels else beside(values, planes)
     if not kept.all().item():
         planes = planes.each(lambda array: without(array, kept))
-    weights, scales, biases, *how = planes
-    matrix = ExactMatrix(weights, scales, biases, low, high, offsets, *how)
+    matrix = ExactMatrix(*planes[:3], low, high, offsets, *planes[3:])
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
     return matrix
