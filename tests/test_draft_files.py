@@ -76,7 +76,8 @@ class TestDraftingFiles:
         assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
 
     @pytest.mark.parametrize("mode", ["kickdown", "lossless"])
-    def test_a_quantized_checkpoint_has_no_gears(self, command, tmp_path, mode):
+    def test_a_quantized_checkpoint_has_no_gears(self, command, tmp_path, monkeypatch, mode):
+        monkeypatch.chdir(tmp_path)
         convert(str(DEMO_MODEL), str(tmp_path / "q"), quantize=True)
         for name in ("calibrate", "generate"):
             done = command(name, "--model", tmp_path / "q", "--mode", mode, "-m", 3, "--ignore-chat-template")

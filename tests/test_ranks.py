@@ -10,7 +10,7 @@ from ranks import Ranks, free_addresses, run_ranks
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.cli.together import LEFT
-from gearbx_mlx.ranks.meeting import difference
+from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import place_here
 
 pytestmark = [

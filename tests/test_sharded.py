@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
 from gearbx_mlx.cli.sharded import flag_facts, mode_facts, model_facts
-from gearbx_mlx.ranks.meeting import difference
+from gearbx_mlx.ranks.agreement import difference
 
 pytestmark = pytest.mark.processes
 

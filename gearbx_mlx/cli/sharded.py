@@ -12,7 +12,7 @@ from typing import Any
 from ..decoding.mode import Mode
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
-from ..ranks.meeting import check_equal
+from ..ranks.agreement import check_equal
 from ..ranks.place import current
 from .output import OutputSettings
 from .parsers.generate import GenerateSettings

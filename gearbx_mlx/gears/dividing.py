@@ -19,7 +19,7 @@ from ..compat.classes import bare
 from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
-from ..ranks.meeting import gathered
+from ..ranks.agreement import gathered
 from .adapters import put_modules
 from .manifest import RESTORE, Manifest
 from .saved import SavedGears
