@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -21,8 +22,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, _get_classes, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
+from .compat.names import model_classes
 from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
 from .files.model_directory import (
@@ -132,7 +134,7 @@ def check_type(config: dict, file: Path) -> None:
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            _get_classes(config)
+            model_classes(config)
     except (Exception, SystemExit) as error:  # a class that lacks a package ends the process, with a word on stdout
         why = " ".join(said.getvalue().split()) or one_line(error).rstrip(".")
         raise GearbxError(
@@ -238,7 +240,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     patterns = [*DEFAULT_ALLOW_PATTERNS, GEARS_FILE, *also]
     try:
-        directory = _download(name, revision=revision, allow_patterns=patterns)
+        directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"

@@ -262,7 +262,7 @@ class TestCommands:
             asked.update(name=name, patterns=allow_patterns)
             return geared
 
-        monkeypatch.setattr("gearbx_mlx.loading._download", download)
+        monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
         model, _ = gearbx_mlx.load("somebody/geared")
         assert str(Gearbox(model).ladder) == "3,4,8,16"
         assert {"gears.safetensors", "*.json", "model*.safetensors"} <= set(asked["patterns"])

@@ -7,7 +7,7 @@ from conftest import tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxWarning, Kickdown, Lossless, Static, stream_generate
-from gearbx_mlx.decoding import short_path
+from gearbx_mlx.decoding import rows
 from gearbx_mlx.decoding.rows import Verifier
 
 PROMPT = [1, 5, 9, 2, 7]
@@ -43,7 +43,7 @@ def test_several_tokens_have_the_bits_of_single_ones():
 def test_a_class_whose_source_is_not_to_be_had_is_named_before_the_text(demo, monkeypatch):
     model = tiny_model("deepseek_v3", dtype=mx.bfloat16)
     gearbox = Gearbox(model, "4,16", dtype="bfloat16")
-    monkeypatch.setattr(short_path, "short_path", lambda kind: None)
+    monkeypatch.setattr(rows, "one_token_class", lambda kind: None)
     with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens otherwise than one"):
         stream_generate(model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)
 

@@ -102,7 +102,7 @@ class TestFlags:
             asked.append((name, revision))
             return checkpoint
 
-        monkeypatch.setattr("gearbx_mlx.loading._download", download)
+        monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
         flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
         assert command("convert", *flags).status == 0
         assert asked == [("somebody/geared", "v2")]

@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 from rich.progress import Progress
 
+from ..compat.classes import of_classes
 from ..errors import GearbxError
 from ..evaluation.metrics import kl_divergence, log_softmax, spearman
 from ..evaluation.session import Journal
@@ -77,7 +78,6 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
 
     The modules get another class and keep their place in the model, where a gearbox looks for them.
     """
-    kinds = {key: type(module) for key, module in modules.items()}
 
     def intercepting(key: Hashable, kind: type) -> type:
         def call(self, *args, **kwargs):
@@ -85,13 +85,8 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
 
         return type(kind.__name__, (kind,), {"__call__": call})
 
-    try:
-        for key, module in modules.items():
-            module.__class__ = intercepting(key, kinds[key])
+    with of_classes((module, intercepting(key, type(module))) for key, module in modules.items()):
         yield
-    finally:
-        for key, module in modules.items():
-            module.__class__ = kinds[key]
 
 
 class _Enough(Exception):

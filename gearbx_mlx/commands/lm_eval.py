@@ -13,7 +13,7 @@ import numpy as np
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
-from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM, _lstrip, _rstrip_until
+from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
@@ -183,9 +183,11 @@ class GearbxLM(MLXLM):
                 text += response.text
                 if any(stop in text for stop in until):
                     break
-            if until:
-                text = _rstrip_until(text, until)
-            texts.append(_lstrip(text, self.tokenizer.think_end) if self.tokenizer.has_thinking else text)
+            for stop in until:
+                text = text.partition(stop)[0]
+            if self.tokenizer.has_thinking:
+                text = text.split(self.tokenizer.think_end, 1)[-1]
+            texts.append(text)
         return texts
 
 

@@ -21,6 +21,24 @@ def dtype_named(name: str) -> mx.Dtype:
 copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
 
 
+class OwnRandomState:
+    """MLX's random state as one text alone has it after `mx.random.seed(seed)`."""
+
+    def __init__(self, seed: int):
+        self.state = mx.random.key(seed % 2**64)
+
+    @contextlib.contextmanager
+    def drawn(self) -> Iterator[None]:
+        """What is drawn inside comes from this state; afterwards MLX's is as it was."""
+        with same_random_numbers():
+            current: Any = mx.random.state
+            current[0][:] = self.state
+            try:
+                yield
+            finally:
+                self.state = mx.array(current[0])
+
+
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Random numbers drawn in the block will be drawn again after it."""

@@ -13,7 +13,7 @@ What callers can get wrong about the sequences of a batch is found before any of
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
@@ -23,10 +23,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator as MlxBatchGenerator
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from ..compat.arrays import OwnRandomState
+from ..compat.batches import GearedPrompts, GearedTokens, StagedGenerator
 from ..errors import GearbxError, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
@@ -35,15 +37,11 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading
 from .caches import parts
 from .response import BatchGearResponse, Step, single_pass
-from .sampling import Entropy, OwnRandomState, Sampler, check_finite, fast_entropy
+from .sampling import Entropy, Sampler, check_finite, fast_entropy
 from .texts import check_known, turn, vocabulary_of
 from .wrapper import seen_of
 
 Processor = Callable[[mx.array, mx.array], mx.array]
-
-
-Pass = Callable[[Sequence[int]], AbstractContextManager]
-"""Takes the ids of the sequences whose rows a pass computes; the pass runs inside."""
 
 
 SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
@@ -139,50 +137,6 @@ def guarded(processors: Sequence[Processor] | None, owner: BatchText) -> list[Gu
     return [GuardedProcessor(each, owner) for each in processors or ()]
 
 
-class GearedTokens(GenerationBatch):
-    """The sequences that have begun to write."""
-
-    begin: Pass
-
-    @classmethod
-    def of(cls, model: nn.Module, sampler: Any, begin: Pass) -> "GearedTokens":
-        """One without sequences."""
-        batch = cls.empty(model, sampler)
-        batch.begin = begin
-        return batch
-
-    def _step(self) -> Any:
-        with self.begin(self.uids):
-            return super()._step()
-
-
-class GearedPrompts(PromptProcessingBatch):
-    """The sequences whose prompts are still read, all in the same gear."""
-
-    begin: Pass
-
-    @classmethod
-    def of(cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass) -> "GearedPrompts":
-        """One without sequences."""
-        batch = cls.empty(model, sampler, prefill_step_size)
-        batch.begin = begin
-        return batch
-
-    def _copy(self) -> "GearedPrompts":
-        batch = super()._copy()
-        batch.begin = self.begin
-        return batch
-
-    def prompt(self, tokens: list[list[int]]) -> None:
-        with self.begin(self.uids):
-            super().prompt(tokens)
-
-    def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        """Reads the last tokens of prompts, and samples the first of the texts."""
-        with self.begin(self.uids):
-            return super().generate(tokens)
-
-
 class RowSampler:
     """A sampler of all rows of a pass, to mlx-lm one and the same for every sequence.
 
@@ -223,7 +177,7 @@ class RowSampler:
         )
 
 
-class BatchGenerator(MlxBatchGenerator):
+class BatchGenerator(StagedGenerator):
     """Writes many texts at once; sequences join and leave at any step.
 
     Args:
@@ -243,7 +197,6 @@ class BatchGenerator(MlxBatchGenerator):
         sampler: Sampler | None = None,
         **settings: Any,
     ):
-        self._old_wired_limit = None  # mlx-lm looks at it at the end, and it may never come to be set
         check_settings(settings)
         check_mergeable(model)
         self._has_states = has_states(model)
@@ -253,8 +206,8 @@ class BatchGenerator(MlxBatchGenerator):
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         self._rows = rows
-        self._generation_batch = GearedTokens.of(model, rows, self._writing)
-        self._prompt_batch = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading)
+        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading)
+        self.use(GearedTokens.of(model, rows, self._writing), prompts)
 
     def insert_segments(
         self,
@@ -309,18 +262,16 @@ class BatchGenerator(MlxBatchGenerator):
             self.sequences.pop(uid, None)
         return caches
 
-    def _make_batch(self, n: int) -> PromptProcessingBatch:
-        """Prompts that are read next, at most n: those of one first gear; one by one where padding leaves traces."""
-        waiting = [self.sequences[each[0]].first for each in self._unprocessed_sequences][:n]
-        reading = self.sequences[self._prompt_batch.uids[0]].first if self._prompt_batch.uids else waiting[0]
-        alike = next((place for place, gear in enumerate(waiting) if gear != reading), n)
-        if self._has_states:
-            alike = min(alike, 1 - len(self._prompt_batch))
-        return super()._make_batch(alike)
+    def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
+        """As many as have one first gear; one by one where padding leaves traces."""
+        gears = [self.sequences[uid].first for uid in (*reading[:1], *waiting)]
+        alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
+        return min(alike, 1 - len(reading)) if self._has_states else alike
 
-    def _next(self) -> tuple[list[Any], list[BatchGearResponse]]:
+    def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[BatchGearResponse]]:
+        """mlx-lm's responses with what was seen of them, in the turn of this generator."""
         with turn(self.gearbox):
-            prompts, tokens = super()._next()
+            prompts, tokens = step()
             return prompts, self._seen(tokens)
 
     @contextmanager

@@ -23,6 +23,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
+from ..compat.caches import counted, offset_of
 from ..errors import GearbxError
 from ..formats.kv_cache import KVGears, NestedKVCache, group_for
 from ..gears.gearbox import Gearbox, Observer
@@ -49,7 +50,7 @@ def room(cache: Cache) -> float:
 def _room(part: Any) -> float:
     if not part.is_trimmable():
         return 0
-    offset = _offset(part)
+    offset = offset_of(part)
     if hasattr(part, "chunk_size"):  # drops entries at its front when a chunk is full
         return max(part.chunk_size - (offset - part.start_position) - 1, 0)
     return max(part.max_size - offset - 1, 0) if hasattr(part, "max_size") else math.inf
@@ -57,14 +58,14 @@ def _room(part: Any) -> float:
 
 def length(cache: Cache) -> int:
     """Tokens that the cache has been given; 0 if it keeps states alone, which do not count them."""
-    return max((_offset(part) for part in parts(cache)), default=0)
+    return max((offset_of(part) for part in parts(cache)), default=0)
 
 
 def given(part: Any) -> int | None:
     """Tokens that the cache of one layer has been given; None if it keeps a state alone, which does not count them."""
     if hasattr(part, "given"):  # of a pair's model, which has still to read some of them
         return part.given
-    return _offset(part) if hasattr(part, "offset") else None
+    return offset_of(part) if hasattr(part, "offset") else None
 
 
 def cut(cache: Cache, tokens: int) -> bool:
@@ -76,10 +77,6 @@ def cut(cache: Cache, tokens: int) -> bool:
 def trimmed(part: Any, tokens: int) -> bool:
     """Whether the last tokens could be trimmed from the cache of one layer; it may have been given too few."""
     return tokens > 0 and part.is_trimmable() and part.trim(tokens) == tokens
-
-
-def _offset(part: Any) -> int:
-    return int(getattr(part, "_offset", getattr(part, "offset", 0)))  # of a batch, `offset` is an array
 
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
@@ -238,8 +235,7 @@ def is_whole(part: Any) -> bool:
     if not hasattr(part, "keys"):
         return True
     entries = {array.shape[-2] for array in arrays_of([part])} or {0}
-    used = getattr(part, "_idx", part.offset - getattr(part, "start_position", 0))
-    return len(entries) == 1 and 0 <= used <= min(entries) and part.offset >= 0
+    return len(entries) == 1 and 0 <= counted(part) <= min(entries) and part.offset >= 0
 
 
 def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_size: int | None = None) -> None:

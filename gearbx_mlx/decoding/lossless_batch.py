@@ -8,7 +8,6 @@ has to go to its front, and its entries move to the right. Where rounds do not p
 does, running ahead.
 """
 
-import copy
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,16 +20,19 @@ from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.sample_utils import greedy_sampler
 
+from ..compat.arrays import OwnRandomState
+from ..compat.batches import GearedTokens, Pass
+from ..compat.caches import drop_rows
 from ..errors import GearbxWarning, one_line
 from ..routing.acceptance import MOST_DRAFTED
 from ..routing.gates import Reading, highest
-from .batches import BatchGenerator, BatchText, GearedTokens, OfOneText, Pass, RowSampler, SeenPass, SeenRow
+from .batches import BatchGenerator, BatchText, OfOneText, RowSampler, SeenPass, SeenRow
 from .caches import Cache, Snapshot, parts
 from .draft_plans import BatchPlan, BatchPlans
 from .drafting import BatchDrafter, Beginning, Chooser, Drafts, LookedUp, choose_all
 from .response import DRAFT, LOOKUP, BatchGearResponse, Draft, Step
 from .rows import Verifier
-from .sampling import Entropy, OwnRandomState, Sampler, near_ties, noise_of
+from .sampling import Entropy, Sampler, near_ties, noise_of
 
 
 @dataclass(frozen=True)
@@ -96,26 +98,6 @@ def drop(cache: Cache, dropped: Sequence[int]) -> None:
             drop_rows(part, dropped)
 
 
-def drop_rows(part: BatchKVCache, dropped: Sequence[int]) -> None:
-    """As mlx-lm's `trim`, `prepare` and `finalize` one after the other, and without the padding that all have then."""
-    _, _, offset, padding, end = part.state
-    starts = padding.tolist()
-    new_end = max(end - start - count for start, count in zip(starts, dropped))
-    moves = [new_end - end + count for count in dropped]
-    if any(moves):
-        part.keys, part.values = (rolled(entries, moves) for entries in (part.keys, part.values))
-    part._idx = new_end
-    part.offset = offset - mx.array([*dropped])
-    part.left_padding = padding + mx.array(moves)
-
-
-def rolled(entries: mx.array, moves: Sequence[int]) -> mx.array:
-    """(B, H, N, D) with every row moved to the right by its own number of entries. What leaves at one end enters at the
-    other: it is padding."""
-    rows = [entries[i : i + 1] for i in range(len(moves))]
-    return mx.concatenate([mx.roll(row, move, 2) if move else row for row, move in zip(rows, moves)])
-
-
 class VerifiedToken(SeenPass):
     """What was seen of a token that was computed in one pass with others of its sequence.
 
@@ -141,7 +123,6 @@ class LosslessTokens(GearedTokens):
     """
 
     prompt_cache: list[Any]
-    _next_tokens: mx.array
     _looked_up: dict[int, LookedUp]
     _can_draft: bool  # not with every kind of cache
     _failed: set[int]  # sequences whose draft has failed
@@ -160,8 +141,8 @@ class LosslessTokens(GearedTokens):
         shared: Sampler | None,
     ) -> "LosslessTokens":
         """One without sequences."""
-        batch = cls.empty(plans.gearbox.model, sampler)
-        batch.begin, batch.plans, batch.sequences, batch.shared = begin, plans, sequences, shared
+        batch = cls.of(plans.gearbox.model, sampler, begin)
+        batch.plans, batch.sequences, batch.shared = plans, sequences, shared
         batch.gearbox, batch.top = plans.gearbox, plans.gearbox.ladder.top
         batch._verifier = Verifier(batch.gearbox, batch.top)
         batch._drafter = BatchDrafter(batch.gearbox, plans.draft, sampler.entropy)
@@ -235,18 +216,18 @@ class LosslessTokens(GearedTokens):
 
     def _beginnings(self) -> list[Beginning]:
         made = []
-        for i, token in enumerate(np.array(self._next_tokens).tolist()):
+        for i, token in enumerate(np.array(self.coming).tolist()):
             owner, processors = self.sequences[self.uids[i]], self.logits_processors[i] or ()
             chooser = Chooser(owner, self.shared, processors, self.tokens[i], token)
-            room = self.max_tokens[i] - self._num_tokens[i] - 1
+            room = self.room_after(i)
             most = min(room, self.plans.most_looked_up // len(self))
             proposed = self._looked_up[self.uids[i]].proposed(self.tokens[i], token, most)
-            made.append(Beginning(chooser, room, copy.copy(self._matchers[i]), proposed))
+            made.append(Beginning(chooser, room, self.end_of(i), proposed))
         return made
 
     def _drafted(self, plan: BatchPlan, beginnings: Sequence[Beginning]) -> Drafts:
         start = time.perf_counter()
-        drafts = self._drafter.draft(beginnings, self._next_tokens, self.prompt_cache, plan.rule, MOST_DRAFTED)
+        drafts = self._drafter.draft(beginnings, self.coming, self.prompt_cache, plan.rule, MOST_DRAFTED)
         if drafts.steps:
             plan.costs.add_draft((time.perf_counter() - start) / drafts.steps)
         return drafts
@@ -269,11 +250,12 @@ class LosslessTokens(GearedTokens):
         """Give out the tokens that were to come and all that are accepted but the last, which come next."""
         for row, one in enumerate(accepted):
             self._note(row, one, drafts)
-        coming = np.array(self._next_tokens).tolist()
-        rows = [self._until_end(row, coming[row], one) for row, one in enumerate(accepted)]
+        coming = np.array(self.coming).tolist()
+        rows = [
+            self.given_out(row, [coming[row], *one.tokens[:-1]], list(one.logprobs)) for row, one in enumerate(accepted)
+        ]
         drop(self.prompt_cache, [drafts.width - len(row) for row in rows])
-        self._next_tokens = mx.array([one.tokens[-1] for one in accepted], mx.uint32)
-        self._next_logprobs = [one.logprobs[-1] for one in accepted]
+        self.let_come([one.tokens[-1] for one in accepted], [one.logprobs[-1] for one in accepted])
         keep = [i for i, row in enumerate(rows) if row[-1].finish_reason is None]
         for i in set(range(len(rows))).difference(keep):
             rows[i][-1].prompt_cache, rows[i][-1].all_tokens = self.extract_cache(i), self.tokens[i]
@@ -298,23 +280,6 @@ class LosslessTokens(GearedTokens):
             text.rows.append(SeenRow(VerifiedToken(known, entropy, near_tie, len(self)), 0, text.wish))
             step = Step(self.top, (), (0,) * len(self.gearbox.ladder))
 
-    def _until_end(self, row: int, token: int, accepted: Accepted) -> list[GenerationBatch.Response]:
-        """The tokens of a sequence that are given out: the one that was to come, and those accepted, up to its end."""
-        responses: list[GenerationBatch.Response] = []
-        logprobs = [self._next_logprobs[row], *accepted.logprobs]
-        for one, seen in zip([token, *accepted.tokens[:-1]], logprobs):
-            self._num_tokens[row] += 1
-            reason = "length" if self._num_tokens[row] >= self.max_tokens[row] else None
-            reason = "stop" if self._matchers[row].advance(one) else reason
-            responses.append(self.Response(self.uids[row], one, seen, reason, None, None))
-            if reason is not None:
-                break
-        given = [response.token for response in responses]
-        self.tokens[row] += given
-        if self.logits_processors[row]:
-            self._token_context[row].update_and_fetch(mx.array(given, mx.int32))
-        return responses
-
 
 def warn_of(why: str) -> None:
     """Say why sequences go on without drafts."""
@@ -338,7 +303,7 @@ class LosslessGenerator(BatchGenerator):
         gearbox = plans.gearbox
         super().__init__(gearbox.model, tokenizer, gearbox, mode, highest, sampler, **settings)
         self._shared = sampler
-        self._generation_batch = LosslessTokens.drafting(plans, self._rows, self._writing, self.sequences, sampler)
+        self.use(LosslessTokens.drafting(plans, self._rows, self._writing, self.sequences, sampler))
 
     def insert_segments(self, *arguments: Any, **keywords: Any) -> list[int]:
         """As BatchGenerator's. A sequence that samples draws random numbers of its own, without a seed too."""

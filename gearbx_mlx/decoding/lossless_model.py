@@ -33,9 +33,8 @@ from .caches import in_prompt
 from .draft_plans import note_drafts
 from .drafting import Drafter
 from .response import LOOKUP, Draft, Proposal, Step
-from .rows import Rows, Verifier
+from .rows import Rows, Verifier, warn_of_other_paths
 from .sampling import noise_of
-from .short_path import warn_of_other_paths
 from .texts import History
 from .wrapper import ModelWrapper
 

@@ -18,6 +18,7 @@ further tokens. It may stop there, save the cache, or go on with another token.
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -28,14 +29,19 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
+from ..compat.arrays import dtype_name
+from ..compat.caches import cut_window, is_unsettled, settle_later, settled
+from ..compat.classes import of_classes
+from ..compat.latent_attention import has_latent_attention, one_token_class
+from ..compat.versions import is_tested
+from ..errors import GearbxWarning
 from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, PartState, Snapshot, parts
-from .short_path import on_short_path
 from .texts import turn
 
-CUT = (*APPENDING, ChunkedKVCache, RotatingKVCache)  # a pass over several tokens leaves all entries in them
+UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 
 
 class Verifier:
@@ -65,7 +71,9 @@ class Verifier:
 
     @functools.cached_property
     def _short_path(self) -> list[tuple[nn.Module, type]]:
-        return on_short_path(self.gearbox.model)
+        """Modules of latent attention, each with a class that computes several tokens as its own does one."""
+        found = [(module, one_token_class(type(module))) for module in latent_attention(self.gearbox.model)]
+        return [(module, kind) for module, kind in found if kind is not None]
 
 
 class Rows:
@@ -83,7 +91,7 @@ class Rows:
         self._verifier, self._tokens = verifier, tokens
         self.count = tokens.shape[1]
         self._before = Snapshot(cache)
-        has_states = any(part.kind not in CUT for part in self._before.parts)
+        has_states = any(not loses_entries(part.kind) for part in self._before.parts)
         self._outputs = LayerOutputs(verifier.linear_layers, self.count) if has_states and self.count > 1 else None
         try:
             with ExitStack() as stack:
@@ -106,7 +114,7 @@ class Rows:
         self._shown = [attributes(after.part) for after in self._after]
 
     def _show(self, after: PartState, dropped: int) -> None:
-        if dropped and after.kind not in CUT:
+        if dropped and not loses_entries(after.kind):
             settle_later(after.part, after.kind, self._settle)
             return
         settled(after.part, after.kind)
@@ -133,17 +141,35 @@ class Rows:
             finally:
                 gearbox.shift(engaged)
         for after, part in zip(self._after, parts(cache)):
-            if after.kind not in CUT:
+            if not loses_entries(after.kind):
                 settled(after.part, after.kind)
                 vars(after.part).update(vars(part))
 
 
-def cut_window(part: RotatingKVCache, entries: int) -> None:
-    """Drop the last entries of a sliding window after a pass over several tokens, which leaves it in order."""
-    part.keys, part.values = part.keys[..., :-entries, :], part.values[..., :-entries, :]
-    part.offset -= entries
-    part._idx = part.keys.shape[2]
-    mx.async_eval(part.keys, part.values)  # another thread could not: what is still to be computed belongs to this one
+def latent_attention(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model with latent attention."""
+    return [module for module in model.modules() if has_latent_attention(module)]
+
+
+def warn_of_other_paths(gearbox: Gearbox) -> None:
+    """Name what computes several tokens otherwise than one, if that may change a text."""
+    kinds: set[Any] = {type(module) for module in latent_attention(gearbox.model)}
+    others = {kind.__name__ for kind in kinds if one_token_class(kind) is None}
+    if type(gearbox.model).__module__ in UNMASKED:
+        others = {type(gearbox.model).__module__}
+    elif gearbox.compute_dtype == mx.float32:
+        return
+    if others:
+        said = (
+            f"{min(others)} computes several tokens otherwise than one, so that a text of mode 'lossless' in "
+            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
+        )
+        warnings.warn(said, GearbxWarning, stacklevel=4)
+
+
+def loses_entries(kind: type) -> bool:
+    """Whether the last entries can be dropped from a cache after a pass over several tokens: it has them all then."""
+    return kind in (*APPENDING, ChunkedKVCache) or (kind is RotatingKVCache and is_tested())
 
 
 def attributes(part: Any) -> list[Any]:
@@ -159,61 +185,6 @@ def same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(
         a is b or not (isinstance(a, mx.array) or isinstance(b, mx.array) or a != b) for a, b in zip(now, before)
     )
-
-
-@contextlib.contextmanager
-def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """In the block, modules are of other classes: subclasses of their own with another `__call__`."""
-    own = []
-    try:
-        for module, kind in changes:
-            own.append((module, type(module)))
-            module.__class__ = kind
-        yield
-    finally:
-        for module, kind in reversed(own):
-            module.__class__ = kind
-
-
-SETTLE = "settle"  # attribute of such a cache: what computes its state
-
-
-class Unsettled:
-    """Mixed into the class of a cache, in front of it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name in own or hasattr(type(self), name):
-            own[SETTLE]()
-        return object.__getattribute__(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__getattribute__(self, "__dict__")[SETTLE]()
-        setattr(self, name, value)
-
-
-@functools.cache
-def unsettled(kind: Any) -> type:
-    """A class of caches that are `kind` once they are used."""
-    return type(f"Unsettled{kind.__name__}", (Unsettled, kind), {})
-
-
-def is_unsettled(part: Any) -> bool:
-    return issubclass(type(part), Unsettled)  # isinstance would use it
-
-
-def settle_later(part: Any, kind: type, settle: Callable[[], None]) -> None:
-    """Call `settle` when the cache `part`, which is of this kind, is first used. It must call `settled`."""
-    if not is_unsettled(part):
-        vars(part)[SETTLE] = settle
-        part.__class__ = unsettled(kind)
-
-
-def settled(part: Any, kind: type) -> None:
-    """Make it an ordinary cache again."""
-    if is_unsettled(part):
-        object.__setattr__(part, "__class__", kind)
-        del vars(part)[SETTLE]
 
 
 def window_mask(part: RotatingKVCache, count: int) -> mx.array:

@@ -8,7 +8,6 @@ sampler for a tokenizer; random numbers of a text's own, whatever other texts dr
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -85,25 +84,6 @@ def near_ties(logprobs: mx.array, noise: mx.array) -> mx.array:
     """
     best = mx.topk(logprobs, 2, axis=-1)
     return mx.abs(best[..., 0] - best[..., 1]) <= noise
-
-
-class OwnRandomState:
-    """MLX's random state as one text alone has it after `mx.random.seed(seed)`."""
-
-    def __init__(self, seed: int):
-        self.state = mx.random.key(seed % 2**64)
-
-    @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """What is drawn inside comes from this state; afterwards MLX's is as it was."""
-        current: Any = mx.random.state
-        others = mx.array(current[0])
-        current[0][:] = self.state
-        try:
-            yield
-        finally:
-            self.state = mx.array(current[0])
-            current[0][:] = others
 
 
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:

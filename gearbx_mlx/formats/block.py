@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, phi3, qwen3
 
+from ..compat.caches import entries, set_entries
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
@@ -26,7 +27,7 @@ from .fused import (
     inverse_frequencies,
     left_padding,
 )
-from .kv_cache import NestedKVCache, entries, has_room, planes_of, read_before, set_entries, takes_cache, takes_in_place
+from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest

@@ -31,6 +31,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
+from ..compat.caches import entries
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import fit
@@ -411,17 +412,3 @@ def has_room(cache: Any, x: mx.array) -> bool:
     """Whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
     keys = cache.keys
     return keys is not None and entries(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
-
-
-def entries(cache: Any) -> int:
-    """How many tokens have been through a cache, padding included."""
-    count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
-    return count
-
-
-def set_entries(cache: Any, count: int) -> None:
-    """Say that a cache has so many entries."""
-    if type(cache) is BatchKVCache:  # its offsets are always these; a sum for each token would wait for its sum before
-        cache._idx, cache.offset = count, count - cache.left_padding
-    else:
-        cache.offset = count

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
 from transformers import PreTrainedTokenizerBase
 
+from ..compat.names import text_machine, tokenized
 from ..decoding.mode import Mode
 from ..errors import one_line
 from .guarded import Refused
@@ -37,7 +38,7 @@ class PromptReader:
             raise Refused(400, "the prompt becomes no token", param="prompt")
         check_tokens(asked, served)
         most = asked.request.most_tokens or self.generator.cli_args.max_tokens
-        _, machine = self.generator._make_state_machine(self.generator.model_provider.model_key, served.tokenizer, [])
+        machine = text_machine(self.generator, served.tokenizer)
         context = GenerationContext(
             has_tool_calling=served.tokenizer.has_tool_calling,
             has_thinking=served.tokenizer.has_thinking,
@@ -66,7 +67,7 @@ class PromptReader:
             wanted = CompletionRequest("chat", "", asked.messages, request.shown_tools, request.role_mapping)
         arguments = SimpleNamespace(chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
         try:
-            return self.generator._tokenize(served.tokenizer, wanted, arguments)
+            return tokenized(self.generator, served.tokenizer, wanted, arguments)
         except Exception as error:  # a template is a program, and raises what it likes
             raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 

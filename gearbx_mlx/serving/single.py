@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import Vision
 
-from ..decoding.sampling import OwnRandomState
+from ..compat.arrays import OwnRandomState
 from ..decoding.stream import stream_generate
 from .job import Job, keep_text
 from .tokens import Progress

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
+from ...compat.names import own_tokenizer
 from ...errors import GearbxError, one_line
 from .response_format import ResponseFormat, schema_text
 from .thinking import Thinking, thinking_of
@@ -136,7 +137,7 @@ def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
     except ImportError as error:
         raise GearbxError("response_format needs llguidance; install it with: pip install llguidance") from error
     try:
-        return from_tokenizer(getattr(tokenizer, "_tokenizer", tokenizer), eos_token=sorted(ends))
+        return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(ends))
     except Exception as error:
         raise GearbxError(
             f"response_format: the model's tokenizer cannot be used for it ({one_line(error)}); leave it out"

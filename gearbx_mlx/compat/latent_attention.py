@@ -3,13 +3,15 @@
 For one token mlx-lm multiplies the query into the latent space and attends to the latents themselves. For several it
 multiplies all latents out to keys and values. Both are the same attention, with other roundings: in half precision they
 differ enough to change a text. Verified tokens must take the path that they would take alone.
+
+mlx-lm has nine such classes, each with other projections before and behind the two branches. So the subclass has the
+source of its class, with the condition `L == 1` of these branches met: a copy by hand would be the whole of each.
 """
 
 import ast
 import functools
 import inspect
 import textwrap
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,48 +19,27 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
-from ..compat.arrays import dtype_name
-from ..errors import GearbxWarning
-from ..gears.gearbox import Gearbox
+from .versions import is_tested
 
 ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by
-UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 
 
-def on_short_path(model: nn.Module) -> list[tuple[nn.Module, type]]:
-    """Modules of latent attention, each with a subclass of its class that computes several tokens as it does one."""
-    found = []
-    for module in model.modules():
-        own: Any = type(module)
-        kind = short_path(own) if module.keys() >= ABSORBED else None
-        if kind is not None:
-            found.append((module, kind))
-    return found
+def has_latent_attention(module: nn.Module) -> bool:
+    """Whether a module is one of latent attention."""
+    return module.keys() >= ABSORBED
 
 
-def warn_of_other_paths(gearbox: Gearbox) -> None:
-    """Name what computes several tokens otherwise than one, if that may change a text."""
-    kinds: set[Any] = {type(module) for module in gearbox.model.modules() if module.keys() >= ABSORBED}
-    others = {kind.__name__ for kind in kinds if short_path(kind) is None}
-    if type(gearbox.model).__module__ in UNMASKED:
-        others = {type(gearbox.model).__module__}
-    elif gearbox.compute_dtype == mx.float32:
-        return
-    if others:
-        said = (
-            f"{min(others)} computes several tokens otherwise than one, so that a text of mode 'lossless' in "
-            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
-        )
-        warnings.warn(said, GearbxWarning, stacklevel=4)
+def one_token_class(kind: Any) -> type[nn.Module] | None:
+    """A subclass of a class of latent attention whose `__call__` takes the branch for one token; nothing else changes.
+
+    None where the source is not to be had or has no such branch, and with versions of mlx-lm that are not tested.
+    """
+    return rewritten(kind) if is_tested() else None
 
 
 @functools.cache
-def short_path(kind: Any) -> type[nn.Module] | None:
-    """A subclass of a class of latent attention whose `__call__` takes the branch for one token.
-
-    It has the code of `kind`, with the conditions of these branches met: nothing in mlx-lm is changed. None where the
-    source is not to be had, or has no such branch.
-    """
+def rewritten(kind: Any) -> type[nn.Module] | None:
+    """As `one_token_class`. It has the code of `kind`: nothing in mlx-lm is changed."""
     call = kind.__call__
     if getattr(call, "__closure__", None):
         return None

@@ -1,0 +1,140 @@
+"""The insides of mlx-lm's continuous batching: its stages, prompts and tokens, with a place to act around a pass.
+
+mlx-lm offers no such places, so these classes stand in front of methods that it keeps to itself.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+
+from .versions import check_tested
+
+Pass = Callable[[Sequence[int]], AbstractContextManager]
+"""Takes the ids of the sequences whose rows a pass computes; the pass runs inside."""
+
+Tokens = TypeVar("Tokens", bound="GearedTokens")
+
+
+class GearedTokens(GenerationBatch):
+    """The sequences that have begun to write. Each has a token that is sampled, and still to be given out."""
+
+    begin: Pass
+
+    @classmethod
+    def of(cls: type[Tokens], model: nn.Module, sampler: Any, begin: Pass) -> Tokens:
+        """One without sequences."""
+        batch = cls.empty(model, sampler)
+        batch.begin = begin
+        return batch
+
+    def _step(self) -> Any:
+        with self.begin(self.uids):
+            return super()._step()
+
+    @property
+    def coming(self) -> mx.array:
+        """The tokens that are sampled, (B,)."""
+        return self._next_tokens
+
+    def let_come(self, tokens: list[int], logprobs: list[mx.array]) -> None:
+        """Have other tokens come next, with the log-probabilities (V,) that each was chosen from."""
+        self._next_tokens, self._next_logprobs = mx.array(tokens, mx.uint32), logprobs
+
+    def room_after(self, row: int) -> int:
+        """How many tokens a sequence may have after the one that is sampled."""
+        return self.max_tokens[row] - self._num_tokens[row] - 1
+
+    def end_of(self, row: int) -> Any:
+        """What says whether a sequence has ended; a copy."""
+        return copy.copy(self._matchers[row])
+
+    def given_out(self, row: int, tokens: Sequence[int], logprobs: Sequence[mx.array]) -> list[Any]:
+        """mlx-lm's responses for tokens of a sequence, the one that is sampled and others after it, up to its end.
+
+        Args:
+            logprobs: (V,) each; the first is for the second token.
+        """
+        responses: list[Any] = []
+        for token, seen in zip(tokens, [self._next_logprobs[row], *logprobs]):
+            self._num_tokens[row] += 1
+            reason = "length" if self._num_tokens[row] >= self.max_tokens[row] else None
+            reason = "stop" if self._matchers[row].advance(token) else reason
+            responses.append(self.Response(self.uids[row], token, seen, reason, None, None))
+            if reason is not None:
+                break
+        given = [response.token for response in responses]
+        self.tokens[row] += given
+        if self.logits_processors[row]:
+            self._token_context[row].update_and_fetch(mx.array(given, mx.int32))
+        return responses
+
+
+class GearedPrompts(PromptProcessingBatch):
+    """The sequences whose prompts are still read, all in the same gear."""
+
+    begin: Pass
+
+    @classmethod
+    def of(cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass) -> "GearedPrompts":
+        """One without sequences."""
+        batch = cls.empty(model, sampler, prefill_step_size)
+        batch.begin = begin
+        return batch
+
+    def _copy(self) -> "GearedPrompts":
+        batch = super()._copy()
+        batch.begin = self.begin
+        return batch
+
+    def prompt(self, tokens: list[list[int]]) -> None:
+        with self.begin(self.uids):
+            super().prompt(tokens)
+
+    def generate(self, tokens: list[list[int]]) -> GenerationBatch:
+        """Reads the last tokens of prompts, and samples the first of the texts."""
+        with self.begin(self.uids):
+            return super().generate(tokens)
+
+
+class StagedGenerator(BatchGenerator):
+    """mlx-lm's BatchGenerator with stages of ours.
+
+    Raises:
+        GearbxError: versions of mlx-lm that are not tested.
+    """
+
+    def __init__(self, model: nn.Module, **settings: Any):
+        self._old_wired_limit = None  # mlx-lm looks at it at the end, and it may never come to be set
+        check_tested("a batch of texts")
+        super().__init__(model, **settings)
+
+    def use(self, tokens: GearedTokens, prompts: GearedPrompts | None = None) -> None:
+        """Have these stages, both without sequences, in the place of those before."""
+        self._generation_batch = tokens
+        if prompts is not None:
+            self._prompt_batch = prompts
+
+    def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
+        """How many prompts are read next.
+
+        Args:
+            waiting: ids of the sequences that come next. reading: of those whose prompts are being read.
+            most: prompts at once.
+        """
+        return most
+
+    def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+        """What a step gives out: of prompts and of texts. step: mlx-lm's own."""
+        return step()
+
+    def _make_batch(self, n: int) -> PromptProcessingBatch:
+        waiting = [each[0] for each in self._unprocessed_sequences][:n]
+        return super()._make_batch(self.readable(waiting, self._prompt_batch.uids, n))
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        return self.seen(super()._next)
