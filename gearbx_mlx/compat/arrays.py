@@ -2,10 +2,13 @@
 
 import contextlib
 import copyreg
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import mlx.core as mx
+
+from ..errors import GearbxError
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
@@ -51,5 +54,23 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def memory_of(array: mx.array) -> memoryview:
-    """The memory of bytes that are evaluated; what is written into it is in the array."""
+    """The memory of bytes that are evaluated; what is written into it is in the array.
+
+    Raises:
+        GearbxError: a version of MLX of which this is not true.
+    """
+    if not memory_is_shared():
+        raise GearbxError("residency stream writes into the memory of arrays, which this version of MLX copies")
     return memoryview(cast(Any, array))
+
+
+@functools.cache
+def memory_is_shared() -> bool:
+    """Whether what is written into the memory of an array is in the array."""
+    array = mx.zeros(1, mx.uint8)
+    mx.eval(array)
+    try:
+        memoryview(cast(Any, array))[0] = 1
+    except TypeError:  # read-only
+        return False
+    return bool(array.item() == 1)

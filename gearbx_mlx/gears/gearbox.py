@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..compat.compiled_steps import CompiledSteps
+from ..compat.versions import warn_if_untested
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
@@ -202,6 +203,7 @@ class Gearbox(GearCosts):
         widths: Sequence[int] = (),
         low_model: nn.Module | None = None,
     ):
+        warn_if_untested()
         layout = layout_of(model, ladder, format, manage, group_size)
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
