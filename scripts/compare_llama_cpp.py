@@ -26,7 +26,7 @@ from beside_llama_cpp.rounds import Rounds
 from beside_llama_cpp.tables import COLUMNS, table_of
 from pages import fill
 
-from gearbx_mlx.cli.parsers.benchmark import parse_shape
+from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.cli.terminal import progress_bar, run
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
     from beside_llama_cpp.drafting import lossless_rows
     from beside_llama_cpp.random_models import RandomModels, decode_rows, prompt_rows
 
-    from gearbx_mlx.commands.benchmark.machine import bandwidth_meter, native_module
+    from gearbx_mlx.benchmark.measuring import bandwidth_meter, native_module
 
     native = native_module()
     found = {}

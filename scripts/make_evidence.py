@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.files.writing import write_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,8 +19,8 @@ import mlx.nn as nn
 from pages import fill, table
 
 from gearbx_mlx import load
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.bit_selection.h_process import GarbageCheck
-from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import codebook_library
 from gearbx_mlx.formats.codebook import nbytes

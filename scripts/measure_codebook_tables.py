@@ -17,8 +17,8 @@ import numpy as np
 from pages import fill, table
 
 from gearbx_mlx import load
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
-from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import Codebook, nbytes

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import SwitchLinear
 from pages import fill, table
 
-from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.kernels import cpu

@@ -17,8 +17,8 @@ from measure_lossless import encode
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
+from gearbx_mlx.benchmark.decode import random_llama
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.commands.benchmark.decode import random_llama
 from gearbx_mlx.decoding.draft_trials import round_times
 
 DEPTHS = (0, 1, 2, 4)

@@ -23,8 +23,8 @@ from pages import fill, table
 from time_lossless import widened
 
 from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.cli.prompts import read_prompts
-from gearbx_mlx.commands.benchmark.machine import machine_name
 from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.gears.gearbox import DEFAULT_ACTIVATIONS
 from gearbx_mlx.kernels import ACTIVATIONS

@@ -25,7 +25,7 @@ import httpx
 from pages import fill, table
 from rich.progress import track
 
-from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.benchmark.measuring import machine_name
 
 WORDS = 40
 PAUSE = 0.002  # seconds between two words of the server that answers at once

@@ -20,7 +20,7 @@ import numpy as np
 from pages import fill, table
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
-from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.decoding import sampling
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.meeting import meet

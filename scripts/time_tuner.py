@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.commands.benchmark.decode import random_llama
+from gearbx_mlx.benchmark.decode import random_llama
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import cpu, tuner
 from gearbx_mlx.kernels.tuner import Tuner

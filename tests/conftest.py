@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +25,7 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox, GearbxError, Pair, commands, load, stream_generate
-from gearbx_mlx.files import smollm2
+from gearbx_mlx import Gearbox, Pair, stream_generate
 from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
 from gearbx_mlx.kernels.compiler import Unavailable, find_compiler
@@ -257,16 +257,6 @@ def demo():
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
 
 
-@pytest.fixture(scope="session")
-def smollm2_model():
-    """A real language model and its tokenizer, where its package is installed."""
-    try:
-        smollm2.installed()
-    except GearbxError:
-        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL}")
-    return load("smollm2")
-
-
 @pytest.fixture(scope="module")
 def geared_demo(demo):
     """The demo model with a gearbox that all tests of a file share, and leave in the top gear."""
@@ -283,11 +273,14 @@ def fresh_demo():
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Run a command as a user does, in this process: exit status, stdout, stderr without lines of progress."""
+    """Run a command, or a module of research/ by its name, as a user does, in this process.
+
+    Returns exit status, stdout, stderr without lines of progress.
+    """
     monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", float("inf"))  # or a slow machine would have more lines
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
-        main = commands.command(name)
+        main = import_module(name if "." in name else f"gearbx_mlx.{name}").main
         monkeypatch.setattr(sys, "argv", [f"gearbx_mlx.{name}", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""The benchmark command at sizes that say nothing of speed: what it writes, and what it refuses."""
+"""The benchmark command, and what research times, at sizes that say nothing of speed: what they write and refuse."""
 
 import json
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx import Gearbox, Ladder, load
-from gearbx_mlx.commands.benchmark import machine
-from gearbx_mlx.commands.benchmark.mixture import plan_of
+from gearbx_mlx.benchmark import measuring
 from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
+from research.decoding_costs import plan_of
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 @pytest.fixture(autouse=True)
 def small_sums(monkeypatch):
     """The read bandwidth of what a cache has: quick, and no less a number."""
-    monkeypatch.setattr(machine, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ", 2**20)
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_kernels(command, tmp_path):
 def test_threads(command, tmp_path):
     file, picture = tmp_path / "t.json", tmp_path / "t.svg"
     sizes = "--rows", 64, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
-    result = command("benchmark", "threads", *sizes, "--json", file, "--picture", picture)
+    result = command("research.products_on_threads", "threads", *sizes, "--json", file, "--picture", picture)
     assert result.status == 0, result.err
     rows = json.loads(file.read_text())["rows"]
     assert [(row["bits"], row["threads"]) for row in rows] == [(4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)]
@@ -108,7 +108,7 @@ def texts_of(picture: Path) -> str:
 def test_routing(command, tmp_path):
     file = tmp_path / "r.json"
     arguments = "--model", DEMO_MODEL, "--gears", "4,8,16", "--tokens", 3, "--trials", 2, "--json", file
-    assert command("benchmark", "routing", *arguments).status == 0
+    assert command("research.decoding_costs", "routing", *arguments).status == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("mid", 8), ("high", 16)]
     for row in rows:
@@ -120,7 +120,7 @@ def test_routing(command, tmp_path):
 def test_mixture(command, tmp_path):
     file = tmp_path / "m.json"
     arguments = "--model", DEMO_MODEL, "--tokens", 40, "--run", 5, "--trials", 3, "--json", file
-    done = command("benchmark", "mixture", *arguments)
+    done = command("research.decoding_costs", "mixture", *arguments)
     assert done.status == 0, done.err
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["tokens"], row["shifts"]) == (40, 8)  # three rounds of three gears
@@ -149,7 +149,7 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
     ],
 )
 def test_a_mixture_that_cannot_be(command, flags, message):
-    done = command("benchmark", "mixture", *flags)
+    done = command("research.decoding_costs", "mixture", *flags)
     assert (done.status, done.err) == (2, f"error: {message}\n")
 
 
@@ -211,14 +211,11 @@ def test_decode(command, tmp_path):
         (("decode", "--trials", 10**30), "give 1 to 100000"),
         (("decode", "--shape", "65536x100000"), "--shape 65536x100000 needs at least"),
         (("decode", "--model", DEMO_MODEL, "--gears", "4,16", "--context", 10**15), "needs at least"),
-        (("routing", "--shape", "65536x100000"), "of memory, and"),
         (("kernels", "--rows", 2**20, "--cols", 2**20), "a matrix of this size needs at least"),
         (("kernels", "--cols", 64 * 10**30), "a matrix of this size needs at least"),
         (("kernels", "--megabytes", 2**20), "a matrix of this size needs at least 1.1"),
         (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
-        (("threads", "--cols", 100), "--cols is 100; give a multiple of 64"),
-        (("threads", "--most", 0), "--most is 0"),
-        (("threads", "--picture", "t.pdf"), "--picture t.pdf: give a file that ends in .png or .svg"),
+        (("token", "--picture", "t.pdf"), "--picture t.pdf: give a file that ends in .png or .svg"),
         (("token", "--picture", "/nowhere/t.png"), "there is no directory"),
         (("token", "--json", "t.svg", "--picture", "t.svg"), "t.svg"),
         (("token", "--shape", "65536x100000"), "of memory, and"),
@@ -227,7 +224,23 @@ def test_decode(command, tmp_path):
     ],
 )
 def test_bad_input_is_one_line(command, arguments, words):
-    result = command("benchmark", *arguments)
+    check_refused(command("benchmark", *arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("study", "arguments", "words"),
+    [
+        ("decoding_costs", ("routing", "--shape", "65536x100000"), "of memory, and"),
+        ("products_on_threads", ("threads", "--cols", 100), "--cols is 100; give a multiple of 64"),
+        ("products_on_threads", ("threads", "--most", 0), "--most is 0"),
+        ("products_on_threads", ("threads", "--picture", "t.pdf"), "t.pdf: give a file that ends in .png or .svg"),
+    ],
+)
+def test_bad_input_of_a_study_is_one_line(command, study, arguments, words):
+    check_refused(command(f"research.{study}", *arguments), words)
+
+
+def check_refused(result, words: str) -> None:
     assert result.status == 2
     assert len(result.err.strip().splitlines()) == 1
     assert words in result.err
@@ -236,7 +249,7 @@ def test_bad_input_is_one_line(command, arguments, words):
 @pytest.mark.slow
 def test_batches_beside_mlx_lms(command, tmp_path):
     arguments = "batch", "--shape", "256x2", "--gears", "4,16", "--tokens", 3, "--trials", 1, "--batch-size", "1,2"
-    done = command("benchmark", *arguments, "--json", tmp_path / "batch.json")
+    done = command("research.decoding_costs", *arguments, "--json", tmp_path / "batch.json")
     assert done.status == 0
     rows = json.loads((tmp_path / "batch.json").read_text())["rows"]
     assert [(row["gear"], row["batch_size"]) for row in rows] == [("low", 1), ("low", 2), ("high", 1), ("high", 2)]
@@ -246,6 +259,6 @@ def test_batches_beside_mlx_lms(command, tmp_path):
 
 @pytest.mark.parametrize("sizes", ["0", "4,x", "257", ""])
 def test_numbers_of_texts_that_no_batch_has(command, sizes):
-    done = command("benchmark", "batch", "--batch-size", sizes)
+    done = command("research.decoding_costs", "batch", "--batch-size", sizes)
     assert done.status == 2
     assert f"--batch-size '{sizes}'" in done.err

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.commands.benchmark import machine
+from gearbx_mlx.benchmark import measuring
 from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -17,7 +17,7 @@ MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
 
 @pytest.fixture(autouse=True)
 def small_sums(monkeypatch):
-    monkeypatch.setattr(machine, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ", 2**20)
 
 
 @pytest.fixture
@@ -39,9 +39,17 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("what", [KERNELS, ("decode", *MODEL), ("token", *MODEL), ("routing", *MODEL)])
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("benchmark", *KERNELS),
+        ("benchmark", "decode", *MODEL),
+        ("benchmark", "token", *MODEL),
+        ("research.decoding_costs", "routing", *MODEL),
+    ],
+)
 def test_a_gpu_needs_no_compiler(command, tmp_path, what):
-    result = command("benchmark", *what, "--json", tmp_path / "b.json")
+    result = command(*what, "--json", tmp_path / "b.json")
     assert result.status == 0, result.err
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {row.get("path", "mlx") for row in rows} == {"mlx"}
@@ -71,12 +79,12 @@ def test_parts_of_a_token_are_those_that_there_are(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("threads", "--rows", 64, "--cols", 128), "this benchmark times kernels of the CPU"),
-        ((*KERNELS, "--native-only"), "leave --native-only out"),
+        (("research.products_on_threads", "threads", "--cols", 128), "this benchmark times kernels of the CPU"),
+        (("benchmark", *KERNELS, "--native-only"), "leave --native-only out"),
     ],
 )
 def test_what_makes_no_sense_on_a_gpu_is_one_line(command, arguments, words):
-    result = command("benchmark", *arguments)
+    result = command(*arguments)
     assert result.status == 2
     assert len(result.err.strip().splitlines()) == 1
     assert words in result.err
@@ -96,6 +104,6 @@ def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path):
 
 @pytest.mark.usefixtures("no_compiler")
 def test_threads_need_a_compiler(command):
-    result = command("benchmark", "threads", "--rows", 64, "--cols", 128)
+    result = command("research.products_on_threads", "threads", "--rows", 64, "--cols", 128)
     assert result.status == 2
     assert "no native kernels to compare with: no C++ compiler was found" in result.err

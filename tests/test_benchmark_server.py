@@ -7,11 +7,17 @@ import httpx
 import pytest
 from http_server import WORD_PROBLEM, served
 
-from gearbx_mlx.commands.benchmark.server.cancelled import latency_rows, parts_of
-from gearbx_mlx.commands.benchmark.server.client import Answer, Asked, Client, leave, prompts
-from gearbx_mlx.commands.benchmark.server.crowd import Outcome, any_of, crowd, each_of
-from gearbx_mlx.commands.benchmark.server.rows import row
-from gearbx_mlx.commands.benchmark.server.soak import memory_rows, requests_of, unlike_row
+from gearbx_mlx.benchmark.server import latency_rows, memory_rows, parts_of, requests_of, row, unlike_row
+from gearbx_mlx.benchmark.server_clients import (
+    Client,
+    ClientAnswer,
+    ClientRequest,
+    CrowdOutcome,
+    crowd,
+    leave,
+    prompts,
+    random_requests,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +63,7 @@ def test_what_cannot_be_measured_is_one_line(command, flags, words):
 
 def test_a_stream_is_the_whole_answer_and_times_its_pieces(url):
     with Client(url) as client:
-        whole, stream = (client.ask(Asked(WORD_PROBLEM, 12, stream)) for stream in (False, True))
+        whole, stream = (client.ask(ClientRequest(WORD_PROBLEM, 12, stream)) for stream in (False, True))
     assert (whole.text, whole.tokens) == (stream.text, stream.tokens)
     assert whole.tokens == 12
     assert 0 < stream.first < stream.seconds
@@ -69,30 +75,30 @@ def test_a_crowd_gets_every_answer_and_another_text_is_seen(url):
     requests = requests_of(WORDS, 6)
     with Client(url) as client:
         alone = {asked: client.ask(asked) for asked in requests}
-    outcome = crowd(url, 3, each_of(requests))
+    outcome = crowd(url, 3, requests)
     assert {asked for asked, _ in outcome.answers} == set(requests)
-    assert unlike_row("", "", outcome, alone)["value"] == 0
+    assert unlike_row("", outcome, alone)["value"] == 0
     swapped = dict(zip(requests, [alone[asked] for asked in requests[1:] + requests[:1]]))
-    assert not unlike_row("", "", outcome, swapped)["reached"]
+    assert not unlike_row("", outcome, swapped)["reached"]
 
 
 def test_an_answer_that_is_an_error_is_counted(url):
-    outcome = crowd(url, 2, each_of([Asked(WORD_PROBLEM, 0), Asked(WORD_PROBLEM, 4)]))
+    outcome = crowd(url, 2, [ClientRequest(WORD_PROBLEM, 0), ClientRequest(WORD_PROBLEM, 4)])
     assert (len(outcome.answers), len(outcome.errors)) == (1, 1)
     assert "400" in outcome.errors[0]
 
 
 def test_a_crowd_ends_when_its_time_is_over(url):
     begun = time.monotonic()
-    assert crowd(url, 2, any_of([Asked(WORD_PROBLEM, 2)], 0.2, 0)).answers
+    assert crowd(url, 2, random_requests([ClientRequest(WORD_PROBLEM, 2)], 0.2, 0)).answers
     assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("abruptly", [False, True])
 def test_a_client_that_leaves(url, abruptly):
-    leave(url, Asked(WORD_PROBLEM, 400, stream=True), 0.05, abruptly)
+    leave(url, ClientRequest(WORD_PROBLEM, 400, stream=True), 0.05, abruptly)
     with Client(url) as client:
-        assert client.ask(Asked(WORD_PROBLEM, 4)).tokens == 4
+        assert client.ask(ClientRequest(WORD_PROBLEM, 4)).tokens == 4
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(20, 2), (21, 2), (99, 9), (1000, 10), (1009, 10)])
@@ -104,19 +110,19 @@ def test_each_round_has_requests_that_go_away_and_some_that_stay(count, rounds):
 
 
 def test_latencies_are_ratios_round_by_round():
-    asked = Asked("", 1)
+    asked = ClientRequest("", 1)
     rounds = [
-        (Outcome([(asked, Answer("", 1, calm))]), Outcome([(asked, Answer("", 1, disturbed))]))
+        (CrowdOutcome([(asked, ClientAnswer("", 1, calm))]), CrowdOutcome([(asked, ClientAnswer("", 1, disturbed))]))
         for calm, disturbed in ((1.0, 2.0), (10.0, 10.0), (4.0, 2.0))
     ]
-    median, longest = latency_rows("", "", rounds)
+    median, longest = latency_rows("", rounds)
     assert (median["value"], median["spread"], median["reached"]) == (1, [0.5, 2], True)
     assert longest["value"] == 1
 
 
 def test_a_server_that_is_not_there_is_an_error():
     with Client("http://127.0.0.1:9") as client, pytest.raises(httpx.ConnectError):
-        client.ask(Asked(WORD_PROBLEM, 4))
+        client.ask(ClientRequest(WORD_PROBLEM, 4))
 
 
 def test_prompts_are_unlike_from_the_beginning_and_the_same_in_every_run():
@@ -138,7 +144,7 @@ def test_growth_is_the_slope_after_the_warm_up():
     starting = [(float(second), 10 if second < 15 else 100) for second in range(100)]
     growths = {}
     for name, samples in (("flat", flat), ("growing", growing), ("starting", starting)):
-        growths[name] = memory_rows("", "", samples)[1]
+        growths[name] = memory_rows("", samples)[1]
     assert [growths[name]["reached"] for name in growths] == [True, False, True]
     assert growths["growing"]["value"] == pytest.approx(79 / 159.5)
 

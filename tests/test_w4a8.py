@@ -1,4 +1,4 @@
-"""benchmark w4a8: its baselines multiply, its terms add up, and the command writes what it says."""
+"""AION's products: its baselines multiply, its terms add up, and the command writes what it says."""
 
 import json
 
@@ -6,11 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gearbx_mlx.commands.benchmark.w4a8 import terms_of_trial
-from gearbx_mlx.commands.benchmark.w4a8_trial import emulated
 from gearbx_mlx.formats import groupwise
 from gearbx_mlx.formats.rowwise import pack_symmetric_codes
 from gearbx_mlx.kernels import cpu
+from research.products_on_threads import emulated, terms_of_trial
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_the_terms_are_differences_of_what_was_timed():
 def test_the_command(command, tmp_path):
     file, picture = tmp_path / "w.json", tmp_path / "w.svg"
     sizes = "--rows", 48, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
-    result = command("benchmark", "w4a8", *sizes, "--json", file, "--picture", picture)
+    result = command("research.products_on_threads", "w4a8", *sizes, "--json", file, "--picture", picture)
     assert result.status == 0, result.err
     report = json.loads(file.read_text())
     names = ["4 bits, numpy", "4 bits, scalar"]
@@ -88,7 +87,7 @@ def test_the_command(command, tmp_path):
     assert [row["term"] for row in report["terms"]][-2:] == ["arithmetic", "overhead"]
     assert "| quant_act" in result.out
     assert "W4A8 at the read bandwidth" in picture.read_text()
-    refused = command("benchmark", "w4a8", "--json", picture, "--picture", picture)
+    refused = command("research.products_on_threads", "w4a8", "--json", picture, "--picture", picture)
     assert refused.status == 2
     assert "--json" in refused.err
     assert "--picture" in refused.err

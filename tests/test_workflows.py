@@ -10,7 +10,7 @@ import pytest
 import yaml
 from documents import ROOT
 
-from gearbx_mlx.cli.parsers import benchmark
+from gearbx_mlx import benchmark
 
 COMMAND = ROOT / ".ci" / "readme_command"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -6,11 +6,10 @@ import json
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.cli.parsers.benchmark import MOST_VECTORS
-from gearbx_mlx.commands.benchmark import machine, metal_checks, metal_kernels, metal_operations, metal_times
-from gearbx_mlx.commands.benchmark import metal as subject
-from gearbx_mlx.commands.benchmark.kernels import cases_of_stack, product_paths
-from gearbx_mlx.kernels import metal, tuner
+from gearbx_mlx.benchmark import MOST_VECTORS, measuring, metal_operations, metal_products
+from gearbx_mlx.benchmark import metal as subject
+from gearbx_mlx.benchmark.kernels import cases_of_stack, product_paths
+from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Prepared, available
 
 pytestmark = pytest.mark.slow
@@ -30,15 +29,16 @@ def bench(command, monkeypatch, tmp_path):
 @pytest.fixture
 def short(bench, launches, monkeypatch):
     """The command where Metal is said to be, with one type to check, few keys, no copies and no model."""
-    for module in (metal_checks, metal_operations):
+    for module in (metal_products, metal_operations):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(machine, "READ", 2**20)
-    monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
+    monkeypatch.setattr(measuring, "READ", 2**20)
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_operations, "KEYS", (37,))
     monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
-    monkeypatch.setattr(metal_times, "BUILDS", 1)
-    monkeypatch.setattr(metal_times, "copies", lambda arrays, total: [arrays])
+    monkeypatch.setattr(metal_products, "BUILDS", 1)
+    for module in (metal_products, metal_operations):
+        monkeypatch.setattr(module, "copies", lambda arrays, total: [arrays])
     monkeypatch.setattr(subject, "add_gears", lambda settings, rows: None)
     monkeypatch.setattr(subject, "add_modes", lambda settings, rows: None)
     return bench
@@ -162,10 +162,10 @@ def test_exact_weights_stand_beside_dense_ones(short, monkeypatch):
 @pytest.mark.clang
 def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypatch):
     """As gears prepare it: `python_seconds` is what a token costs."""
-    monkeypatch.setattr(metal_times, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
-    monkeypatch.setattr(tuner, "MOST_CALLS", 1)
-    pair = metal_kernels.codebook_kernel("codebook", 4), metal_kernels.mlx_kernel(4, 64)
-    rows = list(metal_times.time_product(pair, (16, 128), [1], mx.float32, mx.ones((256,)), 1))
+    monkeypatch.setattr(metal_products, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    pair = metal_products.codebook_kernel("codebook", 4), metal_products.mlx_kernel(4, 64)
+    rows = list(metal_products.time_product(pair, (16, 128), [1], mx.float32, mx.ones((256,)), 1))
     assert [row["path"] for row in rows] == ["mlx", *VARIANTS]
     assert all(row["python_seconds"] > 0 for row in rows)
     assert len(launches) > 2 * len(VARIANTS)
@@ -253,14 +253,14 @@ def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monk
 @pytest.mark.clang
 def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
     only(monkeypatch, "affine 4", "rowwise 8")
-    timed = metal_times.time_paths
+    timed = metal_products.time_paths
 
     def interrupted(what: dict, *arguments: object):
         if what["what"] == "rowwise":
             raise KeyboardInterrupt
         return timed(what, *arguments)
 
-    monkeypatch.setattr(metal_times, "time_paths", interrupted)
+    monkeypatch.setattr(metal_products, "time_paths", interrupted)
     result = short(*SHORT)
     assert result.status == 130
     report = written()
@@ -274,8 +274,8 @@ def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
 def test_gears_and_modes_of_a_model(bench, monkeypatch):
     """On MLX's kernels: those of Metal in whole models are checked in test_gears.py."""
     monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
-    monkeypatch.setattr(machine, "ON_METAL", ())
-    monkeypatch.setattr(machine, "READ", 2**20)
+    monkeypatch.setattr(measuring, "ON_METAL", ())
+    monkeypatch.setattr(measuring, "READ", 2**20)
     for name in ("add_checks", "add_times"):
         monkeypatch.setattr(subject, name, lambda *arguments: None)
     result = bench("--gears", "4,16", "--tokens", "3", "--trials", "1", "--json", "all.json")

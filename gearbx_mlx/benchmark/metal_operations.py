@@ -4,12 +4,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
-from ...formats.kv_cache import Nested, pack
-from ...kernels.metal_attention import TILE, attention, nested_attention, rope_launch
-from .metal_checks import DTYPES, TOLERANCE, Check, difference, type_name
+from ..formats.kv_cache import Nested, pack
+from ..kernels.metal_attention import TILE, attention, nested_attention
+from ..kernels.metal_products import rope_launch
+from .measuring import METAL, MLX
+from .metal_products import DTYPES, TOLERANCE, Arrays, Check, copies, difference, path_over, time_paths, type_name
 
 WIDTHS = (64, 128)  # of the heads that are checked
 KEYS = (37, 300)  # that are checked: less than a block, and several blocks
@@ -19,8 +22,6 @@ CONTEXTS = (1024, 8192)
 
 NESTED = "attention over planes"
 GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
-
-Arrays = list[mx.array]
 
 
 @dataclass(frozen=True)
@@ -193,3 +194,15 @@ def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
         both = mx.stack([a * cosine - b * sine, a * sine + b * cosine], axis=axis).reshape(turned.shape)
         expected = mx.concatenate([both, x[..., dims:].astype(mx.float32)], axis=-1)
     return difference(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)
+
+
+def time_operation(
+    operation: Operation, vectors: Sequence[int], dtype: mx.Dtype, buffer: mx.array, trials: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of ours and MLX's, for each number of tokens."""
+    made = copies(operation.arrays(dtype), buffer.nbytes)
+    for count in vectors:
+        x = mx.random.normal((1, HEADS, count, WIDTH)).astype(dtype)
+        paths = {MLX: path_over(made, partial(operation.mlx, x)), METAL: path_over(made, partial(operation.ours, x))}
+        what = {"what": operation.name, "bits": str(8 * dtype.size), "size": operation.size, "vectors": count}
+        yield from time_paths(what, paths, buffer, trials)

@@ -5,40 +5,44 @@ were measured by then.
 """
 
 import contextlib
+import gc
 import itertools
 import platform
+import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from rich.console import Console
 
-from ... import __version__
-from ...cli.gearbox import settle_gears
-from ...cli.gears import LayoutSettings
-from ...cli.output import output_path
-from ...cli.parsers.benchmark import DecodeBenchmark, MetalBenchmark, parse_shapes, parse_vectors
-from ...cli.terminal import progress_bar
-from ...errors import GearbxError, one_line
-from ...files.writing import write_text
-from ...kernels import metal
-from ...loading import DEMO_MODEL, model_name
-from ...telemetry.summary import as_json
+from .. import __version__
+from ..cli.gearbox import in_whole_weights, require_gearbox, settle_gears
+from ..cli.gears import GearFlags, LayoutSettings
+from ..cli.output import output_path
+from ..cli.prompts import MIXED
+from ..cli.terminal import progress_bar
+from ..decoding.lossless import Lossless
+from ..decoding.mode import Mode
+from ..decoding.route import Route, Static
+from ..decoding.stream import stream_generate
+from ..errors import GearbxError, one_line
+from ..files.writing import write_text
+from ..gears.gearbox import Gearbox
+from ..kernels import metal
+from ..loading import DEMO_MODEL, gears_of, load, model_name
+from ..telemetry.summary import as_json
+from . import MOST_VECTORS, DecodeBenchmark, MetalBenchmark, parse_counts, parse_shapes
 from .decode import benchmark_decode
-from .machine import GIBIBYTE, machine_name
-from .memory import check_memory
-from .metal_checks import examine, product_checks
-from .metal_kernels import all_kernels
-from .metal_modes import row_of, runs_of, time_runs
-from .metal_operations import all_operations, operation_checks
-from .metal_times import sum_buffer, time_operation, time_product
-from .tables import table_of
+from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
+from .metal_operations import all_operations, operation_checks, time_operation
+from .metal_products import all_kernels, examine, product_checks, sum_buffer, time_product
 
-Rows = list[dict[str, Any]]
 Report = dict[str, Any]
+TOP = "top gear"
+MODES: dict[str, type[Mode]] = {TOP: Static, "route": Route, "lossless": Lossless}
 COLUMNS = {
     "checks": ("what", "checked", "largest_error", "faults"),
     "kernels": (
@@ -53,7 +57,7 @@ COLUMNS = {
 }
 
 
-def run_metal(settings: MetalBenchmark) -> int:
+def run(settings: MetalBenchmark) -> int:
     """Check, time, print and write. Returns 1 where a kernel is wrong or something cannot be run, else 0.
 
     Raises:
@@ -139,7 +143,7 @@ def print_section(name: str, rows: Rows) -> None:
     """The table, and below that of the checks what is wrong."""
     print(f"\n{name}\n")
     shown = [row | derived(row) for row in rows]
-    Console(width=160).print(table_of(shown, COLUMNS[name]))
+    print_table(shown, COLUMNS[name])
     if name == "checks":
         wrong = [text for row in rows for text in row["wrong"]]
         print(f"\n{sum(row['checked'] for row in rows)} comparisons, {len(wrong)} wrong")
@@ -158,7 +162,7 @@ def derived(row: dict[str, Any]) -> dict[str, Any]:
 
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
     """A row for each kernel; none for one whose checks an error ends, which the report names as failed."""
-    vectors = parse_vectors(settings.vectors)
+    vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
     products = {kernel.name: product_checks(kernel, vectors) for kernel, _ in all_kernels(settings.group_size)}
     checks = [*(products | operation_checks(vectors)).items()]
     with progress_bar() as progress:
@@ -181,7 +185,7 @@ def timing_jobs(
     settings: MetalBenchmark, right: set[str], buffer: mx.array
 ) -> list[tuple[str, Iterator[dict[str, Any]]]]:
     """Names of what is timed, and its rows, each of which is timed when it is asked for."""
-    how = parse_vectors(settings.vectors), getattr(mx, settings.dtype), buffer, settings.trials
+    how = parse_counts("vectors", settings.vectors, MOST_VECTORS), getattr(mx, settings.dtype), buffer, settings.trials
     pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name in right]
     products = itertools.product(parse_shapes(settings.shapes), pairs)
     operations = [each for each in all_operations() if each.name in right]
@@ -207,4 +211,82 @@ def add_modes(settings: MetalBenchmark, report: Report) -> None:
     with progress_bar() as progress:
         for _ in progress.track(range(settings.trials), description="texts timed"):
             time_runs(runs, settings.tokens)
-            report["modes"][:] = [row_of(run, runs) for run in runs]
+            report["modes"][:] = [mode_row(run, runs) for run in runs]
+
+
+@dataclass
+class ModeRun:
+    """The times of a mode on a path: seconds per token, the tokens of each prompt, peak memory."""
+
+    path: str
+    name: str
+    gearbox: Gearbox
+    tokenizer: Any
+    mode: Mode
+    peak_memory: int = 0
+    seconds: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+    def write(self, tokens: int) -> tuple[list[float], list[list[int]]]:
+        """Seconds per token and tokens of each prompt's text."""
+        made = [self.text(prompt, tokens) for prompt in MIXED]
+        return [seconds for seconds, _ in made], [text for _, text in made]
+
+    def text(self, prompt: str, tokens: int) -> tuple[float, list[int]]:
+        """Seconds per token after the first one, and the tokens."""
+        steps = stream_generate(
+            self.gearbox.model, self.tokenizer, prompt, tokens, mode=self.mode, gearbox=self.gearbox
+        )
+        written = [next(steps).token]
+        start = time.perf_counter()
+        written += [response.token for response in steps]
+        return (time.perf_counter() - start) / max(len(written) - 1, 1), written
+
+
+def runs_of(model: str | None, gears: str | None, tokens: int) -> Iterator[ModeRun]:
+    """Every mode on every path, each after an uncounted round of texts that shows its peak memory.
+
+    Each path has a model of its own. As in `generate --mode lossless`, bfloat16 weights are in format exact if neither
+    `gears` nor the checkpoint says which gears.
+    """
+    for path, kernels, activations in paths_here():
+        gc.collect()  # models of earlier sections, or their end would count as ours
+        before = mx.get_active_memory()
+        flags = GearFlags(kernels=kernels, activations=activations)
+        settings = settle_gears(model, LayoutSettings(gears=gears), flags)
+        loaded, tokenizer = load(model)
+        if gears is None and gears_of(model) is None:
+            settings = in_whole_weights(settings, loaded)
+        gearbox = require_gearbox(settings, loaded, model)
+        del loaded
+        for name, mode in MODES.items():
+            run = ModeRun(path, name, gearbox, tokenizer, mode())
+            mx.reset_peak_memory()
+            run.texts = run.write(tokens)[1]
+            run.peak_memory = mx.get_peak_memory() - before
+            yield run
+
+
+def time_runs(runs: list[ModeRun], tokens: int) -> None:
+    """One trial: every run in turn."""
+    for run in runs:
+        run.seconds += run.write(tokens)[0]
+
+
+def mode_row(run: ModeRun, runs: list[ModeRun]) -> dict[str, Any]:
+    """Medians over trials and prompts. `ratio`: to MLX's top gear; `identical`: a share of texts."""
+    base, own = (next(each for each in runs if (each.path, each.name) == (path, TOP)) for path in (MLX, run.path))
+    ratios = [slow / fast for slow, fast in zip(base.seconds, run.seconds)]
+    same = [text == wanted for text, wanted in zip(run.texts, own.texts)]
+    return {
+        "mode": run.name,
+        "path": run.path,
+        "format": run.gearbox.format.name,
+        "gears": str(run.gearbox.ladder),
+        "tokens": sum(map(len, run.texts)),
+        "tokens_per_second": 1 / statistics.median(run.seconds),
+        "ratio": statistics.median(ratios),
+        "spread": spread_of(ratios),
+        "identical": sum(same) / len(same),
+        "peak_memory_bytes": run.peak_memory,
+    }

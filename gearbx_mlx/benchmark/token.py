@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,29 +20,28 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ...cli.gearbox import settle_gears
-from ...cli.gears import LayoutSettings
-from ...cli.parsers.benchmark import TokenBenchmark
-from ...cli.terminal import progress_bar
-from ...compat.classes import of_classes
-from ...formats.block import single_operations
-from ...gears.gearbox import Gearbox
-from ...kernels import dispatch
-from .decode import PROMPT, check_llama, fill_cache, load_or_make
-from .machine import bandwidth_meter, kernels_here, timed
-from .pictures import AS_BLOCKS, GRAPH_AS_BLOCKS, WITH_BLOCKS
+from ..formats.block import single_operations
+from ..gears.gearbox import Gearbox
+from ..kernels import dispatch
+from ..telemetry.report import get_pyplot, save
+from ..telemetry.trace import BLACK, SERIES
+from . import TokenBenchmark
+from .decode import PROMPT, fill_cache, gearbox_of, trials
+from .measuring import Rows, bandwidth_meter, measured_rows, picture_path, spread_of, timed
 
 PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
+AS_BLOCKS, GRAPH_AS_BLOCKS = WITH_BLOCKS = "as blocks", "graph as blocks"
 TOKEN = "token"  # all parts of single operations
 TIMED = PRODUCTS, HEAD, ATTENTION, FUSED  # by themselves
 KERNELS = {"attention": ATTENTION} | dict.fromkeys(("rms_norm", "rope", "swiglu", "geglu"), FUSED)  # of `dispatch`
+COLUMNS = ("gear", "bits", "part", "seconds", "share", "spread", "seconds_per_token", "operations_per_layer")
 
 Call = Callable[[], Any]
 
 
 @dataclass
-class Measured:
+class TokenParts:
     """Of one gear: the calls of a token by part, operations per layer, and the trials' seconds per token."""
 
     calls: Mapping[str, list[Call]]
@@ -50,33 +50,36 @@ class Measured:
     trials: list[dict[str, float]] = field(default_factory=list)
 
 
-def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
+def run(settings: TokenBenchmark) -> int:
+    picture = picture_path(settings.json, settings.picture)
+    rows = measured_rows(settings, COLUMNS, benchmark_token)
+    if picture is not None:
+        draw_token(rows, picture)
+    return 0
+
+
+def benchmark_token(settings: TokenBenchmark) -> Rows:
     """A row for each gear and part of a token's time; trials go through all gears in turn.
 
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
-    if settings.model is None:
-        check_llama(settings.shape, ladder, 1, settings.context)
-    read_bandwidth = bandwidth_meter()
-    gearbox = Gearbox(load_or_make(settings.model, settings.shape), ladder, kernels=kernels_here())
+    gearbox, read_bandwidth = gearbox_of(settings, settings.context), bandwidth_meter()
     cache = make_prompt_cache(gearbox.model)
     if settings.context:
         fill_cache(gearbox.model, cache, settings.context)
     measured = {}
-    for gear in ladder:
+    for gear in gearbox.ladder:
         gearbox.shift(gear)
-        measured[gear] = measured_of(gearbox, cache)
+        measured[gear] = token_parts(gearbox, cache)
     bandwidths = []
-    with progress_bar() as progress:
-        for trial in progress.track(range(settings.trials + 1), description="trials"):
-            bandwidths.append(read_bandwidth())
-            for gear, found in measured.items():
-                gearbox.shift(gear)
-                spent = time_token(gearbox.model, cache, found.calls, settings.tokens)
-                if trial:  # the first one is a warm-up
-                    found.trials.append(spent)
+    for trial in trials(settings.trials):
+        bandwidths.append(read_bandwidth())
+        for gear, found in measured.items():
+            gearbox.shift(gear)
+            spent = time_token(gearbox.model, cache, found.calls, settings.tokens)
+            if trial:
+                found.trials.append(spent)
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
@@ -89,17 +92,17 @@ def benchmark_token(settings: TokenBenchmark) -> list[dict[str, Any]]:
     ]
 
 
-def parts_of(found: Measured) -> tuple[str, ...]:
+def parts_of(found: TokenParts) -> tuple[str, ...]:
     """The parts that there are here: MLX's own fused operations count as the rest, and blocks are for the CPU."""
     timed_parts = (part for part in TIMED if found.calls[part])
     return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
 
 
-def measured_of(gearbox: Gearbox, cache: list[Any]) -> Measured:
+def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
     """What is the same in all trials, of the gear that is engaged."""
     with single_operations():
         calls, operations = calls_of_token(gearbox, cache), operations_per_layer(gearbox.model, cache)
-    return Measured(calls, operations, operations_per_layer(gearbox.model, cache))
+    return TokenParts(calls, operations, operations_per_layer(gearbox.model, cache))
 
 
 def time_token(model: nn.Module, cache: list[Any], calls: Mapping[str, list[Call]], tokens: int) -> dict[str, float]:
@@ -140,14 +143,14 @@ def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:
     return text.getvalue().count("shape=rectangle") / len(model.layers)  # operations are boxes, arrays are not
 
 
-def row_of(part: str, found: Measured) -> dict[str, Any]:
+def row_of(part: str, found: TokenParts) -> dict[str, Any]:
     """Medians over trials; `share` is of a token of single operations, and `spread` of the share."""
     shares = [trial[part] / trial[TOKEN] for trial in found.trials]
     return {
         "part": part,
         "seconds": statistics.median(trial[part] for trial in found.trials),
         "share": statistics.median(shares),
-        "spread": [min(shares), max(shares)],
+        "spread": spread_of(shares),
         "seconds_per_token": statistics.median(trial[TOKEN] for trial in found.trials),
         "operations_per_layer": found.operations_as_blocks if part in WITH_BLOCKS else found.operations,
     }
@@ -171,8 +174,8 @@ def recording(gearbox: Gearbox, calls: dict[str, list[Call]]) -> Iterator[None]:
             part = HEAD if layer.path == gearbox.head or layer.path.endswith("lm_head") else PRODUCTS
             method = "as_linear" if layer.path == gearbox.head else "__call__"
             noted = noting(getattr(type(module), method), part, calls)
-            kind = type(type(module).__name__, (type(module),), {method: noted})
-            stack.enter_context(of_classes([(module, kind)]))
+            stack.callback(setattr, module, "__class__", type(module))
+            module.__class__ = type(type(module).__name__, (type(module),), {method: noted})
         for name, part in KERNELS.items():
             stack.enter_context(patch.object(dispatch, name, noting(getattr(dispatch, name), part, calls)))
         yield
@@ -189,3 +192,38 @@ def noting(function: Callable[..., Any], part: str, calls: dict[str, list[Call]]
         return y
 
     return noted
+
+
+def draw_token(rows: Rows, path: Path) -> None:
+    """A bar for each gear, of the milliseconds of each part of a token, with a line where it ends with blocks.
+
+    A part that is negative is shown as 0.
+
+    Args:
+        rows: of `benchmark token`.
+        path: a png or svg file, which is replaced.
+    """
+    pyplot = get_pyplot()
+    gears = list(dict.fromkeys(row["gear"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.7 * len(gears)), layout="constrained")
+    ends = dict.fromkeys(gears, 0.0)
+    parts = list(dict.fromkeys(row["part"] for row in rows if row["part"] not in WITH_BLOCKS))
+    for part, color in zip(parts, SERIES[1:]):
+        some = [row for row in rows if row["part"] == part]
+        sizes = [max(0.0, 1e3 * row["seconds"]) for row in some]
+        starts = [ends[row["gear"]] for row in some]
+        axes.barh([bar_of(row) for row in some], sizes, left=starts, color=color, label=part)
+        ends = {gear: start + size for gear, start, size in zip(gears, starts, sizes)}
+    some = [row for row in rows if row["part"] == AS_BLOCKS]
+    line = {"linestyle": "", "marker": "|", "markersize": 30, "markeredgewidth": 2, "color": BLACK}
+    axes.plot([1e3 * row["seconds"] for row in some], [bar_of(row) for row in some], label=AS_BLOCKS, **line)
+    axes.invert_yaxis()  # the first gear on top
+    axes.set(xlabel="milliseconds of a token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), markerscale=0.4, frameon=False)
+    save(figure, path)
+
+
+def bar_of(row: Mapping[str, Any]) -> str:
+    """The name of a gear's bar."""
+    return f"{row['gear']}, {row['bits']} bits"

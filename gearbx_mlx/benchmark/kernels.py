@@ -9,165 +9,46 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...cli.parsers.benchmark import GROUP, KernelBenchmark
-from ...cli.terminal import progress_bar
-from ...errors import GearbxError
-from ...formats import groupwise, rowwise
-from ...formats.planes import split
-from ...kernels import metal
-from ...kernels.bit_planes import Planes, planes_matmul
-from ...kernels.dispatch import on_cpu
-from ...kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
-from ...kernels.products import SymmetricCodes, dense_product, stack_product, symmetric_product
-from ...kernels.tuner import seconds_of
-from .machine import GIBIBYTE, GIGABYTE, INT8, INT16, METAL, MLX, NATIVE, Meter, bandwidth_meter, paths_here
-from .memory import check_memory
+from ..cli.terminal import progress_bar
+from ..errors import GearbxError
+from ..formats import groupwise, rowwise
+from ..formats.planes import split
+from ..kernels import bit_planes, metal
+from ..kernels.dispatch import on_cpu
+from ..kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
+from ..kernels.products import dense_product, groupwise_product, rowwise_product, stack_product
+from ..kernels.tuner import seconds_of
+from . import GROUP, KernelBenchmark
+from .measuring import (
+    GIBIBYTE,
+    GIGABYTE,
+    INT8,
+    INT16,
+    METAL,
+    MLX,
+    NATIVE,
+    BandwidthMeter,
+    Rows,
+    bandwidth_meter,
+    check_memory,
+    measured_rows,
+    paths_here,
+    spread_of,
+)
 
 SLOW_TRIALS = 2  # of MLX's own kernels on a CPU
+COLUMNS = ("format", "bits", "path", "seconds", "gigabytes_per_second", "bandwidth_ratio", "spread")
 
 Product = Callable[..., Any]  # an array: its path has a kernel
 Many = list[mx.array]
 
 
-@dataclass
-class Case:
-    """A format on a path: its row, products of x (1, inputs) with every copy of a matrix, bytes of one, how many.
-
-    make: builds the products, which are not evaluated.
-    """
-
-    row: dict[str, Any]
-    make: Callable[[mx.array], Many]
-    size: int
-    copies: int
+def run(settings: KernelBenchmark) -> int:
+    measured_rows(settings, COLUMNS, benchmark_kernels)
+    return 0
 
 
-def cases_of(
-    name: str, bits: int, arrays: Sequence[Any], total: int, products: dict[str, Product], paths: Sequence[str]
-) -> Iterator[Case]:
-    """A case for each path that there is a product for.
-
-    Args:
-        arrays: of one matrix, arguments of a product after x; lists of arrays among them.
-        total: bytes of all copies together.
-        products: path to a function of x and the arrays.
-    """
-    sizes = {id(a): a.nbytes for part in arrays for a in (part if isinstance(part, list) else [part])}
-    size = sum(sizes.values())
-    copies = [[copied(part) for part in arrays] for _ in range(max(1, total // size))]
-    mx.eval(copies)
-    for path in paths:
-        if path in products:
-
-            def make(x: mx.array, product: Product = products[path]) -> Many:
-                return [product(x, *arrays) for arrays in copies]
-
-            yield Case({"format": name, "bits": bits, "path": path}, make, size, len(copies))
-
-
-def copied(part: Any) -> Any:
-    return [array + 0 for array in part] if isinstance(part, list) else part + 0
-
-
-def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
-    for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        products: dict[str, Product] = {NATIVE: dense_product, METAL: lambda x, w: dense_launch(x, w).run()}
-        if dtype == mx.float32 or not on_cpu():
-            products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
-        name = f"dense {str(dtype).rpartition('.')[2]}"
-        yield from cases_of(name, 8 * dtype.size, [weight.astype(dtype)], total, products, paths)
-
-
-def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """Affine weights, which are stacks of one plane, and stacks of several; scales of bfloat16, groups of 64."""
-    for widths in [(b,) for b in (2, 3, 4, 5, 6, 8)] + [(4, 4), (4, 1, 1, 2)]:
-        yield from cases_of_stack(weight, widths, total, paths)
-
-
-def cases_of_stack(weight: mx.array, widths: tuple[int, ...], total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """A stack of planes of these widths."""
-    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
-
-    def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
-        return stack_product(x, Planes(w, s, b, widths, GROUP), x_bits=x_bits)
-
-    def launch(x: mx.array, w: Many, s: mx.array, b: Many, variant: str) -> mx.array:
-        return planes_launch(x, Planes(w, s, b, widths, GROUP), variant=variant).run()
-
-    def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
-        return planes_matmul(x, Planes(w, s, b, widths, GROUP))
-
-    name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-    arrays = list(planes[:3])
-    products = by_activations(product) | by_variant(launch) | {MLX: own}
-    yield from cases_of(name, sum(widths), arrays, total, products, paths)
-
-
-def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """Rowwise and groupwise codes, which MLX has no kernels for."""
-    width = weight.shape[1]
-    for bits in sorted(rowwise.Q_MAX):
-
-        def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
-            return symmetric_product(x, SymmetricCodes(codes, scales, bits, width), x_bits=x_bits)
-
-        def launch(x: mx.array, codes: mx.array, scales: mx.array, variant: str, bits: int = bits) -> mx.array:
-            return rowwise_launch(x, codes, scales, bits, width, variant=variant).run()
-
-        codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
-        arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
-        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows) | by_variant(launch), paths)
-
-    yield from groupwise_cases(weight, total, paths)
-
-
-def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[Case]:
-    """Codes of 4 bits with a scale for 32 inputs."""
-    width = weight.shape[1]
-
-    def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
-        return symmetric_product(x, SymmetricCodes(w, s, groupwise.BITS, width), x_bits=x_bits)
-
-    def launch_groups(x: mx.array, w: mx.array, s: mx.array, variant: str) -> mx.array:
-        return groupwise_launch(x, w, s, width, variant=variant).run()
-
-    codes, scales = groupwise.quantize(weight)
-    arrays = [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
-    products = by_activations(groups) | by_variant(launch_groups)
-    yield from cases_of("groupwise", groupwise.BITS, arrays, total, products, paths)
-
-
-def by_activations(product: Product) -> dict[str, Product]:
-    """The paths of a product: activations as they are, and rounded."""
-    return {path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()}
-
-
-def by_variant(launch: Callable[..., mx.array]) -> dict[str, Product]:
-    """The paths of a product with Metal, one for each variant."""
-    return {f"{METAL} {name}": functools.partial(launch, variant=name) for name in metal.VARIANTS}
-
-
-def time_case(case: Case, x: mx.array, trials: int, read_bandwidth: Meter) -> dict[str, Any]:
-    """One row: medians over trials, each beside a measurement of the read bandwidth made just before it."""
-    make = functools.partial(case.make, x)
-    seconds_of(make)  # a warm-up
-    speeds, ratios, bandwidths = [], [], []
-    for _ in range(trials):
-        bandwidths.append(read_bandwidth())
-        speeds.append(case.size * case.copies / seconds_of(make) / GIGABYTE)
-        ratios.append(speeds[-1] / bandwidths[-1])
-    return case.row | {
-        "seconds": case.size / statistics.median(speeds) / GIGABYTE,
-        "gigabytes_per_second": statistics.median(speeds),
-        "bandwidth_ratio": statistics.median(ratios),
-        "spread": [min(ratios), max(ratios)],
-        "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
-        "trials": trials,
-    }
-
-
-def benchmark_kernels(settings: KernelBenchmark) -> list[dict[str, Any]]:
+def benchmark_kernels(settings: KernelBenchmark) -> Rows:
     """A row for each format and path.
 
     Raises:
@@ -193,6 +74,146 @@ def benchmark_kernels(settings: KernelBenchmark) -> list[dict[str, Any]]:
             found.append(time_case(case, x, trials, read_bandwidth) | shape)
             progress.advance(task)
     return found
+
+
+@dataclass
+class ProductCase:
+    """A format on a path: its row, products of x (1, inputs) with every copy of a matrix, bytes of one, how many.
+
+    make: builds the products, which are not evaluated.
+    """
+
+    row: dict[str, Any]
+    make: Callable[[mx.array], Many]
+    size: int
+    copies: int
+
+
+def cases_of(
+    name: str, bits: int, arrays: Sequence[Any], total: int, products: dict[str, Product], paths: Sequence[str]
+) -> Iterator[ProductCase]:
+    """A case for each path that there is a product for.
+
+    Args:
+        arrays: of one matrix, arguments of a product after x; lists of arrays among them.
+        total: bytes of all copies together.
+        products: path to a function of x and the arrays.
+    """
+    sizes = {id(a): a.nbytes for part in arrays for a in (part if isinstance(part, list) else [part])}
+    size = sum(sizes.values())
+    copies = [[copied(part) for part in arrays] for _ in range(max(1, total // size))]
+    mx.eval(copies)
+    for path in paths:
+        if path in products:
+
+            def make(x: mx.array, product: Product = products[path]) -> Many:
+                return [product(x, *arrays) for arrays in copies]
+
+            yield ProductCase({"format": name, "bits": bits, "path": path}, make, size, len(copies))
+
+
+def copied(part: Any) -> Any:
+    return [array + 0 for array in part] if isinstance(part, list) else part + 0
+
+
+def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
+    for dtype in (mx.bfloat16, mx.float16, mx.float32):
+        products: dict[str, Product] = {NATIVE: dense_product, METAL: lambda x, w: dense_launch(x, w).run()}
+        if dtype == mx.float32 or not on_cpu():
+            products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
+        name = f"dense {str(dtype).rpartition('.')[2]}"
+        yield from cases_of(name, 8 * dtype.size, [weight.astype(dtype)], total, products, paths)
+
+
+def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """Affine weights, which are stacks of one plane, and stacks of several; scales of bfloat16, groups of 64."""
+    for widths in [(b,) for b in (2, 3, 4, 5, 6, 8)] + [(4, 4), (4, 1, 1, 2)]:
+        yield from cases_of_stack(weight, widths, total, paths)
+
+
+def cases_of_stack(
+    weight: mx.array, widths: tuple[int, ...], total: int, paths: Sequence[str]
+) -> Iterator[ProductCase]:
+    """A stack of planes of these widths."""
+    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
+
+    def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
+        return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
+
+    def launch(x: mx.array, w: Many, s: mx.array, b: Many, variant: str) -> mx.array:
+        return planes_launch(x, w, s, b, widths, GROUP, variant=variant).run()
+
+    def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
+        return bit_planes.planes_matmul(x, w, s, b, widths, GROUP)
+
+    name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
+    arrays = [planes.weights, planes.scales, planes.biases]
+    products = by_activations(product) | by_variant(launch) | {MLX: own}
+    yield from cases_of(name, sum(widths), arrays, total, products, paths)
+
+
+def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """Rowwise and groupwise codes, which MLX has no kernels for."""
+    width = weight.shape[1]
+    for bits in sorted(rowwise.Q_MAX):
+
+        def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
+            return rowwise_product(x, codes, scales, bits, width, x_bits=x_bits)
+
+        def launch(x: mx.array, codes: mx.array, scales: mx.array, variant: str, bits: int = bits) -> mx.array:
+            return rowwise_launch(x, codes, scales, bits, width, variant=variant).run()
+
+        codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
+        arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
+        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows) | by_variant(launch), paths)
+
+    yield from groupwise_cases(weight, total, paths)
+
+
+def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """Codes of 4 bits with a scale for 32 inputs."""
+    width = weight.shape[1]
+
+    def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
+        return groupwise_product(x, w, s, width, x_bits=x_bits)
+
+    def launch_groups(x: mx.array, w: mx.array, s: mx.array, variant: str) -> mx.array:
+        return groupwise_launch(x, w, s, width, variant=variant).run()
+
+    codes, scales = groupwise.quantize(weight)
+    arrays = [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
+    products = by_activations(groups) | by_variant(launch_groups)
+    yield from cases_of("groupwise", groupwise.BITS, arrays, total, products, paths)
+
+
+def by_activations(product: Product) -> dict[str, Product]:
+    """The paths of a product: activations as they are, and rounded."""
+    return {path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()}
+
+
+def by_variant(launch: Callable[..., mx.array]) -> dict[str, Product]:
+    """The paths of a product with Metal, one for each variant."""
+    return {f"{METAL} {name}": functools.partial(launch, variant=name) for name in metal.VARIANTS}
+
+
+def time_case(case: ProductCase, x: mx.array, trials: int, read_bandwidth: BandwidthMeter) -> dict[str, Any]:
+    """One row: medians over trials, each beside a measurement of the read bandwidth made just before it."""
+    make = functools.partial(case.make, x)
+    seconds_of(make)  # a warm-up
+    speeds, ratios, bandwidths = [], [], []
+    for _ in range(trials):
+        bandwidths.append(read_bandwidth())
+        speeds.append(case.size * case.copies / seconds_of(make) / GIGABYTE)
+        ratios.append(speeds[-1] / bandwidths[-1])
+    return case.row | {
+        "seconds": case.size / statistics.median(speeds) / GIGABYTE,
+        "gigabytes_per_second": statistics.median(speeds),
+        "bandwidth_ratio": statistics.median(ratios),
+        "spread": spread_of(ratios),
+        "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
+        "trials": trials,
+    }
 
 
 def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) -> list[str]:

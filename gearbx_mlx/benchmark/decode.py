@@ -1,7 +1,7 @@
-"""Tokens per second of every gear, on native kernels and on MLX's own."""
+"""Tokens per second of every gear, on native kernels and on MLX's own, of a model or of a random Llama."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,26 +11,50 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ...cli.gearbox import settle_gears
-from ...cli.gears import LayoutSettings
-from ...cli.parsers.benchmark import HEAD, DecodeBenchmark, parse_shape
-from ...cli.terminal import progress_bar
-from ...errors import GearbxError
-from ...gears.cost import break_even_tokens
-from ...gears.gearbox import Gearbox
-from ...gears.ladder import Gear, Ladder
-from ...kernels.dispatch import on_cpu
-from ...loading import load
-from .machine import GIBIBYTE, GIGABYTE, INT8, INT16, MLX, NATIVE, Meter, bandwidth_meter, paths_here, timed
-from .memory import check_memory
+from ..cli.gearbox import settle_gears
+from ..cli.gears import LayoutSettings
+from ..cli.terminal import progress_bar
+from ..errors import GearbxError
+from ..gears.cost import break_even_tokens
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import Gear, Ladder
+from ..kernels.dispatch import on_cpu
+from ..loading import load
+from . import HEAD, DecodeBenchmark, ModelBenchmark, parse_shape
+from .measuring import (
+    GIBIBYTE,
+    GIGABYTE,
+    INT8,
+    INT16,
+    MLX,
+    NATIVE,
+    BandwidthMeter,
+    Rows,
+    bandwidth_meter,
+    check_memory,
+    kernels_here,
+    measured_rows,
+    paths_here,
+    spread_of,
+    timed,
+)
 
 SLOW_TOKENS = 2  # in a trial of MLX's own kernels on a CPU
 PROMPT = [1, 2, 3]
 VOCABULARY = 32000
+COLUMNS = (
+    *("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
+    *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
+)
+
+
+def run(settings: DecodeBenchmark) -> int:
+    measured_rows(settings, COLUMNS, benchmark_decode)
+    return 0
 
 
 @dataclass
-class Case:
+class GearCase:
     """A gear on a path, and what the trials measured: seconds per token, seconds of a shift into it, peak memory."""
 
     path: str
@@ -49,20 +73,19 @@ class Case:
         return statistics.median(self.shifts)
 
 
-def benchmark_decode(settings: DecodeBenchmark) -> list[dict[str, Any]]:
+def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     """A row for each gear on each path; trials go through all of them in turn.
 
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
-    paths = paths_here()
-    if settings.model is None:
-        check_llama(settings.shape, ladder, len(paths), settings.context)
-    read_bandwidth = bandwidth_meter()
-    cases = cases_of(settings.model, settings.shape, ladder)
-    bandwidths = time_cases(cases, settings.trials, settings.tokens, settings.context, read_bandwidth)
-    bandwidth = statistics.median(bandwidths)
+    ladder, read_bandwidth = ladder_of(settings, len(paths_here()), settings.context), bandwidth_meter()
+    cases = []
+    for path, kernels, activations in paths_here():  # each path has a model of its own
+        gearbox = Gearbox(model_of(settings), ladder, kernels=kernels, activations=activations)
+        # Weights that are not packed meet activations as they are.
+        cases += [GearCase(path, gear, gearbox) for gear in ladder if path not in (INT16, INT8) or not gear.dense]
+    bandwidth = statistics.median(time_cases(cases, settings, read_bandwidth))
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": bandwidth,
@@ -71,35 +94,30 @@ def benchmark_decode(settings: DecodeBenchmark) -> list[dict[str, Any]]:
     return [row_of(case, cases, ladder.top, bandwidth) | shared for case in cases]
 
 
-def cases_of(model: str | None, shape: str, ladder: Ladder) -> list[Case]:
-    """Every gear on every path; each path has a model of its own."""
-    cases = []
-    for path, kernels, activations in paths_here():
-        gearbox = Gearbox(load_or_make(model, shape), ladder, kernels=kernels, activations=activations)
-        # Weights that are not packed meet activations as they are.
-        cases += [Case(path, gear, gearbox) for gear in ladder if path not in (INT16, INT8) or not gear.dense]
-    return cases
-
-
-def time_cases(cases: Sequence[Case], trials: int, tokens: int, context: int, read_bandwidth: Meter) -> list[float]:
+def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwidth: BandwidthMeter) -> list[float]:
     """Fill in what the trials measure. Returns the read bandwidths that were measured between them, in GB/s."""
     bandwidths = []
-    with progress_bar() as progress:
-        for trial in progress.track(range(trials + 1), description="trials"):
-            for case in cases:
-                bandwidths.append(read_bandwidth())
-                shift = case.gearbox.shift(case.gear)
-                mx.reset_peak_memory()
-                few = SLOW_TOKENS if case.path == MLX and on_cpu() else tokens
-                spent = decode_seconds(case.gearbox.model, few, context)
-                case.peak_memory = mx.get_peak_memory()
-                if trial:  # the first one is a warm-up
-                    case.seconds.append(spent)
-                    case.shifts.append(shift)
+    for trial in trials(settings.trials):
+        for case in cases:
+            bandwidths.append(read_bandwidth())
+            shift = case.gearbox.shift(case.gear)
+            mx.reset_peak_memory()
+            tokens = SLOW_TOKENS if case.path == MLX and on_cpu() else settings.tokens
+            spent = decode_seconds(case.gearbox.model, tokens, settings.context)
+            case.peak_memory = mx.get_peak_memory()
+            if trial:
+                case.seconds.append(spent)
+                case.shifts.append(shift)
     return bandwidths
 
 
-def row_of(case: Case, cases: Sequence[Case], top: Gear, bandwidth: float) -> dict[str, Any]:
+def trials(count: int) -> Iterator[int]:
+    """Numbers from 0 to count, with a progress bar. Trial 0 warms up and does not count."""
+    with progress_bar() as progress:
+        yield from progress.track(range(count + 1), description="trials")
+
+
+def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
     """The row of a case, apart from what all rows share.
 
     Ratios are to MLX's own top gear, speedups to the top gear of the same path. bandwidth: in GB/s.
@@ -114,7 +132,7 @@ def row_of(case: Case, cases: Sequence[Case], top: Gear, bandwidth: float) -> di
         "path": case.path,
         "tokens_per_second": 1 / seconds,
         "ratio": base / seconds,
-        "spread": [base / max(case.seconds), base / min(case.seconds)],
+        "spread": spread_of([base / each for each in case.seconds]),
         "weight_bytes_per_token": read,
         "speedup": in_top / seconds,
         "predicted_speedup": case.gearbox.predicted_speedup(case.gear),
@@ -125,15 +143,24 @@ def row_of(case: Case, cases: Sequence[Case], top: Gear, bandwidth: float) -> di
     }
 
 
-def load_or_make(model: str | None, shape: str) -> nn.Module:
+def ladder_of(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> Ladder:
+    """The gears that are asked for. Raises GearbxError where copies of the random Llama and a KV cache do not fit."""
+    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
+    if settings.model is None:
+        what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
+        check_memory(llama_bytes(settings.shape, ladder, copies, context), what)
+    return ladder
+
+
+def model_of(settings: ModelBenchmark) -> nn.Module:
     """The model that is named, or a random Llama."""
-    return random_llama(shape) if model is None else load(model)[0]
+    return random_llama(settings.shape) if settings.model is None else load(settings.model)[0]
 
 
-def check_llama(shape: str, ladder: Ladder, copies: int, context: int = 0) -> None:
-    """Raises GearbxError where copies of the random Llama and one KV cache do not fit into memory."""
-    what = f"--shape {shape} --context {context}" if context else f"--shape {shape}"
-    check_memory(llama_bytes(shape, ladder, copies, context), what)
+def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
+    """A gearbox of the model, with our kernels where there are some."""
+    ladder = ladder_of(settings, context=context)
+    return Gearbox(model_of(settings), ladder, kernels=kernels_here())
 
 
 def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:

@@ -1,0 +1,242 @@
+"""gearbx_mlx benchmark: time kernels, gears and the server on this machine.
+
+Here are the flags of each benchmark; the module with its name measures, and prints and writes the rows.
+
+A trial goes through everything that is compared in turn, and the first trial is not counted: other work on the machine
+then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_args
+
+from ..cli import signals, terminal
+from ..cli.device import choose_device, device_flag
+from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
+from ..cli.together import together
+from ..errors import GearbxError
+from ..gears.ladder import Ladder
+from ..gears.ladder import GROUP_SIZES
+from ..kernels import KERNELS
+
+S = TypeVar("S")
+MOST = 100_000  # trials or tokens: more take days
+HEAD = 64  # width of an attention head of the random Llama
+GROUP = 64
+LEAST_CANCELLED = 20  # requests, so that a fifth are some
+MOST_VECTORS = 16  # that a Metal kernel takes
+PICTURES = (".png", ".svg")
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings(Settings):
+    """What every benchmark but those of the server and of Metal takes."""
+
+    what: ClassVar[str]  # the word after `benchmark`, and the module
+
+    trials: int = flag(5, "Counted trials.", least=1, most=MOST)
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    device: str | None = device_flag()
+
+
+@dataclass(frozen=True)
+class MatrixBenchmark(BenchmarkSettings):
+    """Products with one matrix. rows, cols: of the matrix; megabytes: of weights, read in a trial."""
+
+    rows: int = flag(4096, "Rows of the matrix.", least=1, most=2**20)
+    cols: int = flag(4096, "Columns of the matrix.", least=GROUP)
+    megabytes: int = flag(256, "Weights read in a trial.", least=1, most=2**20)
+
+    def __post_init__(self) -> None:
+        if self.cols < GROUP or self.cols % GROUP:
+            raise GearbxError(f"--cols is {self.cols}; give a multiple of {GROUP}")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class KernelBenchmark(MatrixBenchmark):
+    """Matrix times vector, in every format."""
+
+    what: ClassVar[str] = "kernels"
+
+    vectors: int = flag(1, "Vectors in one call.", least=1, most=2**10)
+    native_only: bool = flag(False, "Leave MLX's own kernels out.")
+
+
+@dataclass(frozen=True)
+class ModelBenchmark(BenchmarkSettings):
+    """What is decoded. model: None means a random Llama of `shape`; gears: None means the checkpoint's, or 4,8,16."""
+
+    model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
+    shape: str = flag("1024x8", "WIDTHxLAYERS of the random Llama.")
+    gears: str | None = flag(None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16")
+    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_shape(self.shape)
+        if self.gears is not None:
+            Ladder.parse(self.gears)
+
+
+@dataclass(frozen=True)
+class DecodeBenchmark(ModelBenchmark):
+    """Tokens per second of each gear. context: tokens in the KV cache before the first one."""
+
+    what: ClassVar[str] = "decode"
+
+    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0)
+
+
+@dataclass(frozen=True)
+class TokenBenchmark(DecodeBenchmark):
+    """Where a token's time goes."""
+
+    what: ClassVar[str] = "token"
+
+    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        check_picture(self.picture)
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class ServerBenchmark(Settings):
+    """Our server beside mlx_lm.server, and under many clients at once. Without --trials, --soak and so on: trials."""
+
+    what: ClassVar[str] = "server"
+
+    model: str | None = flag(None, "Local directory or Hub repository. Default: the demo model", named=True)
+    gears: str = flag("16", "Bits of the one gear.")
+    kernels: str = flag("native,mlx", "Kernels of our server, with commas between.")
+    tokens: int = flag(64, "Tokens of an answer.", least=8, most=MOST)
+    trials: int = flag(9, "Counted trials of one client beside mlx_lm.server; 0: none.", least=0, most=MOST)
+    soak: int = flag(0, "Seconds of many clients at once; 0: none.", least=0, most=10**6)
+    clients: int = flag(16, "Clients at once.", least=1, most=200)
+    cancel: int = flag(0, "Requests of which a fifth is cancelled; 0: none.", least=0, most=10**6)
+    modes: bool = flag(False, "Every mode under several clients at once.")
+    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kernels in self.kernels.split(","):
+            check_choice("kernels", kernels, KERNELS)
+        if 0 < self.cancel < LEAST_CANCELLED:
+            raise GearbxError(f"--cancel is {self.cancel}; give {LEAST_CANCELLED} or more, or 0")
+
+
+@dataclass(frozen=True)
+class MetalBenchmark(Settings):
+    """On a Mac: every Metal kernel checked and timed, the gears and modes of a model; one file with all of it."""
+
+    what: ClassVar[str] = "metal"
+
+    check_only: bool = flag(False, "Only compare every kernel with what it stands for.")
+    shapes: str = flag("4096x4096,14336x4096,4096x14336", "ROWSxCOLUMNS that are timed.")
+    vectors: str = flag("1,2,4,8", f"Vectors in one call, 1 to {MOST_VECTORS}.")
+    dtype: str = flag("float16", "Type that is timed.", choices=("float16", "bfloat16", "float32"))
+    group_size: int = flag(64, "Of affine and planes.", choices=GROUP_SIZES)
+    megabytes: int = flag(512, "Weights read in a trial; more than the caches have room for.", least=1, most=2**20)
+    model: str | None = flag(
+        None, "Whose gears and modes are timed: local directory or Hub repository. Default: the demo model", named=True
+    )
+    gears: str | None = flag(None, "Bits of its gears. Default: those of a geared checkpoint, or 4,8,16")
+    tokens: int = flag(64, "Most tokens of a text.", least=1, most=MOST)
+    trials: int = flag(7, "Counted trials.", least=1, most=MOST)
+    json: str = flag("metal.json", "Write everything as JSON.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_shapes(self.shapes)
+        parse_counts("vectors", self.vectors, MOST_VECTORS)
+        if self.gears is not None:
+            Ladder.parse(self.gears)
+
+
+Benchmark = KernelBenchmark | DecodeBenchmark | TokenBenchmark | MetalBenchmark | ServerBenchmark
+KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchmark)}
+
+
+def main() -> None:
+    """The command: parse the flags, and run the benchmark that they name."""
+    start("benchmark", parse, lambda settings: import_module(f".{settings.what}", __name__).run(settings))
+
+
+def parse() -> Benchmark:
+    return parsed(FlagParser("benchmark", description="Time kernels, gears and the server on this machine."), KINDS)
+
+
+def start(name: str, parse: Callable[[], Any], run: Callable[[Any], int]) -> None:
+    """Run settings that are parsed from the command line, with a command's errors, signals and exit status."""
+
+    def body() -> int | None:
+        settings = parse()
+        choose_device(settings)  # before mlx-lm is imported, which keeps the device that it finds
+        with import_module("gearbx_mlx.kernels.device").wired_memory():
+            return signals.run_to_end(lambda: run(settings))
+
+    terminal.run(lambda: together(name, body))
+
+
+def parsed(parser: FlagParser, kinds: Mapping[str, type[S]]) -> S:
+    """The settings of the kind that the first argument names."""
+    commands = parser.add_subparsers(dest="what", required=True)
+    for what, kind in kinds.items():
+        subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
+        subparser.add_rare(add_flags(subparser, kind))
+    flags = parser.parse_args()
+    return settings_of(kinds[flags.what], flags)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Width and layers of the random Llama.
+
+    Raises:
+        GearbxError: what is not of the form WIDTHxLAYERS, or a width that its heads do not divide.
+    """
+    try:
+        width, layers = (int(part) for part in text.split("x"))
+    except ValueError as error:
+        raise GearbxError(f"--shape '{text}' is not WIDTHxLAYERS, such as 1024x24") from error
+    if width % (4 * HEAD) or width < 4 * HEAD or layers < 1:
+        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD}, and 1 layer or more")
+    return width, layers
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """Rows and columns of matrices, from text such as "4096x4096,14336x4096".
+
+    Raises:
+        GearbxError: another form, or columns that groups do not divide.
+    """
+    try:
+        pairs = [(int(rows), int(columns)) for rows, columns in (part.split("x") for part in text.split(","))]
+    except ValueError as error:
+        raise GearbxError(f"--shapes '{text}' is not ROWSxCOLUMNS, such as 4096x4096,14336x4096") from error
+    for rows, columns in pairs:
+        if not 1 <= rows <= 2**20 or not 1 <= columns <= 2**20 or columns % max(GROUP_SIZES):
+            raise GearbxError(
+                f"--shapes '{text}': give 1 to {2**20} rows, and columns that are a multiple of {max(GROUP_SIZES)}"
+            )
+    return pairs
+
+
+def parse_counts(name: str, text: str, most: int) -> list[int]:
+    """Numbers from text such as "1,2,4,8". Raises GearbxError for others than 1 to `most`."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise GearbxError(f"--{name} '{text}' is not a list of numbers, such as 1,4,8") from error
+    if not all(1 <= count <= most for count in counts):
+        raise GearbxError(f"--{name} '{text}': give 1 to {most}")
+    return counts
+
+
+def check_picture(file: str | None) -> None:
+    """Raises GearbxError for a picture of another format than png and svg."""
+    if file is not None and Path(file).suffix not in PICTURES:
+        raise GearbxError(f"--picture {file}: give a file that ends in {' or '.join(PICTURES)}")

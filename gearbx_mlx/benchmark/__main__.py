@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.benchmark."""
+
+from . import main
+
+main()

@@ -1,0 +1,204 @@
+"""What all benchmarks share: the paths that they compare, the read bandwidth, the check of memory, tables and files.
+
+On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..cli.output import check_distinct, output_path
+from ..cli.sizes import human_bytes
+from ..cli.terminal import show_compiling
+from ..errors import GearbxError
+from ..files.writing import write_text
+from ..kernels import cpu, metal
+from ..kernels.compiler import processor_model
+from ..kernels.dispatch import on_cpu
+from ..kernels.tuner import seconds_of
+from ..telemetry.report import get_pyplot
+from ..telemetry.summary import as_json
+
+Rows = list[dict[str, Any]]
+
+GIGABYTE, GIBIBYTE = 1e9, 2**30
+READ = GIBIBYTE  # in a measurement of the read bandwidth
+SUMS = 4  # of an evaluation, so that waiting for a GPU counts little
+SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
+# Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
+NATIVE, INT16, INT8, METAL, MLX = "native", "native int16", "native int8", "metal", "mlx"
+ON_CPU = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
+ON_METAL = ((METAL, "native", "float"),)
+BY_MLX = ((MLX, "mlx", "float"),)
+
+
+@dataclass(frozen=True)
+class BandwidthMeter:
+    """Measures GB/s of a sum over a large buffer when called.
+
+    source: who sums: `native`, `mlx cpu` or `mlx gpu`. threads: of the native kernels; None where MLX sums.
+    """
+
+    source: str
+    threads: int | None
+    read: Callable[[], float]
+
+    def __call__(self) -> float:
+        return self.read()
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What every row says of it."""
+        return {"read_by": self.source, "threads": self.threads}
+
+
+def bandwidth_meter(size: int | None = None) -> BandwidthMeter:
+    """Sums `size` bytes, READ if None, on all threads by the native kernels, or by MLX on its default device."""
+    module, size = cpu_module(), READ if size is None else size
+    if module is None:
+        values = mx.ones((size // 4,), dtype=mx.float32)
+        mx.eval(values)
+        meter = BandwidthMeter("mlx cpu" if on_cpu() else "mlx gpu", None, lambda: mlx_speed(values))
+    else:
+        words = mx.full((size // 4,), 1, dtype=mx.uint32)
+        mx.eval(words)
+        meter = BandwidthMeter("native", module.threads(), lambda: native_speed(module, words))
+    meter()  # a warm-up
+    return meter
+
+
+def mlx_speed(values: mx.array) -> float:
+    """GB/s of MLX's sum."""
+    return SUMS * values.nbytes / seconds_of(lambda: [values.sum()], SUMS) / GIGABYTE
+
+
+def native_speed(module: Any, words: mx.array) -> float:
+    """GB/s of the native sum, on all threads."""
+    return words.nbytes / timed(lambda: module.read_sum(words)) / GIGABYTE
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that it takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def cpu_module() -> Any:
+    """The native kernels of the CPU, or None: on a GPU, or where there are none."""
+    if metal.available() or not on_cpu():
+        return None
+    show_compiling()
+    return cpu.native()
+
+
+def native_module() -> Any:
+    """As `cpu_module`. Raises GearbxError where there are none."""
+    if not on_cpu():
+        raise GearbxError("MLX computes on a GPU, and this benchmark times kernels of the CPU; give --device cpu")
+    module = cpu_module()
+    if module is None:
+        raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")
+    return module
+
+
+def paths_here() -> tuple[tuple[str, str, str], ...]:
+    """The paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
+    if metal.available():
+        return ON_METAL + BY_MLX
+    return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
+
+
+def kernels_here() -> str:
+    """`kernels` of a gearbox: ours where there are some."""
+    return paths_here()[0][1]
+
+
+def machine_name() -> str:
+    """System and processor; on a GPU its name too."""
+    name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
+    return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
+
+
+def check_memory(needed: float, what: str) -> None:
+    """Raises GearbxError where something needs more bytes than there are."""
+    available = available_memory()
+    if needed > available:
+        raise GearbxError(
+            f"{what} needs at least {human_bytes(needed)} of memory, and {human_bytes(available)} are available; "
+            "give less"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that new programs can use; without psutil, all of the machine's memory."""
+    try:
+        psutil = import_module("psutil")  # an optional dependency
+    except ImportError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().available
+
+
+def spread_of(ratios: Sequence[float]) -> list[float]:
+    """The least and the greatest."""
+    return [min(ratios), max(ratios)]
+
+
+def measured_rows(settings: Any, columns: Sequence[str], measure: Callable[[Any], Rows]) -> Rows:
+    """Rows of a benchmark with the machine's name, which are printed as a table and written to `settings.json`.
+
+    Raises:
+        GearbxError: a file that cannot be written, or as `measure`.
+    """
+    out = None if settings.json is None else output_path(settings.json)
+    machine = machine_name()
+    rows = [row | {"machine": machine} for row in measure(settings)]
+    print_table(rows, columns)
+    print(f"read bandwidth {bandwidth_text(rows)}, {machine}")
+    if out is not None:
+        write_text(out, as_json({"rows": rows}))
+    return rows
+
+
+def bandwidth_text(rows: Rows) -> str:
+    """The median of what was measured, and what measured it; on as many threads as there were."""
+    threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
+    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
+    read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
+    return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
+
+
+def print_table(rows: Rows, columns: Sequence[str]) -> None:
+    """Print rows as a Markdown table."""
+    table = Table(*columns, box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(*(cell(row[name]) for name in columns))
+    Console(width=160).print(table)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "-".join(f"{v:.2f}" for v in value)
+    if value is None:
+        return "never"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def picture_path(json: str | None, picture: str | None) -> Path | None:
+    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
+    if picture is None:
+        return None
+    check_distinct({"--json": json, "--picture": picture})
+    get_pyplot()
+    return output_path(picture)

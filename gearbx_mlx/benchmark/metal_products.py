@@ -1,0 +1,430 @@
+"""The Metal products that `benchmark metal` checks and times: how each packs a matrix, reads it and multiplies.
+
+Checks demand its values, and each row's bits in any company. A path is timed over so many copies of a matrix that none
+comes from a cache. Its launches do not depend on each other, and the GPU may overlap them. The memory limit is the
+bandwidth of a sum over a large array, timed in the same trials.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import one_line
+from ..formats import codebook, codebook_library, groupwise, rowwise
+from ..formats.codebook import LAYOUT
+from ..formats.exact import encode
+from ..formats.planes import Planes, split
+from ..kernels.exact import ExactMatrix, decode
+from ..kernels.metal import VARIANTS, fits_threadgroup
+from ..kernels.metal_exact import EXACT_WIDTHS, decode_launch, exact_launch, exact_matmul_tiles
+from ..kernels.metal_products import (
+    INPUTS_OF_CODEBOOK,
+    INPUTS_OF_LIBRARY,
+    codebook_launch,
+    dense_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
+from ..kernels.tuner import compare
+from .measuring import GIGABYTE, METAL, MLX, spread_of
+
+AFFINE = (2, 3, 4, 5, 6, 8)
+CODEBOOKS = {
+    "codebook": (codebook, codebook_launch, INPUTS_OF_CODEBOOK),
+    "codebook-library": (codebook_library, library_launch, INPUTS_OF_LIBRARY),
+}
+STACKS = ((4, 4), (4, 1, 1, 2))
+TILES = "tiles"  # exact weights, decoded for MLX's product
+
+Arrays = list[mx.array]
+Product = Callable[..., mx.array]
+"""x and the arrays of a matrix to the result: a launch that was prepared for such ones, or a product of MLX."""
+
+
+@dataclass(frozen=True)
+class MetalProduct:
+    """A format at some bits.
+
+    pack: a matrix (O, I) to arrays, in the order of a launch. dense: arrays and I to the dequantized matrix (O, I),
+    float32. prepare: x (V, I), arrays and a variant to the product of these, or of others of their shapes and types.
+    multiple: the columns have to be a multiple of it. variants: that there are; "" where there is one. decoded: arrays
+    to the weight, bit for bit, by a launch; None: there is no such kernel.
+    """
+
+    format: str
+    bits: str
+    pack: Callable[[mx.array], Arrays]
+    dense: Callable[[Arrays, int], mx.array]
+    prepare: Callable[[mx.array, Arrays, str], Product]
+    multiple: int = 1
+    variants: tuple[str, ...] = VARIANTS
+    decoded: Callable[[Arrays], mx.array] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.format} {self.bits}"
+
+    def product(self, x: mx.array, arrays: Arrays, variant: str) -> mx.array:
+        """The result for x (V, I), by a launch that is prepared for it alone."""
+        return self.prepare(x, arrays, variant)(x, *arrays)
+
+
+def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
+    count = len(widths)
+
+    def pack(weight: mx.array) -> Arrays:
+        made = split(weight, widths, group_size)
+        return [*made.weights, made.scales, *made.biases]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size).dequantize(sum(widths))
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).prepared
+
+    return MetalProduct("planes", "+".join(map(str, widths)), pack, dense, prepare, group_size)
+
+
+def affine_kernel(bits: int, group_size: int) -> MetalProduct:
+    """MLX's own weights, as a stack of one plane."""
+    stack = planes_kernel((bits,), group_size)
+
+    def pack(weight: mx.array) -> Arrays:
+        return list(mx.quantize(weight, group_size, bits))
+
+    return MetalProduct("affine", str(bits), pack, stack.dense, stack.prepare, group_size)
+
+
+def mlx_kernel(bits: int, group_size: int) -> MetalProduct:
+    """MLX's own kernel, to compare the others with."""
+    affine = affine_kernel(bits, group_size)
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return partial(mx.quantized_matmul, group_size=group_size, bits=bits)
+
+    return MetalProduct("affine", str(bits), affine.pack, affine.dense, prepare, group_size)
+
+
+def rowwise_kernel(bits: int) -> MetalProduct:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = rowwise.quantize(weight, bits)
+        return [rowwise.pack_symmetric_codes(codes, bits), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], variant=variant).prepared
+
+    return MetalProduct("rowwise", str(bits), pack, dense, prepare)
+
+
+def groupwise_kernel() -> MetalProduct:
+    def pack(weight: mx.array) -> Arrays:
+        codes, scales = groupwise.quantize(weight)
+        return [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
+        return groupwise.dequantize(codes, a[1], columns)
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return groupwise_launch(x, a[0], a[1], x.shape[-1], variant=variant).prepared
+
+    return MetalProduct("groupwise", str(groupwise.BITS), pack, dense, prepare)
+
+
+def codebook_kernel(format: str, bits: int) -> MetalProduct:
+    """Codebooks with outliers: one per row, or a library."""
+    module, launch, names = CODEBOOKS[format]
+
+    def pack(weight: mx.array) -> Arrays:
+        arrays = module.encode(weight, bits)
+        return [arrays[name] for name in names]
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return module.decode(dict(zip(names, a)), bits, columns)
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return launch(x, dict(zip(names, a)), bits, variant=variant).prepared
+
+    return MetalProduct(format, str(bits), pack, dense, prepare)
+
+
+def exact_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
+    """bfloat16 weights, from the packed form, or in tiles that are decoded for MLX's product."""
+    count = len(widths)
+
+    def pack(weight: mx.array) -> Arrays:
+        weights, scales, biases, *others = encode(weight.astype(mx.bfloat16), widths, group_size)[:-2]
+        return [*weights, scales, *biases, *others]
+
+    def matrix(a: Sequence[mx.array]) -> ExactMatrix:
+        low, high, offsets = a[-3:]
+        return ExactMatrix([*a[:count]], a[count], [*a[count + 1 : -3]], low, high, offsets, list(widths), group_size)
+
+    def dense(a: Arrays, columns: int) -> mx.array:
+        return decode(matrix(a)).astype(mx.float32)
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return tiles if variant == TILES else exact_launch(x, *matrix(a)).prepared
+
+    def tiles(x: mx.array, *a: mx.array) -> mx.array:
+        return exact_matmul_tiles(x, *matrix(a))
+
+    def decoded(a: Arrays) -> mx.array:
+        return decode_launch(*matrix(a)).run()
+
+    bits = "+".join(map(str, widths))
+    return MetalProduct("exact", bits, pack, dense, prepare, group_size, ("registers", TILES), decoded)
+
+
+def dense_kernel() -> MetalProduct:
+    """Our product with the weight as it is."""
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return dense_launch(x, a[0]).prepared
+
+    return dense_by(prepare)
+
+
+def mlx_dense_kernel() -> MetalProduct:
+    """MLX's own product with the weight as it is."""
+
+    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
+        return lambda x, weight: x @ weight.T
+
+    return dense_by(prepare)
+
+
+def dense_by(prepare: Callable[[mx.array, Arrays, str], Product]) -> MetalProduct:
+    """A product with the weight as it is."""
+    return MetalProduct("dense", "16", lambda weight: [weight], lambda a, columns: a[0], prepare, variants=("",))
+
+
+def all_kernels(group_size: int) -> list[tuple[MetalProduct, MetalProduct]]:
+    """Every kernel, with MLX's own at the same bits; with exact weights, MLX's over dense ones."""
+    rowwise_bits = tuple(rowwise.Q_MAX)
+    return [
+        *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
+        *((planes_kernel(widths, group_size), mlx_kernel(sum(widths), group_size)) for widths in STACKS),
+        *((rowwise_kernel(bits), mlx_kernel(bits, group_size)) for bits in rowwise_bits),
+        (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
+        *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
+        *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
+        *((exact_kernel(widths, group_size), mlx_dense_kernel()) for widths in EXACT_WIDTHS),
+        (dense_kernel(), mlx_dense_kernel()),
+    ]
+
+
+# The largest difference from the reference that is allowed, relative to the largest value: some roundings of the type.
+TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a group
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    text: of what. most: the largest difference that is allowed, relative to the largest value; 0: the same bits. error:
+    computes the difference.
+    """
+
+    text: str
+    most: float
+    error: Callable[[], float]
+
+
+def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
+    """What came of some checks: how many, the largest difference as a share of what is allowed, and what is wrong.
+
+    Raises whatever making a check raises, such as packing a matrix. An error of the check itself counts as wrong.
+    """
+    checked, largest, wrong = 0, 0.0, []
+    for check in checks:
+        checked += 1
+        try:
+            error = check.error()
+        except (RuntimeError, ValueError) as failure:  # Metal's compiler refuses the text, or MLX the arrays
+            wrong.append(f"{name}, {check.text}: {one_line(failure)}")
+            continue
+        if not error <= check.most:  # or it is NaN
+            wrong.append(f"{name}, {check.text}: off by {error:.1e} of the largest value")
+        elif check.most:
+            largest = max(largest, error / check.most)
+    return {"what": name, "checked": checked, "largest_error": largest, "wrong": wrong}
+
+
+def difference(result: mx.array, expected: mx.array) -> float:
+    """The largest difference, relative to the largest value that is expected."""
+    with mx.stream(mx.cpu):
+        apart = mx.abs(result.astype(mx.float32) - expected.astype(mx.float32)).max()
+        largest = mx.abs(expected.astype(mx.float32)).max()
+        return float(np.asarray(apart / largest))
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def path_of(variant: str) -> str:
+    return f"{METAL} {variant}".rstrip()
+
+
+def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
+    return (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
+
+
+def variants_for(kernel: MetalProduct, columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    """The variants that take activations of this size."""
+    return [name for name in kernel.variants if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype)]
+
+
+def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
+    """Every shape, type, number of vectors and variant of a product."""
+    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+        if columns % kernel.multiple:
+            continue
+        arrays = kernel.pack(random_matrix(rows, columns, dtype))
+        if kernel.decoded is not None:
+            yield Check(f"{rows}x{columns}, decoded", 0.0, partial(decoding_error, kernel, arrays, columns))
+        for count in vectors:
+            x = mx.random.normal((count, columns)).astype(dtype)
+            for variant in variants_for(kernel, columns, count, dtype):
+                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+                yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, arrays, x, variant))
+                if count > 1 and variant != TILES:  # which MLX multiplies
+                    yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, arrays, x, variant))
+
+
+def product_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:
+    """How far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
+    with mx.stream(mx.cpu):
+        wide = [array.astype(mx.float32) if is_scale(array) else array for array in arrays]
+        expected = x.astype(mx.float32) @ kernel.dense(wide, x.shape[-1]).T
+    return difference(kernel.product(x, arrays, variant), expected)
+
+
+def is_scale(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def company_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:
+    """How far the first vector's product alone is from the same among others."""
+    return difference(kernel.product(x, arrays, variant)[:1], kernel.product(x[:1], arrays, variant))
+
+
+def decoding_error(kernel: MetalProduct, arrays: Arrays, columns: int) -> float:
+    """How far a decoded weight is from the one that MLX's operations decode."""
+    assert kernel.decoded is not None
+    with mx.stream(mx.cpu):
+        expected = kernel.dense(arrays, columns)
+    return difference(kernel.decoded(arrays), expected)
+
+
+LIMIT = "sum"  # among the candidates
+COPIES = 64  # of what a launch does not read from memory
+BUILDS = 5  # that are timed of a path's graph
+
+
+@dataclass(frozen=True)
+class TimedPath:
+    """One way to a result: bytes of weights, or of keys and values, of a launch; what builds one for each copy."""
+
+    size: int
+    make: Callable[[], list[mx.array]]
+
+
+def sum_buffer(size: int) -> mx.array:
+    """An array of this many bytes, whose sum shows how fast memory is read."""
+    buffer = mx.ones((size // 4,), dtype=mx.float32)
+    mx.eval(buffer)
+    return buffer
+
+
+def copies(arrays: Arrays, total: int) -> list[Arrays]:
+    """Copies of some arrays at other addresses, which make up `total` bytes together; COPIES of none."""
+    size = sum(array.nbytes for array in arrays)
+    count = max(1, -(-total // size)) if size else COPIES
+    fresh = [[array + mx.zeros((), array.dtype) for array in arrays] for _ in range(count)]
+    mx.eval(fresh)
+    return fresh
+
+
+def time_product(
+    pair: tuple[MetalProduct, MetalProduct],
+    shape: tuple[int, int],
+    vectors: Sequence[int],
+    dtype: mx.Dtype,
+    buffer: mx.array,
+    trials: int,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a kernel's variants and of MLX's own, its rival, for each number of vectors."""
+    kernel, rival = pair
+    rows, columns = shape
+    weight = random_matrix(rows, columns, dtype)
+    ours, others = (copies(each.pack(weight), buffer.nbytes) for each in pair)
+    for count in vectors:
+        x = mx.random.normal((count, columns)).astype(dtype)
+        names = variants_for(kernel, columns, count, dtype)
+        paths = {MLX: path_over(others, launch_of(rival, x, others[0], ""))}
+        paths |= {path_of(name): path_over(ours, launch_of(kernel, x, ours[0], name)) for name in names}
+        what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": count}
+        yield from time_paths(what, paths, buffer, trials)
+
+
+def launch_of(kernel: MetalProduct, x: mx.array, first: Arrays, variant: str) -> Callable[[Arrays], mx.array]:
+    """What multiplies x by the first copy or another: as gears do it, by a launch that is prepared once for all."""
+    product = kernel.prepare(x, first, variant)
+    return lambda arrays: product(x, *arrays)
+
+
+def path_over(made: list[Arrays], launch: Callable[[Arrays], mx.array]) -> TimedPath:
+    """A path of one launch for each of the copies."""
+    return TimedPath(sum(array.nbytes for array in made[0]), lambda: [launch(arrays) for arrays in made])
+
+
+def time_paths(
+    what: dict[str, Any], paths: dict[str, TimedPath], buffer: mx.array, trials: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each path, one of which is MLX: medians over trials, and the spread of `times_mlx`."""
+    makes = {name: path.make for name, path in paths.items()}
+    times = compare({LIMIT: lambda: [buffer.sum()]} | makes, trials)
+    limit = buffer.nbytes / statistics.median(times.pop(LIMIT)) / GIGABYTE
+    counts = {name: len(make()) for name, make in makes.items()}
+    seconds = {name: [each / counts[name] for each in found] for name, found in times.items()}
+    for name, found in seconds.items():
+        took = statistics.median(found)
+        ratios = [mlx / ours for mlx, ours in zip(seconds[MLX], found)]
+        speed = paths[name].size / took / GIGABYTE
+        yield what | {
+            "path": name,
+            "seconds": took,
+            "python_seconds": seconds_to_build(makes[name]) / counts[name],
+            "gigabytes_per_second": speed,
+            "bandwidth_ratio": speed / limit,
+            "times_mlx": statistics.median(ratios),
+            "spread": spread_of(ratios),
+            "read_bandwidth_gigabytes_per_second": limit,
+            "trials": trials,
+        }
+
+
+def seconds_to_build(make: Callable[[], list[mx.array]]) -> float:
+    """In which Python and MLX build the graph of some launches, which is not evaluated; the median of some builds."""
+    times = []
+    for _ in range(BUILDS):
+        start = time.perf_counter()
+        make()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

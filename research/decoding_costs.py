@@ -1,0 +1,337 @@
+"""What writing tokens costs besides the passes: routing, shifts of a mixture, and batches beside mlx-lm's.
+
+    python -m research.decoding_costs routing --shape 1024x24
+    python -m research.decoding_costs mixture --shape 1024x24
+    python -m research.decoding_costs batch --batch-size 1,4,8 --json batch.json
+
+routing: what entropy, monitor, gate and record add to a token. mixture: tokens in all gears beside tokens in the top
+gear, measured, and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times are those
+of the gears by themselves, in the same run. batch: texts that share passes, in one gear, by our batch generator beside
+mlx-lm's own over the same model with the same kernels.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import batch_generate as mlx_batch_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, start
+from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of, trials
+from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, measured_rows, spread_of, timed
+from gearbx_mlx.cli.settings import FlagParser, flag
+from gearbx_mlx.cli.shares import parse_shares
+from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.decoding.route import Route, Static
+from gearbx_mlx.decoding.stream import batch_generate, stream_generate
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.gears.cost import dynamic_speedup
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.ladder import Gear, Ladder
+from gearbx_mlx.loading import load
+from gearbx_mlx.routing.gates import ThresholdGate
+
+
+def in_turn(first: Callable[[], float], second: Callable[[], float], count: int) -> tuple[list[float], list[float]]:
+    """Seconds of two loops, trial by trial. Which of them begins alternates; a trial before all others warms up."""
+    seconds: dict[Callable[[], float], list[float]] = {first: [], second: []}
+    for trial in range(count + 1):
+        for loop in (first, second) if trial % 2 else (second, first):
+            spent = loop()
+            if trial:
+                seconds[loop].append(spent)
+    return seconds[first], seconds[second]
+
+
+def ratio_row(gear: Gear, ratios: Sequence[float], figures: dict[str, Any], read_bandwidth: Any) -> dict[str, Any]:
+    """The row of a gear.
+
+    Args:
+        ratios: one of each trial.
+        figures: what else the row says of the loops.
+        read_bandwidth: of memory while they ran.
+    """
+    return {
+        "gear": gear.name,
+        "bits": gear.bits,
+        **figures,
+        "ratio": statistics.median(ratios),
+        "spread": spread_of(ratios),
+        "read_bandwidth_gigabytes_per_second": read_bandwidth(),
+        "trials": len(ratios),
+        **read_bandwidth.row,
+    }
+
+
+# Routing
+
+ROUTING_COLUMNS = ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread")
+
+
+@dataclass(frozen=True)
+class RoutingBenchmark(ModelBenchmark):
+    """What routing adds to a token."""
+
+    what: ClassVar[str] = "routing"
+
+
+class Stay(ThresholdGate):
+    """Does all the work of a gate, and stays in the gear."""
+
+    def update(self, *reading: Any) -> int:
+        gear = self.gear
+        super().update(*reading)
+        self.gear = gear
+        return gear
+
+
+def benchmark_routing(settings: RoutingBenchmark) -> Rows:
+    """A row for each gear: seconds of a token that is routed, beside one of mlx-lm's own loop.
+
+    Raises:
+        GearbxError: a model that cannot be loaded, or more than memory allows.
+    """
+    gearbox, read_bandwidth, tokenizer = gearbox_of(settings), bandwidth_meter(), load()[1]
+    model, tokens, rows = gearbox.model, settings.tokens, []
+
+    def plain() -> float:
+        return seconds_per_token(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens + 1), tokens)
+
+    def routed() -> float:
+        gate = Stay(tuple(map(float, range(1, len(gearbox.ladder)))))
+        mode = Route(gate=gate, initial_gear=gearbox.gear.name)
+        return seconds_per_token(
+            stream_generate(model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox), tokens
+        )
+
+    with progress_bar() as progress:
+        for gear in progress.track(gearbox.ladder, description="gears"):
+            gearbox.shift(gear)
+            theirs, ours = in_turn(plain, routed, settings.trials)
+            figures = {"seconds": statistics.median(ours), "seconds_of_mlx_lm": statistics.median(theirs)}
+            rows.append(ratio_row(gear, [mine / other for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+    return rows
+
+
+def seconds_per_token(steps: Iterator, tokens: int) -> float:
+    """Of a loop, after its first token."""
+    next(steps)
+    return timed(lambda: list(steps)) / tokens
+
+
+# A mixture of gears
+
+MIXED = "mixture"
+MIXTURE_COLUMNS = (
+    *("tokens", "shifts", "milliseconds_of_a_shift", "speedup", "spread", "predicted_speedup", "of_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class MixtureBenchmark(ModelBenchmark):
+    """Tokens in all gears beside the top gear alone, as measured and as GEARBX 9 predicts."""
+
+    what: ClassVar[str] = "mixture"
+
+    tokens: int = flag(120, "Tokens in a trial.", least=1, most=MOST)
+    shares: str = flag("0.55,0.25,0.2", "Of the tokens in each gear, lowest gear first.")
+    run: int = flag(10, "Tokens in a gear between two shifts, about.", least=1, most=MOST)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.shares_of()
+
+    def shares_of(self) -> list[float]:
+        """Raises GearbxError for what are no parts of 1."""
+        return parse_shares(self.shares)
+
+
+def benchmark_mixture(settings: MixtureBenchmark) -> Rows:
+    """One row.
+
+    Raises:
+        GearbxError: another number of shares than of gears, a model that cannot be loaded, or more than memory allows.
+    """
+    gearbox, read_bandwidth = gearbox_of(settings), bandwidth_meter()
+    plan = plan_of(gearbox.ladder, settings.shares_of(), settings.tokens, settings.run)
+    plans = {gear.name: [gear] * len(plan) for gear in gearbox.ladder} | {MIXED: plan}
+    measured = []
+    for trial in trials(settings.trials):
+        found = {name: seconds_of(gearbox, gears) for name, gears in plans.items()}
+        if trial:
+            measured.append(found)
+    shared = {"read_bandwidth_gigabytes_per_second": read_bandwidth()} | read_bandwidth.row
+    return [mixture_row(gearbox, plan, measured) | shared]
+
+
+def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> list[Gear]:
+    """The gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
+
+    Raises:
+        GearbxError: another number of shares than of gears.
+    """
+    if len(shares) != len(ladder):
+        raise GearbxError(f"--shares has {len(shares)} numbers, and there are {len(ladder)} gears; give one for each")
+    counts = [round(tokens * share) for share in shares]
+    counts[-1] = tokens - sum(counts[:-1])
+    rounds = max(1, round(tokens / (run * len(ladder))))
+    plan: list[Gear] = []
+    for number in range(rounds):
+        for gear, count in zip(ladder, counts):
+            plan += [gear] * (count * (number + 1) // rounds - count * number // rounds)
+    return plan
+
+
+def shifts_of(plan: Sequence[Gear]) -> int:
+    return sum(one != other for one, other in pairwise(plan))
+
+
+def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
+    """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
+    cache, shifting = make_prompt_cache(gearbox.model), 0.0
+    gearbox.shift(plan[0])
+    token = gearbox.model(mx.array([PROMPT]), cache=cache)[:, -1].argmax(-1)
+    mx.eval(token)
+    start = time.perf_counter()
+    for gear in plan:
+        shifting += gearbox.shift(gear)
+        token = gearbox.model(token[None], cache=cache)[:, -1].argmax(-1)
+        mx.eval(token)
+    return (time.perf_counter() - start) / len(plan), shifting
+
+
+def mixture_row(
+    gearbox: Gearbox, plan: Sequence[Gear], measured: Sequence[dict[str, tuple[float, float]]]
+) -> dict[str, Any]:
+    """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: if only bytes took time, and shifts none."""
+    top, shifts = gearbox.ladder.top, shifts_of(plan)
+    counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
+    speedups = [trial[top.name][0] / trial[MIXED][0] for trial in measured]
+    predicted = [
+        dynamic_speedup(counts, {name: trial[name][0] for name in counts}, top.name, 1, trial[MIXED][1])
+        for trial in measured
+    ]
+    read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
+    return {
+        "tokens": len(plan),
+        "shifts": shifts,
+        "milliseconds_of_a_shift": 1e3 * statistics.median(trial[MIXED][1] for trial in measured) / max(shifts, 1),
+        "speedup": statistics.median(speedups),
+        "spread": spread_of(speedups),
+        "predicted_speedup": statistics.median(predicted),
+        "of_bytes": len(plan) * read[top.name] / sum(count * read[name] for name, count in counts.items()),
+        "trials": len(measured),
+    }
+
+
+# Batches
+
+PROMPT_TOKENS, MOST_TEXTS = 16, 256
+BATCH_COLUMNS = (
+    *("gear", "bits", "batch_size", "tokens_per_second", "tokens_per_second_of_mlx_lm", "ratio", "spread"),
+)
+
+
+@dataclass(frozen=True)
+class BatchBenchmark(ModelBenchmark):
+    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model."""
+
+    what: ClassVar[str] = "batch"
+
+    batch_size: str = flag("1,4,8", "Numbers of texts, with commas between.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> list[int]:
+        return parse_counts("batch-size", self.batch_size, MOST_TEXTS)
+
+
+def benchmark_batch(settings: BatchBenchmark) -> Rows:
+    """A row for each gear and number of texts: tokens per second of ours, beside mlx-lm's.
+
+    Raises:
+        GearbxError: a model that cannot be loaded, or more than memory allows.
+    """
+    gearbox, read_bandwidth = gearbox_of(settings), bandwidth_meter()
+    never_ends = EndlessTokenizer(load(settings.model)[1])
+    cases = [(gear, size) for gear in gearbox.ladder for size in settings.sizes]
+    rows = []
+    with progress_bar() as progress:
+        for gear, size in progress.track(cases, description="batches"):
+            ours, theirs = time_batches(gearbox, never_ends, gear, size, settings)
+            figures = {
+                "batch_size": size,
+                "tokens_per_second": size / statistics.median(ours),
+                "tokens_per_second_of_mlx_lm": size / statistics.median(theirs),
+            }
+            rows.append(ratio_row(gear, [other / mine for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+    return rows
+
+
+def time_batches(
+    gearbox: Gearbox, never_ends: "EndlessTokenizer", gear: Gear, size: int, settings: BatchBenchmark
+) -> tuple[list[float], list[float]]:
+    """Seconds per step of a batch by ours and by mlx-lm's, trial by trial, in turn."""
+    model, tokens = gearbox.model, settings.tokens
+    prompts = random_prompts(model, size)
+
+    def ours() -> Any:
+        return batch_generate(model, never_ends, prompts, max_tokens=tokens, mode=Static(gear.name), gearbox=gearbox)
+
+    def theirs() -> Any:
+        gearbox.shift(gear)
+        return mlx_batch_generate(model, never_ends, prompts, max_tokens=tokens)
+
+    return in_turn(lambda: timed(ours) / tokens, lambda: timed(theirs) / tokens, settings.trials)
+
+
+def random_prompts(model: nn.Module, size: int) -> list[list[int]]:
+    """As many prompts of one length, the same in every run."""
+    drawn, count = random.Random(0), vocabulary(model)
+    return [[drawn.randrange(1, count) for _ in range(PROMPT_TOKENS)] for _ in range(size)]
+
+
+class EndlessTokenizer:
+    """A tokenizer without a token that ends a text, so that every text has the same length."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+KINDS = {"routing": RoutingBenchmark, "mixture": MixtureBenchmark, "batch": BatchBenchmark}
+MEASURES: dict[str, tuple[tuple[str, ...], Callable[[Any], Rows]]] = {
+    "routing": (ROUTING_COLUMNS, benchmark_routing),
+    "mixture": (MIXTURE_COLUMNS, benchmark_mixture),
+    "batch": (BATCH_COLUMNS, benchmark_batch),
+}
+
+
+def run(settings: ModelBenchmark) -> int:
+    measured_rows(settings, *MEASURES[settings.what])
+    return 0
+
+
+def main() -> None:
+    parser = FlagParser(prog="python -m research.decoding_costs", description="What tokens cost besides the passes.")
+    start("decoding_costs", lambda: parsed(parser, KINDS), run)
+
+
+if __name__ == "__main__":
+    main()

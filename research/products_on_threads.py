@@ -1,0 +1,440 @@
+"""Products on 1, 2, ... all cores, and AION's Table 2, its Figure 2 and its cost model.
+
+    python -m research.products_on_threads threads --picture threads.svg
+    python -m research.products_on_threads w4a8 --picture w4a8.png --json w4a8.json
+
+threads: a product with one vector in 4, 8 and 16 bits, against one thread and the read bandwidth of as many threads.
+w4a8: are products of integers faster than those of widened weights? Every implementation multiplies the same matrix,
+all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs). The terms of the cost model (AION 5.2)
+are of one thread, from products whose weights are in a cache.
+
+Each number of threads is a process of its own in each trial: their number is fixed when a process begins.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, start
+from gearbx_mlx.benchmark.kernels import cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
+from gearbx_mlx.benchmark.measuring import (
+    GIBIBYTE,
+    INT8,
+    INT16,
+    NATIVE,
+    Rows,
+    bandwidth_meter,
+    check_memory,
+    machine_name,
+    measured_rows,
+    native_module,
+    picture_path,
+    print_table,
+    spread_of,
+    timed,
+)
+from gearbx_mlx.cli.output import output_path
+from gearbx_mlx.cli.settings import FlagParser, flag
+from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files.writing import write_text
+from gearbx_mlx.formats import groupwise, rowwise
+from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
+from gearbx_mlx.kernels.products import dense_product, groupwise_product, rowwise_product
+from gearbx_mlx.kernels.tuner import enough_calls
+from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
+from gearbx_mlx.telemetry.summary import as_json
+from gearbx_mlx.telemetry.trace import gear_color, gear_marker
+
+Trial = dict[str, Any]
+
+# On 1, 2, ... threads
+
+THREAD_COLUMNS = ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio")
+
+
+@dataclass(frozen=True)
+class ThreadBenchmark(MatrixBenchmark):
+    """Products on 1, 2, ... all cores. most: None means as many threads as there are cores."""
+
+    what: ClassVar[str] = "threads"
+
+    most: int | None = flag(None, "Most threads. Default: one for each core", least=1, most=256)
+    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
+
+    def __post_init__(self) -> None:
+        check_picture(self.picture)
+        super().__post_init__()
+
+
+def run_threads(settings: ThreadBenchmark) -> int:
+    picture = picture_path(settings.json, settings.picture)
+    rows = measured_rows(settings, THREAD_COLUMNS, benchmark_threads)
+    if picture is not None:
+        draw_threads(rows, picture)
+    return 0
+
+
+def benchmark_threads(settings: ThreadBenchmark) -> Rows:
+    """A row for each number of threads and precision; a trial goes through all numbers in turn.
+
+    Raises:
+        GearbxError: no native kernels, more than memory allows, or a trial that fails.
+    """
+    measured = trials_on_threads(settings)
+    trials = {threads: [{row["bits"]: row for row in rows} for rows in found] for threads, found in measured.items()}
+    shared = {"rows": settings.rows, "cols": settings.cols, "trials": settings.trials}
+    return [
+        thread_row(threads, bits, found, trials[1]) | shared
+        for bits in trials[1][0]
+        for threads, found in trials.items()
+    ]
+
+
+def trials_on_threads(settings: ThreadBenchmark) -> dict[int, list[Any]]:
+    """Number of threads to what was measured in each trial, each in a process of its own.
+
+    Raises:
+        GearbxError: as benchmark_threads.
+    """
+    matrix = 4 * settings.rows * settings.cols
+    check_memory(2 * matrix + 2 * max(settings.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
+    native_module()  # compiled before anything is timed
+    trials: dict[int, list[Any]] = {threads: [] for threads in counts(settings.most or os.cpu_count() or 1)}
+    with progress_bar() as progress:
+        for _ in progress.track(range(settings.trials), description="trials"):
+            for threads, found in trials.items():
+                found.append(trial_of(settings, threads))
+    return trials
+
+
+def counts(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`; each number up to 4."""
+    return sorted({n for n in (1, 2, 3, *(2**i for i in range(2, 9)), most) if n <= most})
+
+
+def trial_of(settings: ThreadBenchmark, threads: int) -> Any:
+    """What one trial measures: this file in a process with this number of threads, and one for numpy."""
+    sizes = settings.rows, settings.cols, settings.megabytes
+    command = [sys.executable, __file__, TRIAL, settings.what, *map(str, sizes)]
+    environment = os.environ | {"GEARBX_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise GearbxError(f"a trial with {threads} threads failed: {reason}")
+    return json.loads(done.stdout)
+
+
+def thread_row(threads: int, bits: int, found: list[dict[int, Trial]], alone: list[dict[int, Trial]]) -> dict[str, Any]:
+    """Medians over trials. Speedups are over one thread in the same trial; `spread` is of these."""
+    speedups = [one[bits]["seconds"] / many[bits]["seconds"] for one, many in zip(alone, found)]
+    seconds, shares, bandwidths = (
+        statistics.median(trial[bits][name] for trial in found)
+        for name in ("seconds", "bandwidth_ratio", "read_bandwidth_gigabytes_per_second")
+    )
+    return {
+        "threads": threads,
+        "bits": bits,
+        "products_per_second": 1 / seconds,
+        "speedup": statistics.median(speedups),
+        "spread": spread_of(speedups),
+        "bandwidth_ratio": shares,
+        "read_bandwidth_gigabytes_per_second": bandwidths,
+        "read_by": "native",
+    }
+
+
+FIELDS = "bits", "seconds", "bandwidth_ratio", "read_bandwidth_gigabytes_per_second"
+
+
+def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
+    """One trial: FIELDS and `threads` of a product with one vector, in 4, 8 and 16 bits."""
+    module, total = native_module(), megabytes * 2**20
+    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
+    x = mx.random.normal((1, cols), key=mx.random.key(1))
+    mx.eval(weight, x)
+    read_bandwidth = bandwidth_meter(total)
+    found = []
+    for make in (
+        lambda: cases_of_stack(weight, (4,), total, [INT16]),
+        lambda: cases_of_stack(weight, (8,), total, [INT16]),
+        lambda: dense_cases(weight, total, [NATIVE]),  # bfloat16 first
+    ):
+        row = time_case(next(make()), x, 1, read_bandwidth)
+        found.append({name: row[name] for name in FIELDS} | {"threads": module.threads()})
+    return found
+
+
+def draw_threads(rows: Rows, path: Path) -> None:
+    """Products per second, relative to one thread, and the share of the read bandwidth, both over threads.
+
+    Args:
+        rows: of `benchmark threads`.
+        path: a png or svg file, which is replaced.
+    """
+    pyplot = get_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    widths = list(dict.fromkeys(row["bits"] for row in rows))
+    for index, bits in enumerate(widths):
+        some = [row for row in rows if row["bits"] == bits]
+        style = {"color": gear_color(index, len(widths)), "marker": gear_marker(index), "label": f"{bits} bits"}
+        threads, speedups = [row["threads"] for row in some], [row["speedup"] for row in some]
+        spread = [[abs(row["spread"][end] - speedup) for row, speedup in zip(some, speedups)] for end in (0, 1)]
+        left.errorbar(threads, speedups, spread, capsize=3, **style)
+        right.plot(threads, [row["bandwidth_ratio"] for row in some], **style)
+    most = max(row["threads"] for row in rows)
+    left.plot([1, most], [1, most], color="0.6", linestyle="--", linewidth=1, label="ideal")
+    left.set(xlabel="threads", ylabel="products per second, one thread = 1")
+    right.set(xlabel="threads", ylabel="share of the read bandwidth of as many threads")
+    for axes in (left, right):
+        axes.set_xticks(sorted({row["threads"] for row in rows}))
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    save(figure, path)
+
+
+# AION's Table 2 and its cost model
+
+FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
+EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
+W8A8 = "W8A8"  # for the terms alone
+W4A8_COLUMNS = ("implementation", "threads", "products_per_second", "times_float32", "spread")
+TERMS = ("term", "meaning", "picoseconds_per_weight", "spread")
+MEANINGS = {
+    "memory, float32": "what a weight takes more from memory than from the cache",
+    "memory, 4 bits": "the same (W4A8)",
+    "fma": "multiply and add float32",
+    "dequant": "widen 4 bits to float32",
+    "sdot": "multiply and add bytes",
+    "unpack": "widen 4 bits to bytes",
+    "quant_act": "round the activations, shared by all rows",
+    "arithmetic": "fma - sdot: what integers save (equation 3)",
+    "overhead": "quant_act + unpack - dequant: what they cost more (equation 4 leaves unpack out)",
+}
+NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
+FEW, MANY = 16, 64  # rows whose weights a cache has room for; more of them cost the weights alone
+ROUNDS, REPEATS = 15, 3  # of products in the cache, and from memory
+W4A8_LINES = {FLOAT32: "o", WEIGHT_ONLY: "s", W4A16: "^", W4A8: "D"}  # of the picture, with their markers
+
+
+@dataclass(frozen=True)
+class W4A8Benchmark(ThreadBenchmark):
+    """AION's Table 2 and cost model: products of 4-bit weights by floats, integers, one by one and by numpy."""
+
+    what: ClassVar[str] = "w4a8"
+
+
+def run_w4a8(settings: W4A8Benchmark) -> int:
+    out = None if settings.json is None else output_path(settings.json)
+    picture = picture_path(settings.json, settings.picture)
+    trials = trials_on_threads(settings)
+    machine, rows, terms = machine_name(), w4a8_rows(trials, settings), terms_of(trials[1], settings)
+    print_table(rows, W4A8_COLUMNS)
+    print_table(terms, TERMS)
+    print(f"{settings.rows} x {settings.cols}, {settings.trials} trials, {machine}")
+    if out is not None:
+        write_text(out, as_json({"machine": machine, "rows": rows, "terms": terms}))
+    if picture is not None:
+        draw_w4a8(rows, picture)
+    return 0
+
+
+def w4a8_rows(trials: dict[int, list[Trial]], settings: W4A8Benchmark) -> Rows:
+    """A row for each implementation and number of threads: medians over trials.
+
+    `times_float32`: over float32 on as many threads, in the same trial; `spread` is of it. `bytes`: of the matrix.
+    """
+    sizes = {FLOAT32: 4 * settings.rows * settings.cols}
+    packed = settings.rows * -(-settings.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
+    shared = {"rows": settings.rows, "cols": settings.cols, "trials": settings.trials}
+    names = [EMULATED, SCALAR, *(name for name in trials[1][0]["seconds"] if name not in (EMULATED, SCALAR))]
+    rows = []
+    for name in names:
+        for threads, found in trials.items():
+            if name in found[0]["seconds"]:
+                ratios = [one["seconds"][FLOAT32] / one["seconds"][name] for one in found]
+                rows.append(
+                    {
+                        "implementation": name,
+                        "threads": threads,
+                        "bytes": sizes.get(name, packed),
+                        "products_per_second": 1 / statistics.median(one["seconds"][name] for one in found),
+                        "times_float32": statistics.median(ratios),
+                        "spread": spread_of(ratios),
+                        "read_bandwidth_gigabytes_per_second": statistics.median(one["bandwidth"] for one in found),
+                    }
+                    | shared
+                )
+    return rows
+
+
+def terms_of(alone: list[Trial], settings: W4A8Benchmark) -> Rows:
+    """A row for each term of the cost model: the median over trials on one thread, in picoseconds per weight."""
+    weights = settings.rows * settings.cols
+    each = [terms_of_trial(trial, weights) for trial in alone]
+    return [
+        {
+            "term": term,
+            "meaning": meaning,
+            "picoseconds_per_weight": statistics.median(found[term] for found in each),
+            "spread": spread_of([found[term] for found in each]),
+        }
+        for term, meaning in MEANINGS.items()
+    ]
+
+
+def terms_of_trial(trial: Trial, weights: int) -> dict[str, float]:
+    """The terms of one trial, in picoseconds per weight of a matrix with so many weights."""
+    cached = {name: 1e12 * line[0] for name, line in trial["cached"].items()}
+    calls = {name: 1e12 * line[1] for name, line in trial["cached"].items()}
+    whole = {name: 1e12 * seconds / weights for name, seconds in trial["seconds"].items()}
+    rounding = (calls[W4A8] - calls[FLOAT32]) / weights
+    unpack, dequant = cached[W4A8] - cached[W8A8], cached[WEIGHT_ONLY] - cached[FLOAT32]
+    return {
+        "memory, float32": whole[FLOAT32] - cached[FLOAT32],
+        "memory, 4 bits": whole[W4A8] - cached[W4A8] - rounding,
+        "fma": cached[FLOAT32],
+        "dequant": dequant,
+        "sdot": cached[W8A8],
+        "unpack": unpack,
+        "quant_act": rounding,
+        "arithmetic": cached[FLOAT32] - cached[W8A8],
+        "overhead": rounding + unpack - dequant,
+    }
+
+
+def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
+    """Seconds of a product with one vector for each implementation, threads and GB/s of memory.
+
+    On one thread also those of the baselines, and `cached`: for each way to multiply, seconds of processor time of a
+    weight in the cache, and of a call without rows.
+    """
+    module, total = native_module(), megabytes * 2**20
+    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
+    x = mx.random.normal((1, cols), key=mx.random.key(1))
+    mx.eval(weight, x)
+    read_bandwidth = bandwidth_meter(total)
+    seconds, bandwidths = {}, []
+    dense = cases_of(FLOAT32, 32, [weight], total, {NATIVE: dense_product}, [NATIVE])
+    for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):
+        row = time_case(case, x, REPEATS, read_bandwidth)
+        seconds[FLOAT32 if row["bits"] == 32 else NAMES[row["path"]]] = row["seconds"]
+        bandwidths.append(row["read_bandwidth_gigabytes_per_second"])
+    found = {"threads": module.threads(), "seconds": seconds, "bandwidth": float(np.median(bandwidths))}
+    if module.threads() == 1:
+        seconds |= baselines(module, weight, x)
+        found["cached"] = in_cache(x)
+    return found
+
+
+def baselines(module: Any, weight: mx.array, x: mx.array) -> dict[str, float]:
+    """Seconds of a product by one weight after the other, and by numpy, which makes all weights float32 first."""
+    codes, scales = groupwise.quantize(weight)
+    packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
+    vector = mx.pad(x[0], (0, codes.shape[1] - x.shape[1]))
+    mx.eval(packed, scales, vector)
+    arrays = [np.array(packed), np.array(scales), np.array(vector)]
+    ways: dict[str, Callable[[], Any]] = {
+        SCALAR: lambda: module.scalar_groupwise(vector, packed, scales),
+        EMULATED: lambda: emulated(*arrays),
+    }
+    return {name: min(timed(way) for _ in range(2)) for name, way in ways.items()}
+
+
+def emulated(packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The product (O,) of groupwise codes (O, I / 2) and x (I,), as array operations on whole matrices."""
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, groupwise.GROUP)
+    weights = (codes.astype(np.float32) - 8) * scales[..., None]
+    return weights.reshape(len(packed), -1) @ x
+
+
+def in_cache(x: mx.array) -> dict[str, list[float]]:
+    """Way to multiply to seconds per weight and seconds of a call without rows, by a line through two sizes."""
+    weight = mx.random.normal((MANY, x.shape[1]), key=mx.random.key(2)) * 0.02
+    ways = {(name, rows): make for rows in (FEW, MANY) for name, make in ways_of(weight[:rows], x)}
+    calls = {key: enough_calls(make) for key, make in ways.items()}
+    rounds = [{key: processor_seconds(make, calls[key]) for key, make in ways.items()} for _ in range(ROUNDS)]
+    times = {key: min(found[key] for found in rounds) for key in ways}
+    lines = {}
+    for name in dict.fromkeys(name for name, _ in ways):
+        per_row = (times[name, MANY] - times[name, FEW]) / (MANY - FEW)
+        lines[name] = [per_row / weight.shape[1], times[name, FEW] - FEW * per_row]
+    return lines
+
+
+def processor_seconds(make: Callable[[], list[Any]], calls: int) -> float:
+    """Processor time of one call on one thread: other programs on the machine add nothing to it."""
+    built = [array for _ in range(calls) for array in make()]
+    mx.synchronize()
+    start = time.process_time()
+    mx.eval(built)
+    return (time.process_time() - start) / calls
+
+
+def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """The products with a small matrix: as floats, as codes with floats, as codes with integers, as plain bytes."""
+    width = weight.shape[1]
+    codes, scales = groupwise.quantize(weight)
+    packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
+    whole, row_scales = rowwise.quantize(weight, 8)
+    bytes_of_rows = rowwise.pack_symmetric_codes(whole, 8)
+    copy = weight + 0
+    mx.eval(packed, scales, bytes_of_rows, row_scales, copy)
+    yield FLOAT32, lambda: [dense_product(x, copy)]
+    yield WEIGHT_ONLY, lambda: [groupwise_product(x, packed, scales, width)]
+    yield W4A8, lambda: [groupwise_product(x, packed, scales, width, x_bits=8)]
+    yield W8A8, lambda: [rowwise_product(x, bytes_of_rows, row_scales, 8, width, x_bits=8)]
+
+
+def draw_w4a8(rows: Rows, path: Path) -> None:
+    """AION's Figure 2: products per second over threads, and how many the read bandwidth allows, dashed.
+
+    Args:
+        rows: of `benchmark w4a8`, each with the `bytes` of its matrix.
+        path: a png or svg file, which is replaced.
+    """
+    figure, axes = get_pyplot().subplots(figsize=(6.5, 4.4), layout="constrained")
+    for index, (name, marker) in enumerate(W4A8_LINES.items()):
+        some = [row for row in rows if row["implementation"] == name]
+        threads, color = [row["threads"] for row in some], gear_color(index, len(W4A8_LINES))
+        axes.plot(threads, [row["products_per_second"] for row in some], color=color, marker=marker, label=name)
+        if name in ("float32", "W4A8"):
+            most = [1e9 * row["read_bandwidth_gigabytes_per_second"] / row["bytes"] for row in some]
+            axes.plot(threads, most, color=color, linestyle="--", linewidth=1, label=f"{name} at the read bandwidth")
+    axes.set(xlabel="threads", ylabel="products per second")
+    axes.set_xticks(sorted({row["threads"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(**OUTSIDE)
+    save(figure, path)
+
+
+KINDS = {"threads": ThreadBenchmark, "w4a8": W4A8Benchmark}
+RUNS: dict[str, Callable[[Any], int]] = {"threads": run_threads, "w4a8": run_w4a8}
+TRIAL = "--trial"  # what it measures, rows, columns, megabytes: one trial, as JSON on stdout
+MEASURES: dict[str, Callable[[int, int, int], Any]] = {"threads": measure_threads, "w4a8": measure_w4a8}
+
+
+def main() -> None:
+    parser = FlagParser(prog="python -m research.products_on_threads", description="Products on several threads.")
+    start("products_on_threads", lambda: parsed(parser, KINDS), lambda settings: RUNS[settings.what](settings))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [TRIAL]:
+        mx.set_default_device(mx.Device(mx.cpu))
+        print(json.dumps(MEASURES[sys.argv[2]](*map(int, sys.argv[3:]))))
+    else:
+        main()
