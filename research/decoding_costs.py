@@ -24,7 +24,7 @@ import mlx_lm
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, start
+from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, start, with_kinds
 from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of, trials
 from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, measured_rows, spread_of, timed
 from gearbx_mlx.cli.settings import FlagParser, flag
@@ -329,8 +329,17 @@ def run(settings: ModelBenchmark) -> int:
 
 
 def main() -> None:
-    parser = FlagParser(prog="python -m research.decoding_costs", description="What tokens cost besides the passes.")
-    start("decoding_costs", lambda: parsed(parser, KINDS), run)
+    start("decoding_costs", parse, run)
+
+
+def parse() -> Any:
+    return parsed(setup_arg_parser(), KINDS)
+
+
+def setup_arg_parser() -> FlagParser:
+    return with_kinds(
+        FlagParser(prog="python -m research.decoding_costs", description="What tokens cost besides the passes."), KINDS
+    )
 
 
 if __name__ == "__main__":

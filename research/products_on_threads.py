@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, start
+from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, start, with_kinds
 from gearbx_mlx.benchmark.kernels import cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
 from gearbx_mlx.benchmark.measuring import (
     GIBIBYTE,
@@ -428,8 +428,17 @@ MEASURES: dict[str, Callable[[int, int, int], Any]] = {"threads": measure_thread
 
 
 def main() -> None:
-    parser = FlagParser(prog="python -m research.products_on_threads", description="Products on several threads.")
-    start("products_on_threads", lambda: parsed(parser, KINDS), lambda settings: RUNS[settings.what](settings))
+    start("products_on_threads", parse, lambda settings: RUNS[settings.what](settings))
+
+
+def parse() -> Any:
+    return parsed(setup_arg_parser(), KINDS)
+
+
+def setup_arg_parser() -> FlagParser:
+    return with_kinds(
+        FlagParser(prog="python -m research.products_on_threads", description="Products on several threads."), KINDS
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the figures of `benchmark batch` into a page, between <!-- beside --> and <!-- end -->.
+"""Write the figures of `research.decoding_costs batch` into a page, between <!-- beside --> and <!-- end -->.
 
     python scripts/write_batch_figures.py batch.json [--page docs/batches.md]
 
@@ -35,7 +35,7 @@ def beside(file: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="Of `benchmark batch --json`.")
+    parser.add_argument("file", type=Path, help="Of `research.decoding_costs batch --json`.")
     parser.add_argument("--page", type=Path, default=Path("docs/batches.md"))
     args = parser.parse_args()
     fill(args.page, {"beside": lambda: beside(args.file)})

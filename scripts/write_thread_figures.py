@@ -1,4 +1,4 @@
-"""Write the figures of `benchmark threads` and `benchmark w4a8` into the blocks of these names of a page.
+"""Write the figures of `research.products_on_threads` into the blocks of these names of a page.
 
     python scripts/write_thread_figures.py RESULTS [--page docs/performance.md]
 

@@ -25,7 +25,8 @@ from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox, Pair, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, Pair, load, stream_generate
+from gearbx_mlx.files import smollm2
 from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
 from gearbx_mlx.kernels.compiler import Unavailable, find_compiler
@@ -255,6 +256,16 @@ def demo():
     """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
     model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def smollm2_model():
+    """A real language model and its tokenizer, where its package is installed."""
+    try:
+        smollm2.installed()
+    except GearbxError:
+        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL}")
+    return load("smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,13 @@ SHORTER = {
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
-    "benchmark w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
-    "benchmark threads": "--rows 256 --cols 256 --megabytes 1 --trials 1",
+    "products_on_threads w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
+    "products_on_threads threads": "--rows 256 --cols 256 --megabytes 1 --trials 1",
     "benchmark token": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
-    "benchmark routing": "--shape 256x2 --tokens 2 --trials 1",
-    "benchmark mixture": "--shape 256x2 --tokens 6 --run 1 --trials 1",
-    "benchmark batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",
+    "decoding_costs routing": "--shape 256x2 --tokens 2 --trials 1",
+    "decoding_costs mixture": "--shape 256x2 --tokens 6 --run 1 --trials 1",
+    "decoding_costs batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",
     "benchmark server": "--tokens 8 --trials 1 --kernels native",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
@@ -155,8 +155,8 @@ def parts(line: Line) -> list[str]:
 
 
 def command_of(part: str) -> tuple[str, str] | None:
-    """A command of this package, and its arguments; None for another program."""
-    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w+)\s*(.*)", part)
+    """A command of this package or a module of research/, and its arguments; None for another program."""
+    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ]|python -m research\.)(\w+)\s*(.*)", part)
     return None if match is None else (match[1], match[2])
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, kind_of, measure, select
-from gearbx_mlx.bit_selection.floors import Floors
+from gearbx_mlx.bit_selection.defaults import Floors
 from gearbx_mlx.bit_selection.h_process import (
     GarbageCheck,
     Sense,

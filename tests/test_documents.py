@@ -10,6 +10,7 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, command_of, parts
@@ -54,7 +55,15 @@ def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
             check_lm_eval(arguments)
             continue
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments)])
-        import_module(f"gearbx_mlx.cli.parsers.{name}").parse()
+        with_flags(name).parse()
+
+
+def with_flags(name: str) -> ModuleType:
+    """The module that parses the flags of a command, or of a study."""
+    if (ROOT / "research" / f"{name}.py").exists():
+        return import_module(f"research.{name}")
+    command = import_module(f"gearbx_mlx.{name}")
+    return command if hasattr(command, "parse") else import_module(f"gearbx_mlx.cli.parsers.{name}")
 
 
 def check_lm_eval(arguments: str) -> None:
@@ -125,8 +134,8 @@ def test_the_readme_is_whole_on_pypi():
 @functools.cache
 def known_flags() -> set[str]:
     found: set[str] = set()
-    for command in set(COMMANDS) - {"lm_eval"}:
-        parsers = [import_module(f"gearbx_mlx.cli.parsers.{command}").setup_arg_parser()]
+    for command in {*COMMANDS, "decoding_costs", "products_on_threads"} - {"lm_eval"}:
+        parsers = [with_flags(command).setup_arg_parser()]
         while parsers:
             for action in parsers.pop()._actions:
                 found.update(action.option_strings)

@@ -18,11 +18,10 @@ from ..cli.device import choose_device, device_flag
 from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
 from ..cli.together import together
 from ..errors import GearbxError
-from ..gears.ladder import Ladder
-from ..gears.ladder import GROUP_SIZES
+from ..gears.ladder import GROUP_SIZES, Ladder
 from ..kernels import KERNELS
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Settings)
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
@@ -167,7 +166,11 @@ def main() -> None:
 
 
 def parse() -> Benchmark:
-    return parsed(FlagParser("benchmark", description="Time kernels, gears and the server on this machine."), KINDS)
+    return parsed(setup_arg_parser(), KINDS)
+
+
+def setup_arg_parser() -> FlagParser:
+    return with_kinds(FlagParser("benchmark", description="Time kernels, gears and the server on this machine."), KINDS)
 
 
 def start(name: str, parse: Callable[[], Any], run: Callable[[Any], int]) -> None:
@@ -182,12 +185,17 @@ def start(name: str, parse: Callable[[], Any], run: Callable[[Any], int]) -> Non
     terminal.run(lambda: together(name, body))
 
 
-def parsed(parser: FlagParser, kinds: Mapping[str, type[S]]) -> S:
-    """The settings of the kind that the first argument names."""
+def with_kinds(parser: FlagParser, kinds: Mapping[str, type[Settings]]) -> FlagParser:
+    """The parser, which takes a word and the flags of the settings that it stands for."""
     commands = parser.add_subparsers(dest="what", required=True)
     for what, kind in kinds.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))
+    return parser
+
+
+def parsed(parser: FlagParser, kinds: Mapping[str, type[S]]) -> S:
+    """The settings of the kind that the first argument names."""
     flags = parser.parse_args()
     return settings_of(kinds[flags.what], flags)
 

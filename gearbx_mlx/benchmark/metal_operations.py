@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.kv_cache import Nested, pack
-from ..kernels.metal_attention import TILE, attention, nested_attention
-from ..kernels.metal_products import rope_launch
+from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
 from .measuring import METAL, MLX
 from .metal_products import DTYPES, TOLERANCE, Arrays, Check, copies, difference, path_over, time_paths, type_name
 

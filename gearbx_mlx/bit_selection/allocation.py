@@ -11,16 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import GearbxError
+from .defaults import EXCHANGES
 from .precision import GearTable, PrecisionManifest
-
-if TYPE_CHECKING:
-    from .sensitivity import Distance, ExactSensitivity
+from .sensitivity import Distance, ExactSensitivity
 
 Bits = dict[str, int]
-EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
 ROUNDING = 1e-6  # bytes by which a computed budget may be off
 
 
@@ -148,7 +145,7 @@ class MeasuredTable:
 
     bits: Bits
     bytes: int
-    distance: "Distance"
+    distance: Distance
     sum_of_parts: float
 
 
@@ -165,7 +162,7 @@ class Allocator:
 
     def __init__(
         self,
-        exact: "ExactSensitivity",
+        exact: ExactSensitivity,
         manifest: PrecisionManifest,
         ranges: bool = True,
         trials: int = EXCHANGES,

@@ -23,7 +23,7 @@ from ..formats.codebook_quality import Quality, qualities
 from ..gears.discovery import Layer, Predicate, discover, is_attention, with_bits
 from ..gears.ladder import DENSE
 from ..gears.offload import EMPTY
-from .floors import Floors
+from .defaults import Floors
 
 ROUTED = "routed"
 HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model classes call their output head

@@ -12,16 +12,17 @@ from typing import Annotated, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.quant.dynamic_quant import estimate_sensitivities
 from msgspec import Meta
 
 from ..errors import GearbxError
 from ..files.reading import read_json
 from ..kernels.dispatch import on_cpu
+from .defaults import HIGH, LOW
 
 MAKE = "make it anew with mlx_lm.dynamic_quant"
 Sensitivity = Annotated[float, Meta(ge=-1e100, le=1e100)]
 MILLION = 1e6
-LOW, HIGH = 4, 5  # mlx_lm's defaults
 FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
 
 
@@ -39,8 +40,6 @@ def first_order(
     Raises:
         GearbxError: a layer that mlx-lm cannot quantize.
     """
-    from mlx_lm.quant.dynamic_quant import estimate_sensitivities  # slow to import, and flags need LOW and HIGH
-
     if on_cpu():  # where half precision is slow. A copy: the gears follow from the type that the model was loaded in
         model = copy.deepcopy(model)
         model.set_dtype(mx.float32)

@@ -15,18 +15,17 @@ from msgspec import Meta, Struct, field, structs
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, read_as, shown, typed
 from ..formats import get_format
+from ..formats.base import Format
+from ..gears.discovery import Layer, discover
+from ..gears.gearbox import model_fingerprint
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Fingerprint, GroupSize, Length, Width
-
-if TYPE_CHECKING:
-    from ..formats.base import Format
-    from ..gears.discovery import Layer
+from .defaults import ACCURACY_THRESHOLD
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT, FIRST_ORDER = "exact", "first order"
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
-ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
 SAFE, CAREFUL = 0.02, 0.05  # nats: by the KL at 4 bits, 4, 6 or 8 are wanted
 
 
@@ -189,8 +188,8 @@ def least_bits(
 
 
 def fit(
-    manifest: PrecisionManifest, model: nn.Module, format: "Format | None" = None
-) -> "tuple[PrecisionManifest, list[Layer], list[str]]":
+    manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
+) -> tuple[PrecisionManifest, list[Layer], list[str]]:
     """The manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
 
     Args:
@@ -199,9 +198,6 @@ def fit(
     Raises:
         GearbxError: it is another model's, or has a layer that this one does not have.
     """
-    from ..gears.discovery import discover
-    from ..gears.gearbox import model_fingerprint  # flags take their defaults from here, before mlx_lm is loaded
-
     manifest.check_model(model_fingerprint(model))
     layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))
     manifest, missing = manifest.fitted([layer.path for layer in layers])

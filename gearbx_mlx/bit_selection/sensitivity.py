@@ -31,7 +31,8 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
 from ..loading import DEMO_MODEL
 from .codebook_selection import kind_of
-from .precision import ACCURACY_THRESHOLD, LayerPrecision, least_bits
+from .defaults import ACCURACY_THRESHOLD
+from .precision import LayerPrecision, least_bits
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 

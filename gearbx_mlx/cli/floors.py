@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..bit_selection.floors import LAZY, STRICT, Floors
+from ..bit_selection.defaults import LAZY, STRICT, Floors
 from ..errors import GearbxError
 from ..formats import has_codebooks
 from .settings import Settings, flag

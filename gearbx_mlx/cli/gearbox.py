@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..bit_selection.floors import Floors
+from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..errors import GearbxError, about
 from ..formats import RECONSTRUCTED, with_cache

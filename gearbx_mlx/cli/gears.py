@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..bit_selection.floors import Floors
+from ..bit_selection.defaults import Floors
 from ..errors import GearbxError
 from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, RECONSTRUCTED, has_codebooks
 from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name

@@ -9,7 +9,7 @@ from mlx.utils import tree_map_with_path
 from msgspec import structs
 
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
-from ..bit_selection.floors import Floors
+from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision

@@ -10,7 +10,8 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
-from ..bit_selection.first_order import LOW, as_kl, first_order, read_sensitivities, sensitivities_of
+from ..bit_selection.defaults import LOW
+from ..bit_selection.first_order import as_kl, first_order, read_sensitivities, sensitivities_of
 from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest, least_bits
 from ..bit_selection.sensitivity import (
     MeasuredLayer,

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
-from gearbx_mlx.benchmark.kernels import timed
+from gearbx_mlx.benchmark.measuring import timed
 from gearbx_mlx.gears.gearbox import Gearbox
 
 from .gguf_file import TYPES, write_gguf

@@ -137,7 +137,10 @@ def parsers_of(command: str) -> list[Parser]:
     """The parsers of a command: one, or one for each of its subcommands."""
     if command == "lm_eval":
         return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
-    kind = get_type_hints(import_module(f"gearbx_mlx.cli.parsers.{command}").parse)["return"]
+    module = import_module(f"gearbx_mlx.{command}")
+    if not hasattr(module, "parse"):
+        module = import_module(f"gearbx_mlx.cli.parsers.{command}")
+    kind = get_type_hints(module.parse)["return"]
     if get_origin(kind) is UnionType:
         return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
     groups = get_type_hints(kind).values()

@@ -9,7 +9,7 @@ import pytest
 from gearbx_mlx.benchmark import MOST_VECTORS, measuring, metal_operations, metal_products
 from gearbx_mlx.benchmark import metal as subject
 from gearbx_mlx.benchmark.kernels import cases_of_stack, product_paths
-from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels import metal, tuner
 from gearbx_mlx.kernels.metal import Prepared, available
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def short(bench, launches, monkeypatch):
     for module in (metal_products, metal_operations):
         monkeypatch.setattr(module, "DTYPES", (mx.float32,))
     monkeypatch.setattr(measuring, "READ", 2**20)
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
+    monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_operations, "KEYS", (37,))
     monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
@@ -163,7 +163,7 @@ def test_exact_weights_stand_beside_dense_ones(short, monkeypatch):
 def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypatch):
     """As gears prepare it: `python_seconds` is what a token costs."""
     monkeypatch.setattr(metal_products, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    monkeypatch.setattr(tuner, "MOST_CALLS", 1)
     pair = metal_products.codebook_kernel("codebook", 4), metal_products.mlx_kernel(4, 64)
     rows = list(metal_products.time_product(pair, (16, 128), [1], mx.float32, mx.ones((256,)), 1))
     assert [row["path"] for row in rows] == ["mlx", *VARIANTS]

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...bit_selection.allocation import EXCHANGES
+from ...bit_selection.defaults import EXCHANGES
 from ...errors import GearbxError
 from ...gears.ladder import DEFAULT_LADDER, Ladder
 from ..calibration_text import CalibrationTextSettings

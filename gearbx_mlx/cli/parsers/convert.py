@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...bit_selection.floors import Floors
+from ...bit_selection.defaults import Floors
 from ...errors import GearbxError
 from ...gears.ladder import DEFAULT_LADDER, DTYPES, EMBEDDINGS, Ladder
 from ..budget import Budget, BudgetSettings

@@ -4,8 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...bit_selection.first_order import HIGH, LOW
-from ...bit_selection.precision import ACCURACY_THRESHOLD
+from ...bit_selection.defaults import ACCURACY_THRESHOLD, HIGH, LOW
 from ...errors import GearbxError
 from ...gears.ladder import DENSE, Ladder
 from ..calibration_text import CalibrationTextSettings

@@ -1,4 +1,7 @@
-"""Quality floors: the least cosine between a layer's weights and their quantized values (XFP 4.3)."""
+"""What flags say of bits: quality floors, and numbers that `--help` shows before anything slow is imported.
+
+A floor is the least cosine between a layer's weights and their quantized values (XFP 4.3).
+"""
 
 import os
 from dataclasses import dataclass
@@ -6,6 +9,9 @@ from dataclasses import dataclass
 from ..errors import GearbxError
 
 STRICT, LAZY = 0.98, 0.93
+ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
+EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
+LOW, HIGH = 4, 5  # bits of mlx_lm.dynamic_quant
 ENVIRONMENT = {"strict": "XFP_MIN_COS_STRICT", "lazy": "XFP_MIN_COS_LAZY"}
 
 
