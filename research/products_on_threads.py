@@ -51,7 +51,7 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
-from gearbx_mlx.kernels.products import dense_product, groupwise_product, rowwise_product
+from gearbx_mlx.kernels.products import SymmetricCodes, dense_product, symmetric_product
 from gearbx_mlx.kernels.tuner import enough_calls
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.summary import as_json
@@ -387,15 +387,15 @@ def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], l
     """The products with a small matrix: as floats, as codes with floats, as codes with integers, as plain bytes."""
     width = weight.shape[1]
     codes, scales = groupwise.quantize(weight)
-    packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
+    groups = SymmetricCodes(rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales, groupwise.BITS, width)
     whole, row_scales = rowwise.quantize(weight, 8)
-    bytes_of_rows = rowwise.pack_symmetric_codes(whole, 8)
+    rows = SymmetricCodes(rowwise.pack_symmetric_codes(whole, 8), row_scales, 8, width)
     copy = weight + 0
-    mx.eval(packed, scales, bytes_of_rows, row_scales, copy)
+    mx.eval(groups.weight, scales, rows.weight, row_scales, copy)
     yield FLOAT32, lambda: [dense_product(x, copy)]
-    yield WEIGHT_ONLY, lambda: [groupwise_product(x, packed, scales, width)]
-    yield W4A8, lambda: [groupwise_product(x, packed, scales, width, x_bits=8)]
-    yield W8A8, lambda: [rowwise_product(x, bytes_of_rows, row_scales, 8, width, x_bits=8)]
+    yield WEIGHT_ONLY, lambda: [symmetric_product(x, groups)]
+    yield W4A8, lambda: [symmetric_product(x, groups, x_bits=8)]
+    yield W8A8, lambda: [symmetric_product(x, rows, x_bits=8)]
 
 
 def draw_w4a8(rows: Rows, path: Path) -> None:

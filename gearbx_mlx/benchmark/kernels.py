@@ -13,10 +13,11 @@ from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..formats import groupwise, rowwise
 from ..formats.planes import split
-from ..kernels import bit_planes, metal
+from ..kernels import metal
+from ..kernels.bit_planes import Planes, planes_matmul
 from ..kernels.dispatch import on_cpu
 from ..kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
-from ..kernels.products import dense_product, groupwise_product, rowwise_product, stack_product
+from ..kernels.products import SymmetricCodes, dense_product, stack_product, symmetric_product
 from ..kernels.tuner import seconds_of
 from . import GROUP, KernelBenchmark
 from .measuring import (
@@ -139,16 +140,16 @@ def cases_of_stack(
     planes = split(weight.astype(mx.bfloat16), widths, GROUP)
 
     def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
-        return stack_product(x, w, s, b, widths, GROUP, x_bits=x_bits)
+        return stack_product(x, Planes(w, s, b, widths, GROUP), x_bits=x_bits)
 
     def launch(x: mx.array, w: Many, s: mx.array, b: Many, variant: str) -> mx.array:
-        return planes_launch(x, w, s, b, widths, GROUP, variant=variant).run()
+        return planes_launch(x, Planes(w, s, b, widths, GROUP), variant=variant).run()
 
     def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
-        return bit_planes.planes_matmul(x, w, s, b, widths, GROUP)
+        return planes_matmul(x, Planes(w, s, b, widths, GROUP))
 
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-    arrays = [planes.weights, planes.scales, planes.biases]
+    arrays = list(planes[:3])
     products = by_activations(product) | by_variant(launch) | {MLX: own}
     yield from cases_of(name, sum(widths), arrays, total, products, paths)
 
@@ -159,7 +160,7 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
     for bits in sorted(rowwise.Q_MAX):
 
         def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
-            return rowwise_product(x, codes, scales, bits, width, x_bits=x_bits)
+            return symmetric_product(x, SymmetricCodes(codes, scales, bits, width), x_bits=x_bits)
 
         def launch(x: mx.array, codes: mx.array, scales: mx.array, variant: str, bits: int = bits) -> mx.array:
             return rowwise_launch(x, codes, scales, bits, width, variant=variant).run()
@@ -176,7 +177,7 @@ def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
     width = weight.shape[1]
 
     def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
-        return groupwise_product(x, w, s, width, x_bits=x_bits)
+        return symmetric_product(x, SymmetricCodes(w, s, groupwise.BITS, width), x_bits=x_bits)
 
     def launch_groups(x: mx.array, w: mx.array, s: mx.array, variant: str) -> mx.array:
         return groupwise_launch(x, w, s, width, variant=variant).run()

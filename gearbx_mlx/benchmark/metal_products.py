@@ -82,14 +82,16 @@ def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
     count = len(widths)
 
     def pack(weight: mx.array) -> Arrays:
-        made = split(weight, widths, group_size)
-        return [*made.weights, made.scales, *made.biases]
+        return list(split(weight, widths, group_size).arrays)
+
+    def planes(a: Arrays) -> Planes:
+        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size)
 
     def dense(a: Arrays, columns: int) -> mx.array:
-        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size).dequantize(sum(widths))
+        return planes(a).dequantize()
 
     def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return planes_launch(x, a[:count], a[count], a[count + 1 :], widths, group_size, variant=variant).prepared
+        return planes_launch(x, planes(a), variant=variant).prepared
 
     return MetalProduct("planes", "+".join(map(str, widths)), pack, dense, prepare, group_size)
 
@@ -165,24 +167,23 @@ def exact_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
     count = len(widths)
 
     def pack(weight: mx.array) -> Arrays:
-        weights, scales, biases, *others = encode(weight.astype(mx.bfloat16), widths, group_size)[:-2]
-        return [*weights, scales, *biases, *others]
+        return list(encode(weight.astype(mx.bfloat16), widths, group_size).arrays)
 
     def matrix(a: Sequence[mx.array]) -> ExactMatrix:
         low, high, offsets = a[-3:]
-        return ExactMatrix([*a[:count]], a[count], [*a[count + 1 : -3]], low, high, offsets, list(widths), group_size)
+        return ExactMatrix([*a[:count]], a[count], [*a[count + 1 : -3]], low, high, offsets, widths, group_size)
 
     def dense(a: Arrays, columns: int) -> mx.array:
         return decode(matrix(a)).astype(mx.float32)
 
     def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return tiles if variant == TILES else exact_launch(x, *matrix(a)).prepared
+        return tiles if variant == TILES else exact_launch(x, matrix(a)).prepared
 
     def tiles(x: mx.array, *a: mx.array) -> mx.array:
-        return exact_matmul_tiles(x, *matrix(a))
+        return exact_matmul_tiles(x, matrix(a))
 
     def decoded(a: Arrays) -> mx.array:
-        return decode_launch(*matrix(a)).run()
+        return decode_launch(matrix(a)).run()
 
     bits = "+".join(map(str, widths))
     return MetalProduct("exact", bits, pack, dense, prepare, group_size, ("registers", TILES), decoded)

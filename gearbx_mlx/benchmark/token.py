@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..compat.classes import of_classes
 from ..formats.block import single_operations
 from ..gears.gearbox import Gearbox
 from ..kernels import dispatch
@@ -174,8 +175,8 @@ def recording(gearbox: Gearbox, calls: dict[str, list[Call]]) -> Iterator[None]:
             part = HEAD if layer.path == gearbox.head or layer.path.endswith("lm_head") else PRODUCTS
             method = "as_linear" if layer.path == gearbox.head else "__call__"
             noted = noting(getattr(type(module), method), part, calls)
-            stack.callback(setattr, module, "__class__", type(module))
-            module.__class__ = type(type(module).__name__, (type(module),), {method: noted})
+            kind = type(type(module).__name__, (type(module),), {method: noted})
+            stack.enter_context(of_classes([(module, kind)]))
         for name, part in KERNELS.items():
             stack.enter_context(patch.object(dispatch, name, noting(getattr(dispatch, name), part, calls)))
         yield

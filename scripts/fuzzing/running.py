@@ -33,13 +33,8 @@ OUT, ERR = ".stdout", ".stderr"
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    [
-        "__main__",
-        "matplotlib.pyplot",
-        "mlx_lm.tuner",
-        "gearbx_mlx.benchmark.decode",
-        *(f"gearbx_mlx.commands.{name}" for name in COMMANDS),
-    ]
+    ["__main__", "matplotlib.pyplot", "mlx_lm.tuner", "gearbx_mlx.benchmark.decode"]
+    + [f"gearbx_mlx.commands.{name}" for name in COMMANDS]
     + [f"gearbx_mlx.cli.parsers.{name}" for name in COMMANDS if name != "lm_eval"]
 )
 
