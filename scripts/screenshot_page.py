@@ -6,11 +6,8 @@ The text is in the fonts of this machine. Needs Chromium, its driver and seleniu
 """
 
 import argparse
-import contextlib
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,19 +37,6 @@ PICTURES = (
 )
 
 
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """The URL of a server with the demo model, on a free port."""
-    with serving(command_settings(ServerSettings, {"port": 0})) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.where
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def ask(driver: Any, url: str) -> None:
     """Open the page, ask, and wait for the whole answer. Raises TimeoutError."""
     driver.get(url)
@@ -70,10 +54,10 @@ def main() -> None:
     out = parser.parse_args().out
     if why := chromium.why_not():
         sys.exit(why)
-    with served() as url, chromium.browser() as driver:
+    with serving(command_settings(ServerSettings, {"port": 0})) as server, chromium.browser() as driver:
         for picture in PICTURES:
             chromium.show_as(driver, picture.width, picture.height, picture.scheme, scale=1.5)
-            ask(driver, url)
+            ask(driver, server.where)
             driver.save_screenshot(str(out / picture.name))
             print(out / picture.name)
 

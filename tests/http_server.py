@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import threading
 
 import httpx
 
@@ -28,17 +27,13 @@ TEMPLATE = (
 @contextlib.contextmanager
 def served(**settings):
     """A client of a server on a free port, with the server as `client.server`."""
-    with serving(command_settings(ServerSettings, {"port": 0, **settings})) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            with httpx.Client(base_url=server.where, timeout=60) as client:
-                client.server = server
-                client.scheduler = server.RequestHandlerClass.scheduler
-                yield client
-        finally:
-            server.shutdown()
-            thread.join()
+    with (
+        serving(command_settings(ServerSettings, {"port": 0, **settings})) as server,
+        httpx.Client(base_url=server.where, timeout=60) as client,
+    ):
+        client.server = server
+        client.scheduler = server.app.state.service.scheduler
+        yield client
 
 
 def complete(client, prompt=WORD_PROBLEM, **body):

@@ -1,8 +1,12 @@
 """What tests of the page at / share: a server, a browser that shows its page, and answers that a test writes itself."""
 
 import pytest
+from fastapi.responses import StreamingResponse
 from http_server import served
 from page_in_browser import Page, chromium
+
+from gearbx_mlx.serving import app
+from gearbx_mlx.serving.answers import event_text
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +35,17 @@ def page(client, driver):
 
 
 @pytest.fixture
-def scripted(client, monkeypatch):
+def scripted(monkeypatch):
     """Make the server stream these events in the place of an answer; the requests that came."""
     asked = []
 
     def answer_with(*said, ended=True):
-        def post(handler, path, body):
-            asked.append(body)
-            handler.start_events()
-            for one in (*said, "[DONE]") if ended else said:
-                handler.send_event(one)
+        async def complete(here, request, dialect):
+            asked.append(request.model_dump(exclude_unset=True))
+            events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
+            return StreamingResponse(iter(events), headers=app.STREAM_HEADERS)
 
-        monkeypatch.setattr(client.server.RequestHandlerClass, "post", post)
+        monkeypatch.setattr(app, "complete", complete)
         return asked
 
     return answer_with

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -12,7 +11,7 @@ from fake_server import answer, chat_entry, chat_event, events, one_model
 from gearbx_mlx.cli.gate import GateSettings, RoutingSettings
 from gearbx_mlx.cli.proxy import ProxySettings
 from gearbx_mlx.commands.server_proxy import serving
-from gearbx_mlx.serving.guarded import Guard
+from gearbx_mlx.serving.web import Guard
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 EASY = {"messages": [{"role": "user", "content": "Good morning!"}]}
@@ -33,15 +32,11 @@ def proxy(
     settings = ProxySettings(small_server=small, large_server=large, **flags)
     gate = GateSettings(window=window, min_gear_duration=duration)
     routing = RoutingSettings(thresholds)
-    with serving(settings, routing, gate, guard or Guard(), ("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
-        try:
-            with httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client:
-                yield client
-        finally:
-            server.shutdown()
-            thread.join()
+    with (
+        serving(settings, routing, gate, guard or Guard(), ("127.0.0.1", 0)) as server,
+        httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
+    ):
+        yield client
 
 
 def chunks(text: str) -> list[dict]:

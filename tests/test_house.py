@@ -72,3 +72,9 @@ def test_every_export_is_there_and_has_a_docstring():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_main(name):
     assert callable(import_module(f"gearbx_mlx.{name}").main)
+
+
+def test_generate_needs_no_web():
+    code = "import sys, gearbx_mlx.commands.generate; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"fastapi", "starlette", "uvicorn", "pydantic"} & set(done.stdout.split())

@@ -8,7 +8,7 @@ from test_serving_structured import CHOICE, PERSON, PROMPT, format_of
 
 from gearbx_mlx import GearbxWarning, Lossless, Static, batch_generator
 from gearbx_mlx.decoding import drafting
-from gearbx_mlx.serving.grammar.constraint import constraint_for
+from gearbx_mlx.serving.grammar import constraint_for
 
 REPEATS = PROMPTS[0] + " 12\n" + PROMPTS[0]
 MODES = [Lossless(cost="bytes"), Lossless(draft_length=6), Lossless(cost="bytes", lookup_tokens=15)]

@@ -1,14 +1,15 @@
 """The page at /, where something is wrong: keys, errors, answers that break off, hostile text."""
 
-import threading
 import time
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from fastapi import APIRouter
 from page_in_browser import QUESTION, Page, chunk
 
+from gearbx_mlx.serving.app import show_the_page
 from gearbx_mlx.serving.listening import Server
-from gearbx_mlx.serving.page import Paged
+from gearbx_mlx.serving.web import Gatekeeper, Guard, application
 
 pytestmark = pytest.mark.browser
 
@@ -17,9 +18,16 @@ pytest_plugins = ["page_fixtures"]
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b&gt;'
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab(page, client, monkeypatch):
-    handler = client.server.RequestHandlerClass
-    monkeypatch.setattr(handler, "guard", replace(handler.guard, api_key="sesame"))
+def ask_for_a_key(monkeypatch):
+    """From now on the server asks for the key `sesame`."""
+    check = Gatekeeper.check_key
+    monkeypatch.setattr(
+        Gatekeeper, "check_key", lambda _, headers: check(SimpleNamespace(guard=Guard("sesame")), headers)
+    )
+
+
+def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
+    ask_for_a_key(monkeypatch)
     page.driver.refresh()  # the list of models needs it too
     for key, why in (("wrong", "asks for a key"), ("sesame", "does not take this key")):
         page.wait(lambda why=why: why in page.text("#ask-why") and page.find("#ask").is_displayed())
@@ -34,9 +42,8 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, client, monkeypatch):
     assert not page.find("#ask").is_displayed()
 
 
-def test_without_a_key_the_question_comes_back(page, client, monkeypatch):
-    handler = client.server.RequestHandlerClass
-    monkeypatch.setattr(handler, "guard", replace(handler.guard, api_key="sesame"))
+def test_without_a_key_the_question_comes_back(page, monkeypatch):
+    ask_for_a_key(monkeypatch)
     page.send(QUESTION)
     page.wait(lambda: page.find("#ask").is_displayed())
     page.find("#cancel").click()
@@ -107,25 +114,20 @@ def test_even_a_script_in_the_page_would_not_run(page):
     assert any("Content Security Policy" in message for message in refused)
 
 
-def test_a_server_that_has_gone(driver, client):
-    class Small(Paged):
-        guard = replace(client.server.RequestHandlerClass.guard, patience=0.5)  # with connections made in advance
+def test_a_server_that_has_gone(driver):
+    router = APIRouter()
+    router.add_api_route("/", show_the_page)
 
-        def get(self, path):
-            if path == "/":
-                self.send_page()
-            else:  # a server that has no gears
-                self.send_object({"data": [{"id": "other"}]})
+    @router.get("/v1/models")
+    async def models():  # of a server that has no gears
+        return {"data": [{"id": "other"}]}
 
     page = Page(driver)
-    with Server(("127.0.0.1", 0), Small) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with Server("127.0.0.1", 0) as server:
+        server.start(application(router, Guard()))
         page.open(server.where)
         page.wait(lambda: page.text("#model") == "other")
-        server.shutdown()
-        thread.join()
-        server.finish(10)
+        server.stop()
     page.send("Hello")
     page.wait(lambda: page.text("#problem"))
     assert page.text("#problem") == "The server does not answer. Is it still running?"

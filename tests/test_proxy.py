@@ -7,8 +7,8 @@ from documents import PAGES
 from fake_server import Answer, answer, chat_entry, chat_event, events, fake_server, one_model, refused, text_event
 from proxies import CHAT, EASY, HARD, TEXT, chunks, proxy, written
 
-from gearbx_mlx.serving.guarded import Guard
-from gearbx_mlx.serving.proxy.between import Decision
+from gearbx_mlx.serving.proxy.route import Decision
+from gearbx_mlx.serving.web import Guard
 
 SURE, UNSURE = [math.log(0.999), math.log(0.0009)], [-math.log(20)] * 20  # nats: about 0 and 4.3 bits
 HALF_KNOWN = [-0.3, -3.0]  # bounds of the entropy far apart, where 20 were asked for

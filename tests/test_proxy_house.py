@@ -8,7 +8,7 @@ from proxies import CHAT, EASY, HARD, TEXT, always, error_of, good, proxy
 from servers import free_port
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.serving.guarded import Guard
+from gearbx_mlx.serving.web import Guard
 
 
 @pytest.fixture(scope="module")

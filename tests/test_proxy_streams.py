@@ -7,7 +7,7 @@ import pytest
 from fake_server import Answer, chat_entry, chat_event, events, fake_server, refused
 from proxies import CHAT, EASY, HARD, LINGERING, STREAM, SURE, always, chunks, error_of, good, proxy, word, written
 
-from gearbx_mlx.serving.http_client import EVENT_END, pieces
+from gearbx_mlx.serving.proxy import upstream
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +129,24 @@ class TestStreamsThatHaveBegun:
             assert "for 0.4 s" in found["reason"]
 
 
-def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length():
+def split(parts):
+    """The events in these parts of a stream."""
+    rest = bytearray()
+    return [event for part in parts for event in upstream.events_in(rest, part)]
+
+
+def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length(monkeypatch):
     """The work is counted: a search of everything at each part would look at 2000 times as many bytes."""
-    looked_at = []
+    looked_at, end = [], upstream.EVENT_END
 
     class Counting:
         def search(self, text, start):
             looked_at.append(len(text) - start)
-            return EVENT_END.search(text, start)
+            return end.search(text, start)
 
+    monkeypatch.setattr(upstream, "EVENT_END", Counting())
     parts = [b"x" * 1000] * 2000
-    assert list(pieces([*parts, b"\n", b"\n", b"rest"], Counting(), 2**22)) == [b"".join(parts) + b"\n\n"]
+    assert split([*parts, b"\n", b"\n", b"rest"]) == [b"".join(parts) + b"\n\n"]
     assert sum(looked_at) < 2 * 2_000_000
 
 
@@ -147,4 +154,4 @@ def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length():
 def test_an_event_ends_wherever_its_parts_do(size):
     text = b"data: a\n\ndata: b\r\n\r\n: c\n\nrest"
     parts = [text[i : i + size] for i in range(0, len(text), size)]
-    assert list(pieces(parts, EVENT_END, 100)) == [b"data: a\n\n", b"data: b\r\n\r\n", b": c\n\n"]
+    assert split(parts) == [b"data: a\n\n", b"data: b\r\n\r\n", b": c\n\n"]

@@ -21,10 +21,7 @@ from fake_server import (
 )
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.serving.remote.connection import Connection, RemoteError
-from gearbx_mlx.serving.remote.connection import events as events_in
-from gearbx_mlx.serving.remote.server import RemoteServer
-from gearbx_mlx.serving.remote.ways import Question
+from gearbx_mlx.serving.remote.server import Connection, Question, RemoteError, RemoteServer
 
 PAIR = [-0.1, -2.5]
 
@@ -38,19 +35,6 @@ def ask(fake, question: Question | None = None, model="m", api="auto", base="/v1
 
 def tokens(chunks) -> list[tuple[str, tuple[float, ...]]]:
     return [(token.text, token.logprobs) for chunk in chunks for token in chunk.tokens]
-
-
-@pytest.mark.parametrize(
-    ("lines", "data"),
-    [
-        (["data: a", "", "data: b", ""], ["a", "b"]),
-        (["data:a", "data: b", "", ": comment", "event: ping", "id: 3", ""], ["a\nb"]),
-        (["retry: 10", "", "", "data:  two spaces"], [" two spaces"]),
-        ([], []),
-    ],
-)
-def test_server_sent_events(lines, data):
-    assert list(events_in(lines)) == data
 
 
 def test_a_stream_of_chat():

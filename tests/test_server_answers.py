@@ -10,10 +10,9 @@ from conftest import save_model, tiny_model
 from http_server import MESSAGES, TEMPLATE, TOOL, chat, complete, error_of, events, served
 from scripted_model import save_scripted
 
-from gearbx_mlx.serving.answers import Shape
+from gearbx_mlx.serving.answers import Calls, chat_logprobs, text_logprobs
+from gearbx_mlx.serving.job import Alternative, Emitted
 from gearbx_mlx.serving.requests import ChatRequest, parse
-from gearbx_mlx.serving.tokens import Alternative, Emitted
-from gearbx_mlx.serving.tools import Calls
 
 IMPOSSIBLE = Alternative(2, "b", -math.inf)
 LIKELY = Alternative(1, "a", -0.5)
@@ -25,9 +24,9 @@ def emitted(own):
 
 
 def test_an_impossible_token_is_no_alternative_and_minus_9999_itself():
-    chat = Shape(True, "m", "f").logprobs([emitted(IMPOSSIBLE)])["content"][0]
+    chat = chat_logprobs([emitted(IMPOSSIBLE)])["content"][0]
     assert (chat["logprob"], [one["token"] for one in chat["top_logprobs"]]) == (-9999.0, ["a"])
-    text = Shape(False, "m", "f").logprobs([emitted(IMPOSSIBLE), emitted(LIKELY)])
+    text = text_logprobs([emitted(IMPOSSIBLE), emitted(LIKELY)])
     assert text["token_logprobs"] == [-9999.0, -0.5]
     assert text["top_logprobs"] == [{"a": -0.5}] * 2
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from servers import our_process
 
-from gearbx_mlx.serving.threads import join_to_the_end
+from gearbx_mlx.serving.scheduler import join_to_the_end
 
 pytestmark = pytest.mark.processes
 

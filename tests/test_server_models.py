@@ -144,7 +144,7 @@ def test_what_no_server_can_be_started_with_is_refused(flags):
 
 def test_a_port_that_is_taken_is_named():
     with served(gears="16", **QUIET) as client:
-        port = client.server.server_address[1]
+        port = client.server.socket.getsockname()[1]
         with pytest.raises(GearbxError, match=f"port {port}"), served(port=port):
             pass
 

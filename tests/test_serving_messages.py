@@ -1,15 +1,15 @@
 import importlib
 import json
-import threading
 
 import pytest
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, StreamingResponse
 
-from gearbx_mlx import GearbxError
-from gearbx_mlx.files.reading import typed
-from gearbx_mlx.serving.guarded import Guard, Guarded, Refused
+from gearbx_mlx.serving.answers import event_text
 from gearbx_mlx.serving.listening import Server
-from gearbx_mlx.serving.messages import answer, request
-from gearbx_mlx.serving.messages.dialect import Messages
+from gearbx_mlx.serving.messages import Messages, MessagesRequest, arguments, chat_body, messages_error
+from gearbx_mlx.serving.requests import parse
+from gearbx_mlx.serving.web import Guard, JsonRoute, Refused, application
 
 WEATHER = {
     "name": "weather",
@@ -29,7 +29,7 @@ HEAD = {"id": "chatcmpl-7", "object": "chat.completion", "model": "demo", "creat
 def chat_of(**fields):
     """The chat completion's body for a request of the Messages API."""
     said = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
-    return request.chat_body(typed(said | fields, request.MessagesRequest))
+    return chat_body(parse(MessagesRequest, said | fields))
 
 
 def completion(finish_reason="stop", **written):
@@ -164,33 +164,25 @@ def test_thinking_and_a_schema():
     ],
 )
 def test_a_request_that_is_wrong_is_refused(fields, said):
-    with pytest.raises(GearbxError) as error:
+    with pytest.raises(Refused) as error:
         chat_of(**fields)
-    assert said in str(error.value)
+    assert said in error.value.message
 
 
-class Recorded(Guarded):
-    """Answers the Messages API with a chat completion that is given."""
+def recorded_answers(recorded):
+    """An application that answers the Messages API with a chat completion that is given."""
+    router = APIRouter(route_class=JsonRoute)
 
-    guard = Guard()
-    completion, chunks, failure = None, (), None
-
-    def post(self, path, body):
-        assert path == "/v1/messages"
-        chat = request.chat_body(typed(body, request.MessagesRequest))
-        if not chat.get("stream"):
-            return self.send_object(Messages().whole(self.completion))
-        self.start_events()
+    @router.post("/v1/messages")
+    async def answer(body: MessagesRequest):
         dialect = Messages()
-        for one in self.chunks:
-            for name, event in dialect.events(one):
-                self.send_event(event, name)
-        for name, event in [dialect.failed(self.failure)] if self.failure else dialect.last():
-            self.send_event(event, name)
-        return None
+        if not body.stream:
+            return JSONResponse(dialect.whole(recorded["completion"]))
+        events = [event for chunk in recorded["chunks"] for event in dialect.events(chunk)]
+        events += [dialect.failed(recorded["failure"])] if "failure" in recorded else dialect.last()
+        return StreamingResponse(map(event_text, events), media_type="text/event-stream")
 
-    def error_object(self, refused):
-        return Messages().error(refused)
+    return application(router, Guard(), error_object=lambda path, refused: messages_error(refused))
 
 
 @pytest.fixture(scope="module")
@@ -203,23 +195,20 @@ def anthropic():
 def ask(anthropic):
     """Asks a server that gives recorded answers, as a client of Anthropic's does."""
 
-    class Handler(Recorded):
-        pass
-
-    server = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    given = {}
+    server = Server("127.0.0.1", 0)
+    server.start(recorded_answers(given))
     client = anthropic.Anthropic(base_url=server.where, api_key="none", max_retries=0)
     asked = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Rain in Ulm?"}]}
 
     def ask(streamed=False, recorded=None, **fields):
-        for name, value in (recorded or {}).items():
-            setattr(Handler, name, value)
+        given.clear()
+        given.update(recorded or {})
         messages = client.messages
         return messages.stream(**asked | fields) if streamed else messages.create(**asked | fields)
 
     yield ask
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 @pytest.mark.processes
@@ -300,7 +289,7 @@ def test_the_client_reads_errors(ask, anthropic):
 
 
 def test_what_a_model_called_wrongly_has_no_arguments():
-    assert [answer.arguments(text) for text in (None, "", "{", "[1]", json.dumps({"a": 1}))] == [
+    assert [arguments(text) for text in (None, "", "{", "[1]", json.dumps({"a": 1}))] == [
         {},
         {},
         {},

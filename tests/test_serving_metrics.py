@@ -1,13 +1,10 @@
-import sys
 import threading
 
 import mlx.core as mx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gearbx_mlx import GearbxError
 from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.serving.exposition import exposition
 from gearbx_mlx.serving.metrics import Metrics
 
 
@@ -19,7 +16,7 @@ def response(gear="low", **fields):
 
 def read(metrics):
     """Every sample by its name and the values of its labels."""
-    families = text_string_to_metric_families(exposition(metrics)[0].decode())
+    families = text_string_to_metric_families(metrics.text().decode())
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
 
@@ -102,7 +99,7 @@ def test_threads_lose_nothing():
         for _ in range(500):
             metrics.token(response(), 0.01)
             metrics.answered("/", 200)
-            exposition(metrics) if _ % 100 == 0 else None
+            metrics.text() if _ % 100 == 0 else None
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -117,10 +114,3 @@ def test_two_servers_of_one_process_count_apart():
     one, other = Metrics(), Metrics()
     one.token(response(), 0.01)
     assert ("gearbx_generated_tokens_total", "low") not in read(other)
-
-
-def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "gearbx_mlx.serving.prometheus", raising=False)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(GearbxError, match="pip install prometheus_client"):
-        exposition(Metrics())

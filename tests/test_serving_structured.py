@@ -11,12 +11,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
 from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
-from gearbx_mlx.files.reading import typed
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.grammar.constraint import Grammars, constraint_for
-from gearbx_mlx.serving.grammar.response_format import ResponseFormat
-from gearbx_mlx.serving.grammar.thinking import Thinking
-from gearbx_mlx.serving.grammar.token_masks import allow, mask_of
+from gearbx_mlx.serving.grammar import (
+    Grammars,
+    JsonObject,
+    JsonSchema,
+    Schema,
+    Text,
+    Thinking,
+    allow,
+    constraint_for,
+    mask_of,
+)
 
 END = 0  # the demo model's end of text
 PROMPT = "Question: Tom is 8 years old and likes milk. Who is Tom?\nAnswer:"
@@ -34,7 +40,7 @@ CHOICE = {"enum": ["yes", "no", "perhaps"]}
 
 
 def format_of(schema):
-    return typed({"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}, ResponseFormat)
+    return JsonSchema(Schema(schema, "it"))
 
 
 def written(model, tokenizer, schema, **keywords):
@@ -122,13 +128,13 @@ def test_texts_of_a_batch_have_schemas_of_their_own(demo):
 
 
 def test_any_json_object(demo):
-    constraint = constraint_for(demo.tokenizer, typed({"type": "json_object"}, ResponseFormat))
+    constraint = constraint_for(demo.tokenizer, JsonObject())
     assert allowed(demo, constraint, "") == {"{"}
     assert "}" in allowed(demo, constraint, '{"a": [1, true]')
 
 
 def test_text_has_no_constraint(demo):
-    assert constraint_for(demo.tokenizer, typed({"type": "text"}, ResponseFormat)) is None
+    assert constraint_for(demo.tokenizer, Text()) is None
 
 
 def allowed(demo, constraint, text, prompt=(5, 6)):

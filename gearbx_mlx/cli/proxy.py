@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GearbxError
-from ..serving.names import ASSUMED_VOCABULARY
+from ..serving import ASSUMED_VOCABULARY
 from .settings import LARGEST_SHOWN, Settings, flag, flag_of
 
 KEYS = "GEARBX_SMALL_SERVER_KEY", "GEARBX_LARGE_SERVER_KEY"

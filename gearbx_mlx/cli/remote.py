@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ..errors import GearbxError
-from ..serving.names import APIS, AUTO, DEFAULT_TIMEOUT
+from ..serving import APIS, AUTO, DEFAULT_TIMEOUT
 from .model import ModelSettings
 from .prompt import PromptSettings
 from .settings import LARGEST_SHOWN, Settings, flag, flag_of

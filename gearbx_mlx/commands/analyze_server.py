@@ -16,11 +16,9 @@ from ..errors import GearbxError
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
-from ..serving.names import ASSUMED_VOCABULARY
+from ..serving import ASSUMED_VOCABULARY
 from ..serving.remote.answers import RemoteToken
-from ..serving.remote.connection import Connection
-from ..serving.remote.server import RemoteServer
-from ..serving.remote.ways import Question
+from ..serving.remote.server import Connection, Question, RemoteServer
 from ..telemetry.report import UNDECIDED, IntervalTally, interval_record
 from ..telemetry.trace import TraceWriter
 from .analysis import Analysis, check_output, make_output, write_report

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from ..cli import terminal
 from ..cli.parsers.server import LOCAL, ServerSettings
 from ..routing.pair import LARGE, SMALL
-from ..serving.guarded import Guard
-from ..serving.listening import Server
-from ..serving.log_lines import Escaping
+from ..serving.listening import Escaping, Server
+from ..serving.web import Guard
 
 API_KEY = "GEARBX_API_KEY"
 
@@ -24,7 +23,7 @@ def run(settings: ServerSettings) -> int:
     with serving(settings) as server:
         announce(settings, server)
         try:
-            server.serve_forever(poll_interval=0.1)
+            server.wait()
         except KeyboardInterrupt:
             terminal.note("stopping")
     return terminal.INTERRUPTED
@@ -32,7 +31,7 @@ def run(settings: ServerSettings) -> int:
 
 @contextmanager
 def serving(settings: ServerSettings) -> Iterator[Server]:
-    """A server that listens; `serve_forever` answers while the context lasts.
+    """A server that answers while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, a model that cannot be loaded, a server that cannot be asked.

@@ -17,38 +17,36 @@ from ..cli.pair import turns_of
 from ..cli.parsers.server import ServerSettings
 from ..cli.served import serve_geared, serve_pair
 from ..loading import DEMO_MODEL, find
-from ..serving.guarded import Guard
-from ..serving.handler import Handler
+from ..serving.app import server_application
 from ..serving.listening import Server
 from ..serving.metrics import Gauges, Metrics
 from ..serving.provider import GearedProvider, Served
 from ..serving.scheduler import Scheduler
+from ..serving.web import Guard
 
 MOST_BYTES = 1 << 63
-LAST_WORDS = 2.0  # seconds in which clients get to know that the server stops
 
 
 @contextmanager
 def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
-    """A server that listens and has its model; `serve_forever` answers while the context lasts.
+    """A server that listens and has its model; it answers while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, a model that cannot be loaded.
     """
-    with Server((settings.listen.host, settings.listen.port), Handler) as server:
+    with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
         prepare = partial(prepared, settings)
         provider = GearedProvider(cli_args(settings), settings.model.model, prepare, settings.listen.allow_models)
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
         scheduler = Scheduler(provider, kept)
-        parts = {"guard": guard, "scheduler": scheduler, "metrics": Metrics(gauges(scheduler))}
-        server.RequestHandlerClass = type("Handler", (Handler,), parts)
         server.serves = said_of(provider)
         try:
+            server.start(server_application(guard, scheduler, Metrics(gauges(scheduler))))
             yield server
         finally:
             scheduler.stop_and_join()
-            server.finish(LAST_WORDS)
+            server.stop()
             provider.forget()
 
 

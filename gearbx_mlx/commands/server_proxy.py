@@ -1,27 +1,26 @@
 """Route requests between two servers."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.pair import turns_of
 from ..cli.proxy import ProxySettings
 from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
-from ..serving.guarded import Guard
 from ..serving.listening import Server
-from ..serving.proxy.between import Between
-from ..serving.proxy.first_tokens import Rule
-from ..serving.proxy.handler import Proxy
-from ..serving.proxy.metrics import ProxyMetrics
+from ..serving.proxy.app import proxy_application
+from ..serving.proxy.judging import Rule
+from ..serving.proxy.route import Between
 from ..serving.proxy.upstream import Place, Upstream, checked_url
+from ..serving.web import Guard
 
 
 @contextmanager
 def serving(
     settings: ProxySettings, routing: RoutingSettings, gate: GateSettings, guard: Guard, address: tuple[str, int]
 ) -> Iterator[Server]:
-    """A proxy that listens; `serve_forever` answers while the context lasts.
+    """A proxy that answers while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, a URL or a key that is none, flags that no pair can have.
@@ -29,10 +28,13 @@ def serving(
     rule = rule_of(settings, routing, gate)
     small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
     between = Between(small, large, rule, not settings.no_fallback)
-    handler = type("Handler", (Proxy,), {"guard": guard, "between": between, "metrics": ProxyMetrics()})
-    with closing(small), closing(large), Server(address, handler) as server:
+    with Server(*address, guard.patience) as server:
         server.serves = f"routing between {small.place.base} and {large.place.base}"
-        yield server
+        server.start(proxy_application(guard, between))
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSettings) -> Rule:

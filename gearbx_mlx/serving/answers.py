@@ -1,110 +1,356 @@
-"""OpenAI's objects: whole answers, chunks of a stream, usage and log-probabilities."""
+"""OpenAI's answers: whole completions, chunks of a stream, usage, log-probabilities and calls of tools.
 
+An `Answer` turns the tokens of one text into these objects as they come. Other APIs are dialects of them.
+"""
+
+import json
+import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 
-from .tokens import Alternative, Emitted
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.server import GenerationContext, get_system_fingerprint
+from typing_extensions import NotRequired, TypedDict
+
+from ..telemetry.summary import Tally
+from .job import Alternative, Asked, Begun, Emitted, Progress
+from .requests import ChatRequest
+from .web import Refused
 
 IMPOSSIBLE = -9999.0  # as OpenAI writes minus infinity
 
+log = logging.getLogger("gearbx_mlx.server")
 
-@dataclass(frozen=True)
-class Shape:
-    """What all objects of one answer have in common."""
 
-    chat: bool
+# The objects.
+
+
+class PromptTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of the prompt, of the answer, and those of the prompt that were read for an earlier answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+
+
+class GearsReport(TypedDict):
+    """The gears that wrote an answer, and what they read. A mode adds fields of its own."""
+
+    mode: str
+    gear_tokens: dict[str, int]
+    passes: dict[str, int]
+    shifts: int
+    mean_entropy_bits: float
+    weight_bytes_per_token: float
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class AnyChoice(TypedDict):
+    """stop_reason: the stop word that ended the text, as vLLM names it."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: dict[str, Any] | None
+    stop_reason: NotRequired[str]
+
+
+class ChatChoice(AnyChoice):
+    message: ChatMessage
+
+
+class TextChoice(AnyChoice):
+    text: str
+
+
+class AnyCompletion(TypedDict):
+    id: str
+    created: int
     model: str
-    fingerprint: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+    system_fingerprint: str
+    usage: Usage
+    gearbx: GearsReport
 
-    def envelope(self, stream: bool, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "text_completion"
-        if self.chat:
-            kind = "chat.completion.chunk" if stream else "chat.completion"
-        return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.number}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
+
+class ChatCompletion(AnyCompletion):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextCompletion(AnyCompletion):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+# What a model writes.
+
+
+@dataclass
+class Written:
+    """What is new: text, thoughts, and calls that are complete, as OpenAI's objects."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+    def __iadd__(self, other: "Written") -> "Written":
+        self.text, self.reasoning, self.calls = (
+            self.text + other.text,
+            self.reasoning + other.reasoning,
+            self.calls + other.calls,
+        )
+        return self
+
+
+class Channels:
+    """Sorts the text of one answer as it comes, by mlx-lm's own state machine. What should be a call and is none is
+    text."""
+
+    def __init__(self, context: GenerationContext, calls: "Calls"):
+        self._calls = calls
+        self._state = context.text_sm.make_state(context.initial_state)
+        self._channel = context.initial_state
+        self._call = ""
+
+    def feed(self, text: str, last: bool = False) -> Written:
+        """What the text adds; after the `last` one nothing is kept back as the possible beginning of a mark."""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if last:
+            self._state, rest, channel = TextStateMachine.flush(self._state)
+            segments.append((channel, rest))
+        written = Written()
+        for channel, part in segments:
+            if channel == "reasoning":
+                written.reasoning += part
+            elif channel == "tool":
+                self._call += part
+            else:
+                self._close_call(written)
+                written.text += part
+            self._channel = channel
+        if last:
+            self._close_call(written)
+        return written
+
+    def _close_call(self, written: Written) -> None:
+        if self._channel == "tool" and self._call:
+            calls = self._calls.read(self._call)
+            written.calls += calls
+            written.text += "" if calls else self._call
+        self._call = "" if self._channel == "tool" else self._call
+
+
+class Calls:
+    """Reads the calls of one answer, each as soon as it is complete.
+
+    Args:
+        parse: mlx-lm's parser of the model's own way to call, (text, tools) -> a call or a list of them; None: nothing
+            is a call.
+        tools: that the model was shown.
+        numbered: whether calls have an index, as those of a stream do.
+    """
+
+    def __init__(self, parse: Callable[[str, Any], Any] | None, tools: Sequence[Any] | None, numbered: bool):
+        self._parse, self._tools, self._numbered = parse, tools, numbered
+        self.made = 0
+        """How many calls were read."""
+
+    def read(self, text: str) -> list[dict[str, Any]]:
+        """The calls that a text is; empty where a part of it is none."""
+        if self._parse is None:
+            return []
+        try:
+            parsed = self._parse(text, self._tools)
+            calls = [call_of(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        except Exception as error:  # a parser reads what a model wrote, and raises what it likes
+            log.debug("what should be a call of a tool is none: %s", type(error).__name__)
+            return []
+        if self._numbered:
+            calls = [call | {"index": index} for index, call in enumerate(calls, self.made)]
+        self.made += len(calls)
+        return calls
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A call with its arguments as JSON. Raises ValueError or TypeError for what is no call."""
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError("it names no function")
+    arguments = call.get("arguments") or {}
+    if isinstance(arguments, str):  # some models write the JSON as text
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("its arguments are no object")
+    identity = call.get("id")
+    return {
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)},
+        "type": "function",
+        "id": identity if isinstance(identity, str) and identity else str(uuid.uuid4()),
+    }
+
+
+# The answer.
+
+
+class Answer:
+    """An answer on its way out: what has come of it so far, as OpenAI has it."""
+
+    def __init__(self, asked: Asked, begun: Begun):
+        self.request, self.begun = asked.request, begun
+        self.chat = isinstance(self.request, ChatRequest)
+        self.tally = Tally.of(begun.gears)
+        parser = begun.context.tool_parser if self.request.takes_calls else None
+        self.calls = Calls(parser, self.request.shown_tools, bool(self.request.stream))
+        self.channels = Channels(begun.context, self.calls)
+        self.finish_reason = "stop"
+        self.stop_word: str | None = None
+        self.head = {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.request.model or begun.model,
+            "system_fingerprint": get_system_fingerprint(),
         }
 
-    def whole(
-        self,
-        text: str,
-        reasoning: str,
-        calls: list[dict],
-        finish_reason: str,
-        logprobs: dict | None,
-        stop_word: str | None = None,
-    ) -> dict[str, Any]:
-        """A whole answer, without its usage."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs}
-        choice |= stopped_by(stop_word)
-        if not self.chat:
-            return self.envelope(False, [{**choice, "text": text}])
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if reasoning:
-            message["reasoning"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return self.envelope(False, [{**choice, "message": message}])
+    def take(self, emitted: Emitted) -> Written:
+        """Count a token, and return what it adds."""
+        self.tally.add(emitted.seen)
+        self.stop_word = emitted.stop_word
+        self.finish_reason = emitted.finish_reason or self.finish_reason
+        written = self.channels.feed(emitted.text, last=emitted.finish_reason is not None)
+        if self.calls.made and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return written
 
-    def chunk(
-        self,
-        text: str = "",
-        reasoning: str = "",
-        calls: Sequence[dict] = (),
-        finish_reason: str | None = None,
-        logprobs: dict | None = None,
-        first: bool = False,
-        stop_word: str | None = None,
-    ) -> dict[str, Any]:
-        """A piece of a stream; the `first` one names the role."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs}
-        choice |= stopped_by(stop_word)
+    @property
+    def usage(self) -> Usage:
+        prompt, answer = len(self.begun.context.prompt), self.tally.tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": max(0, self.begun.context.prompt_cache_count)},
+        }
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The `gearbx` of the answer: which gears wrote it, what they read, and what the mode adds."""
+        tally = self.tally
+        return {
+            "mode": self.begun.mode.name,
+            "gear_tokens": tally.gear_tokens,
+            "passes": tally.passes,
+            "shifts": tally.shifts,
+            "mean_entropy_bits": tally.mean(tally.entropy_sum),
+            "weight_bytes_per_token": tally.mean(tally.weight_bytes),
+            **self.begun.mode.summary(tally),
+        }
+
+    async def whole(self, answers: AsyncIterator[Any]) -> dict[str, Any]:
+        """The completion, once all of its tokens have come."""
+        written, emitted = Written(), []
+        async for found in answers:
+            if isinstance(found, Emitted):
+                emitted.append(found)
+                written += self.take(found)
+        said: dict[str, Any] = {"text": written.text}
+        if self.chat:
+            message: dict[str, Any] = {"role": "assistant", "content": written.text or (None if written.calls else "")}
+            message |= {"reasoning": written.reasoning} if written.reasoning else {}
+            message |= {"tool_calls": written.calls} if written.calls else {}
+            said = {"message": message}
+        choice = self.choice(self.finish_reason, emitted) | said
+        return {**self.head, "choices": [choice], "usage": self.usage, "gearbx": self.report}
+
+    async def chunks(self, answers: AsyncIterator[Any]) -> AsyncIterator[dict[str, Any] | Progress]:
+        """The chunks of a stream, each as soon as its text is certain; how far the prompt is read before them."""
+        kind = {"object": "chat.completion.chunk"} if self.chat else {}
+        waiting: list[Emitted] = []
+        seen: dict[str, Any] = {"mode": self.begun.mode.name, "thresholds": self.begun.thresholds}
+        first, offset = True, 0
+        async for found in answers:
+            if isinstance(found, Progress):
+                yield found
+                continue
+            written = self.take(found)
+            waiting.append(found)
+            ended = found.finish_reason is not None
+            if not written and not ended:
+                continue
+            choice = self.choice(self.finish_reason if ended else None, waiting, offset) | self.piece(written, first)
+            reported = {"tokens": token_reports(waiting), **seen, **(self.report if ended else {})}
+            yield {**self.head, **kind, "choices": [choice], "gearbx": reported}
+            offset += len(written.text)
+            waiting, seen, first = [], {}, False
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield {**self.head, **kind, "choices": [], "usage": self.usage}
+
+    def choice(self, finish_reason: str | None, emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]:
+        """What whole answers and chunks have in common; `offset` characters of the answer came before."""
+        wanted = self.request.alternatives is not None
+        logprobs = (chat_logprobs(emitted) if self.chat else text_logprobs(emitted, offset)) if wanted else None
+        stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
+        return {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs, **stopped}
+
+    def piece(self, written: Written, first: bool) -> dict[str, Any]:
+        """What a chunk adds; the first one of a chat names the role."""
         if not self.chat:
-            return self.envelope(True, [{**choice, "text": text}])
+            return {"text": written.text}
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        if text:
-            delta["content"] = text
-        if reasoning:
-            delta["reasoning"] = reasoning
-        if calls:
-            delta["tool_calls"] = list(calls)
-        return self.envelope(True, [{**choice, "delta": delta}])
+        added = {"content": written.text, "reasoning": written.reasoning, "tool_calls": written.calls}
+        return {"delta": delta | {name: value for name, value in added.items() if value}}
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self.envelope(True, []), "usage": usage}
 
-    def logprobs(self, emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]:
-        """Log-probabilities of tokens, natural; `offset` characters of the answer came before them.
-
-        Tokens that are impossible are no alternatives.
-        """
-        known = [(one.logprob, possible(one.likeliest)) for one in emitted if one.logprob is not None]
-        if self.chat:
-            return {"content": [{**entry(own), "top_logprobs": [entry(o) for o in others]} for own, others in known]}
-        offsets = []
-        for own, _ in known:
-            offsets.append(offset)
-            offset += len(own.text)
-        return {
-            "tokens": [own.text for own, _ in known],
-            "token_logprobs": [written(own.logprob) for own, _ in known],
-            "top_logprobs": [{other.text: other.logprob for other in others} for _, others in known],
-            "text_offset": offsets,
+def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
+    """The `gearbx.tokens` of a chunk: gear, entropy and its rolling mean (bits) of every token in it."""
+    return [
+        {
+            "gear": one.seen.gear,
+            "entropy": round(one.seen.entropy, 4),
+            "mean_entropy": round(one.seen.mean_entropy, 4),
         }
+        for one in emitted
+    ]
+
+
+def chat_logprobs(emitted: Sequence[Emitted]) -> dict[str, Any]:
+    """Log-probabilities of tokens, natural. Tokens that are impossible are no alternatives."""
+    known = [(one.logprob, possible(one.likeliest)) for one in emitted if one.logprob is not None]
+    return {"content": [{**entry(own), "top_logprobs": [entry(other) for other in others]} for own, others in known]}
+
+
+def text_logprobs(emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]:
+    """The same in the form of text completions; `offset` characters of the answer came before them."""
+    known = [(one.logprob, possible(one.likeliest)) for one in emitted if one.logprob is not None]
+    offsets = list(accumulate((len(own.text) for own, _ in known), initial=offset))[:-1]
+    return {
+        "tokens": [own.text for own, _ in known],
+        "token_logprobs": [finite(own.logprob) for own, _ in known],
+        "top_logprobs": [{other.text: other.logprob for other in others} for _, others in known],
+        "text_offset": offsets,
+    }
 
 
 def entry(one: Alternative) -> dict[str, Any]:
-    return {"id": one.token, "token": one.text, "logprob": written(one.logprob), "bytes": list(one.text.encode())}
+    return {"id": one.token, "token": one.text, "logprob": finite(one.logprob), "bytes": list(one.text.encode())}
 
 
 def possible(alternatives: Sequence[Alternative]) -> list[Alternative]:
@@ -112,21 +358,42 @@ def possible(alternatives: Sequence[Alternative]) -> list[Alternative]:
     return [one for one in alternatives if math.isfinite(one.logprob)]
 
 
-def written(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """A log-probability as JSON can have it."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
-def stopped_by(word: str | None) -> dict[str, str]:
-    """The stop word that ended a text, as vLLM names it; nothing where none did."""
-    return {} if word is None else {"stop_reason": word}
+# How an answer looks.
+
+Event = tuple[str | None, Any]
+"""Its name, if it has one, and its data."""
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Tokens of the prompt, of the answer, and those of the prompt that were read for an earlier answer."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": max(0, cached)},
-    }
+class Dialect:
+    """How a completion looks to its client: OpenAI's own. One object serves one answer."""
+
+    def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What becomes of a whole completion."""
+        return completion
+
+    def begin(self, usage: Mapping[str, Any]) -> None:
+        """Take note of what is known before the first chunk of a stream: tokens of the prompt."""
+
+    def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
+        """What becomes of a chunk of a stream."""
+        return [(None, chunk)]
+
+    def last(self) -> Iterable[Event]:
+        """What ends a stream that is complete."""
+        return [(None, "[DONE]")]
+
+    def failed(self, refused: Refused) -> Event:
+        """What ends a stream that failed."""
+        return None, refused.body()
+
+
+def event_text(event: Event) -> str:
+    """A server-sent event; text is sent as it is."""
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

@@ -1,7 +1,11 @@
 """One answer in the making: from its tokens to what the client gets."""
 
+import asyncio
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +18,148 @@ from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
 from ..decoding.sampling import sampler_for
-from .grammar.constraint import constraint_for
-from .guarded import Refused
+from .grammar import constraint_for
 from .provider import Served
-from .requests import Request
-from .stop_words import StopWords
-from .tokens import Alternative, Asked, Emitted
+from .requests import BaseRequest
+from .web import Refused
+
+
+class StopWords:
+    """Holds back the end of a text as long as it may be the beginning of a stop word.
+
+    found: the word that ended the text.
+    """
+
+    def __init__(self, words: Sequence[str]):
+        self.words = tuple(words)
+        self._pending = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is certain now, and whether a stop word ended it."""
+        if not self.words:
+            return text, False
+        pending = self._pending + text
+        places = [(place, word) for word in self.words if (place := pending.find(word)) >= 0]
+        if places:
+            self._pending = ""
+            place, self.found = min(places)
+            return pending[:place], True
+        kept = max(self._begun(pending, word) for word in self.words)
+        self._pending = pending[len(pending) - kept :]
+        return pending[: len(pending) - kept], False
+
+    def rest(self) -> str:
+        """What is still held back, once the text has ended by itself."""
+        rest, self._pending = self._pending, ""
+        return rest
+
+    @staticmethod
+    def _begun(text: str, word: str) -> int:
+        """How many characters at the end of the text begin the word."""
+        longest = min(len(text), len(word) - 1)
+        return next((n for n in range(longest, 0, -1) if word.startswith(text[len(text) - n :])), 0)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token of the vocabulary and its log-probability (natural)."""
+
+    token: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A token of an answer.
+
+    text: what is certain of the answer by now and was not before. seen: what the gearbox saw, without the distribution.
+    logprob: of the token (natural); None where nobody asked. likeliest: as many as were asked for, the likeliest first.
+    stop_word: that ended the answer.
+    """
+
+    text: str
+    seen: GearResponse
+    finish_reason: str | None
+    logprob: Alternative | None = None
+    likeliest: tuple[Alternative, ...] = ()
+    stop_word: str | None = None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An answer that has begun.
+
+    context: mlx-lm's. gears: that its tokens may have. thresholds: bits, between the gears; empty where none decide.
+    """
+
+    context: GenerationContext
+    mode: Mode
+    gears: tuple[str, ...]
+    thresholds: tuple[float, ...]
+    model: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many tokens of the prompt have been read."""
+
+    done: int
+    total: int
+
+
+class Answers:
+    """What comes of a request, from the thread that computes to the event loop of the server.
+
+    Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, found: Any) -> None:
+        """Add what was found, in any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, found)
+
+    async def get(self) -> Any:
+        """The next of them, in the loop. Raises the error that ends an answer."""
+        found = await self._queue.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a model reads it.
+
+    parts: its tokens in parts, ends of which others may share, and their kinds: system, user or assistant. state: of
+    mlx-lm's state machine, in which the answer begins. vision: its images.
+    """
+
+    served: Served
+    tokens: list[int]
+    parts: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+    vision: Vision | None = None
+
+
+@dataclass
+class Asked:
+    """A request on its way to the model, and where its answer comes.
+
+    prompt: once its tokens are known. left: set when nothing waits for the answer any more.
+    """
+
+    request: BaseRequest
+    answers: Answers = field(default_factory=Answers)
+    prompt: Prompt | None = None
+    left: threading.Event = field(default_factory=threading.Event)
+
 
 COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
 NO_LOGPROBS = mx.zeros(0)
@@ -30,31 +170,20 @@ class Job:
 
     Args:
         asked: the request, and where its answer goes.
-        prompt: all of its tokens.
-        segments: the same in parts, ends of which others may share, and their kinds.
         max_tokens: of the answer.
 
     Raises:
         GearbxError: a response_format that no text can have.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        served: Served,
-        mode: Mode,
-        context: GenerationContext,
-        segments: tuple[list[list[int]], list[str]],
-        max_tokens: int,
-        vision: Vision | None = None,
-    ):
-        self.asked, self.served, self.mode, self.context = asked, served, mode, context
-        self.segments, self.max_tokens, self.vision = segments, max_tokens, vision
+    def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, context: GenerationContext, max_tokens: int):
+        self.asked, self.read, self.mode, self.context, self.max_tokens = asked, prompt, mode, context, max_tokens
+        self.served, self.vision = prompt.served, prompt.vision
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
         self.error: Exception | None = None
-        thinking = context.initial_state == "reasoning"
-        self.constraint = constraint_for(served.tokenizer, asked.request.response_format, thinking)
+        thinking = prompt.state == "reasoning"
+        self.constraint = constraint_for(self.served.tokenizer, asked.request.response_format, thinking)
 
     @property
     def prompt(self) -> list[int]:
@@ -87,16 +216,17 @@ class Job:
             text += self.stops.rest()
         logprob: Alternative | None = None
         likeliest: tuple[Alternative, ...] = ()
-        if self.asked.request.wants_logprobs:
-            logprob, likeliest = self.logprobs(response.token, response.logprobs)
+        most = self.asked.request.alternatives
+        if most is not None:
+            logprob, likeliest = self.logprobs(response.token, response.logprobs, most)
         seen = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
         self.asked.answers.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
         return finish_reason is not None
 
-    def logprobs(self, token: int, logprobs: mx.array) -> tuple[Alternative, tuple[Alternative, ...]]:
-        """Of the token and of the likeliest ones; logprobs (V,), natural."""
+    def logprobs(self, token: int, logprobs: mx.array, most: int) -> tuple[Alternative, tuple[Alternative, ...]]:
+        """Of the token and of the likeliest ones, so many at most; logprobs (V,), natural."""
         values = np.array(logprobs.astype(mx.float32)).reshape(-1)
-        most = min(self.asked.request.alternatives, len(values))
+        most = min(most, len(values))
         best = np.argpartition(-values, most - 1)[:most] if most else np.zeros(0, int)
         order = best[np.argsort(-values[best], kind="stable")]
         return self.alternative(token, values), tuple(self.alternative(int(one), values) for one in order)
@@ -154,7 +284,7 @@ class Job:
         return None if why is None else Refused(400, why, param="response_format")
 
 
-def processors_of(asked: Request) -> list[Callable[[mx.array, mx.array], mx.array]]:
+def processors_of(asked: BaseRequest) -> list[Callable[[mx.array, mx.array], mx.array]]:
     """mlx-lm's logits processors for penalties and biases."""
     bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
     return make_logits_processors(

@@ -1,78 +1,173 @@
-"""The socket that a server listens on: a thread for each connection, and no more threads than are good for it."""
+"""The socket that a server listens on: uvicorn in a thread of its own, and no more patience than is good for it."""
 
+import asyncio
+import json
 import logging
 import socket
 import sys
 import threading
 import time
-from http.server import ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from ..errors import GearbxError, one_line
-from .guarded import GONE, refusal
+from .web import PATIENCE, Refused, escaped
 
 MOST_CONNECTIONS = 256
+LONGEST_HEAD = 2**16  # bytes of a request before its body
+LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
+LOOK = 0.005  # seconds
+SLOW = Refused(408, "the request came too slowly", "timeout")
 
-log = logging.getLogger("gearbx_mlx.server")
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's HTTP, for clients that send or take too slowly: they are let go after `patience` seconds."""
+
+    patience = PATIENCE
+
+    def connection_made(self, transport: Any) -> None:
+        self.waits: dict[Any, asyncio.TimerHandle] = {}  # by what happens at their end
+        super().connection_made(transport)
+        self.wait(True, self.let_go)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.wait(self.is_incomplete, self.let_go)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.wait(self.is_incomplete, self.let_go)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.wait(True, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.wait(False, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for handle in self.waits.values():
+            handle.cancel()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that sends no more has left, as far as anything shows; it gets what can be said at once."""
+        self.loop.call_later(LINGER, self.transport.close)
+        return True
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a request has begun to come, and not all of it is there."""
+        state = self.conn.their_state
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+    def wait(self, more: bool, otherwise: Callable[[], None]) -> None:
+        """Whether more of the client is waited for; `otherwise` is called when patience ends."""
+        if not more and otherwise in self.waits:
+            self.waits.pop(otherwise).cancel()
+        elif more and otherwise not in self.waits:
+            self.waits[otherwise] = self.loop.call_later(self.patience, otherwise)
+
+    def let_go(self) -> None:
+        """Say that the request came too slowly, where nothing was said yet."""
+        if self.is_incomplete and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.refuse(SLOW)
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What h11 cannot read."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        if status == 431 and b"\n" not in self.conn.trailing_data[0]:
+            status = 414
+        self.refuse(Refused(status, escaped(str(error))))
+        self.transport.close()
+
+    def refuse(self, refused: Refused) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = json.dumps(refused.body()).encode()
+        headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+        self.transport.write(f"HTTP/1.1 {refused.status_code} \r\n{headers}\r\n\r\n".encode() + body)
 
 
-class Server(ThreadingHTTPServer):
-    """Listens where it is to, with a thread for each connection.
+class Server:
+    """Listens from the beginning, and answers from `start` to `stop`, in a thread.
 
     Args:
-        address: host and port; port 0: any that is free.
-        handler: makes a handler, as of http.server.
+        host, port: port 0: any that is free.
+        patience: seconds that a client has to send a request, or to take what was sent.
 
     Raises:
         GearbxError: an address that does not exist or is taken.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-    serves = ""
-    """What it serves, in a few words."""
-
-    def __init__(self, address: tuple[str, int], handler: Any):
-        host, port = address
-        self.address_family, place = resolved(host, port)
-        self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+    def __init__(self, host: str, port: int, patience: float = PATIENCE):
+        family, place = resolved(host, port)
+        self.patience = patience
+        self.serves = ""  # what it serves, in a few words
+        self.app: Any = None
+        self.socket = socket.socket(family)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            super().__init__(place, handler)
+            self.socket.bind(place)
+            self.socket.listen(128)
         except (OSError, OverflowError) as error:
+            self.socket.close()
             reason = getattr(error, "strerror", None) or one_line(error)
             raise GearbxError(f"cannot listen on {host}, port {port} ({reason}); give another") from error
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
 
     @property
     def where(self) -> str:
         """The address as a URL."""
-        host, port = self.server_address[:2]
-        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
+        host, port = self.socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.slots.acquire(blocking=False):
-            log.warning("%d connections at once; one more is refused", MOST_CONNECTIONS)
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+    def start(self, app: ASGIApp, last_words: int = 2) -> None:
+        """Answer from now on; `last_words`: seconds in which answers may end once the server stops."""
+        self.app = app
+        config = uvicorn.Config(
+            app,
+            http=type("Protocol", (PatientProtocol,), {"patience": self.patience}),
+            ws="none",
+            lifespan="auto",
+            loop="asyncio",
+            log_config=None,
+            log_level="critical",  # Gatekeeper logs requests and errors
+            access_log=False,
+            server_header=False,
+            headers=[("server", "gearbx-mlx")],
+            limit_concurrency=MOST_CONNECTIONS,
+            h11_max_incomplete_event_size=LONGEST_HEAD,
+            timeout_graceful_shutdown=last_words,
+        )
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+        while not self.uvicorn.started and self.thread.is_alive():
+            time.sleep(LOOK)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slots.release()
+    def wait(self) -> None:
+        """Return when the server has ended; a signal's exception comes through."""
+        self.thread.join()
 
-    def finish(self, seconds: float) -> None:
-        """Wait until every connection has its answer, so long at most."""
-        until = time.monotonic() + seconds
-        for _ in range(MOST_CONNECTIONS):
-            if not self.slots.acquire(timeout=max(0.0, until - time.monotonic())):
-                return
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what a handler did not foresee, in one line; a client that left is nothing to log."""
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, GONE):
-            refusal(error)
+    def stop(self) -> None:
+        """End, with a little time for answers that are on their way."""
+        self.uvicorn.should_exit = True
+        self.thread.join()
 
 
 def resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
@@ -82,3 +177,24 @@ def resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     except (OSError, UnicodeError, OverflowError) as error:
         raise GearbxError(f"--host {host}: no such address ({one_line(error)}); give 127.0.0.1, say") from error
     return family, place
+
+
+class Escaping(logging.Formatter):
+    """Writes records so that no text in them makes a line of its own or steers a terminal. Tracebacks are indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return indented(super().formatStack(stack_info))
+
+
+def indented(text: str) -> str:
+    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))

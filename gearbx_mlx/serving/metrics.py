@@ -1,43 +1,22 @@
-"""What a server counts: requests, tokens, gears, drafts, times. In plain numbers, under one lock."""
+"""What a server counts, for Prometheus: requests, tokens, gears, drafts, times. No label has text of a client in it."""
 
-import math
-import threading
 import time
-from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..telemetry.summary import Tally
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
 from ..telemetry.trace import Token
 
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 WINDOW = 10  # seconds over which tokens per second are counted
+EXPOSED = CONTENT_TYPE_LATEST
 
 Gauges = Mapping[str, tuple[str, Callable[[], float]]]
 """By name: what it says, and a function that reads it."""
-
-
-class Histogram:
-    """How many numbers fell below each of some bounds."""
-
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Bounds and how many numbers are not above them, as Prometheus wants it."""
-        total = 0
-        below: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, math.inf), self.counts):
-            total += count
-            below.append(("+Inf" if bound == math.inf else str(bound), total))
-        return below
 
 
 class Speed:
@@ -59,27 +38,57 @@ class Speed:
 
     def read(self) -> float:
         now = int(self._clock())
-        return sum(count for second, count in self._counts if now - WINDOW <= second < now) / WINDOW
+        return sum(count for second, count in list(self._counts) if now - WINDOW <= second < now) / WINDOW
+
+
+class Share:
+    """A gauge of the parts of a whole: `count` adds to a part, and `read` is its share."""
+
+    def __init__(self) -> None:
+        self.part, self.whole = 0, 0
+
+    def read(self) -> float:
+        return self.part / self.whole if self.whole else 0.0
 
 
 class Metrics:
-    """Counts what a server does. Its methods may be called from any thread.
+    """Counts what a server does. Each object counts for itself.
 
     Args:
-        gauges: what is read when somebody asks, such as how many requests are waiting.
+        gauges: what is read when Prometheus asks, such as how many requests are waiting.
         clock: seconds that never go back.
-
-    Its attributes are read under `lock`.
     """
 
     def __init__(self, gauges: Gauges | None = None, clock: Callable[[], float] = time.monotonic):
-        self.gauges = dict(gauges or {})
-        self.lock = threading.Lock()
-        self.requests: dict[tuple[str, int], int] = defaultdict(int)
-        self.tally = Tally(defaultdict(int), {})
-        self.prompts = {"read": 0, "cached": 0, "prompts": 0, "hits": 0}
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"namespace": "gearbx", "registry": self.registry}
+        for name, (said, read) in (gauges or {}).items():
+            Gauge(name, said, **own).set_function(read)
+        self.requests = Counter("requests", "Requests that were answered", ["route", "status"], **own)
+        self.prompts = Counter("prompts", "Prompts", **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were read", **own)
+        self.cached_tokens = Counter("prompt_cached_tokens", "Tokens of prompts that were in a KV cache", **own)
+        self.cache_hits = Counter("prompt_cache_hits", "Prompts whose beginning was in a KV cache", **own)
+        self.tokens = Counter("generated_tokens", "Tokens of answers, by gear", ["gear"], **own)
+        self.gear_share = Gauge("gear_share", "Share of a gear in the tokens of answers", ["gear"], **own)
+        self.shifts = Counter("shifts", "Tokens in another gear than the one before", **own)
+        self.weight_bytes = Counter("weight_bytes_read", "Bytes of weights read", **own)
+        self.drafted = Counter("drafted_tokens", "Tokens proposed for verification", ["source"], **own)
+        self.accepted = Counter("accepted_tokens", "Proposed tokens that were accepted", ["source"], **own)
+        acceptance = Gauge("acceptance_rate", "Share of proposed tokens that was accepted", ["source"], **own)
+        self.first = Histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first token", buckets=FIRST_TOKEN, **own
+        )
+        self.others = Histogram(
+            "time_per_token_seconds", "Seconds between two tokens of an answer", buckets=PER_TOKEN, **own
+        )
         self.speed = Speed(clock)
-        self.first, self.others = Histogram(FIRST_TOKEN), Histogram(PER_TOKEN)
+        said = f"Tokens of answers per second, over the last {WINDOW} seconds"
+        Gauge("tokens_per_second", said, **own).set_function(self.speed.read)
+        self.gears: dict[str, int] = {}
+        self.sources = {"draft": Share(), "lookup": Share()}
+        for source, share in self.sources.items():
+            acceptance.labels(source).set_function(share.read)
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request.
@@ -88,16 +97,14 @@ class Metrics:
             route: a path that the server has; what a client made up is counted under one name.
             status: of HTTP.
         """
-        with self.lock:
-            self.requests[route, status] += 1
+        self.requests.labels(route, str(status)).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
         """Count a prompt, of which some tokens were in a KV cache."""
-        with self.lock:
-            self.prompts["prompts"] += 1
-            self.prompts["read"] += tokens - cached
-            self.prompts["cached"] += cached
-            self.prompts["hits"] += cached > 0
+        self.prompts.inc()
+        self.prompt_tokens.inc(tokens - cached)
+        self.cached_tokens.inc(cached)
+        self.cache_hits.inc(cached > 0)
 
     def token(self, response: Token, seconds: float, first: bool = False) -> None:
         """Count a token of an answer.
@@ -106,7 +113,25 @@ class Metrics:
             response: the token's GearResponse.
             seconds: since the token before; since the request, for the first one.
         """
-        with self.lock:
-            self.tally.add(response)
-            self.speed.count()
-            (self.first if first else self.others).observe(seconds)
+        self.tokens.labels(response.gear).inc()
+        self.gears[response.gear] = self.gears.get(response.gear, 0) + 1
+        total = sum(self.gears.values())
+        for gear, count in self.gears.items():
+            self.gear_share.labels(gear).set(count / total)
+        self.shifts.inc(response.shifted)
+        self.weight_bytes.inc(response.weight_bytes)
+        self.proposed("draft", response.drafted, response.from_draft)
+        self.proposed("lookup", response.looked_up, response.source == "lookup")
+        self.speed.count()
+        (self.first if first else self.others).observe(seconds)
+
+    def proposed(self, source: str, made: int, kept: int) -> None:
+        """Count tokens that were proposed, and those that were accepted."""
+        self.drafted.labels(source).inc(made)
+        self.accepted.labels(source).inc(kept)
+        share = self.sources[source]
+        share.whole, share.part = share.whole + made, share.part + kept
+
+    def text(self) -> bytes:
+        """Everything that was counted, in Prometheus's text format."""
+        return generate_latest(self.registry)

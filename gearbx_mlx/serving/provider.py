@@ -21,8 +21,8 @@ from ..decoding.mode import Mode
 from ..decoding.pair import Pair, PairedModel
 from ..gears.gearbox import Gearbox, Observer
 from ..routing.gates import default_thresholds
-from .guarded import Refused
 from .requests import DEFAULT_MODEL, Options
+from .web import Refused
 
 CHANGING = ("route", "kickdown")  # modes in which more than one gear computes a text
 

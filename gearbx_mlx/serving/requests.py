@@ -2,62 +2,63 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
 
-from ..errors import GearbxError
-from ..files.reading import typed
-from .grammar.response_format import ResponseFormat
-from .guarded import Refused
+from .grammar import ResponseFormat
+from .web import misfit
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
 MOST_LOGPROBS = 20
 LONGEST_CONTEXT = 2**31
 
-Tokens = Annotated[int, Meta(ge=1, le=LONGEST_CONTEXT)]
-Count = Annotated[int, Meta(ge=0, le=LONGEST_CONTEXT)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-100, le=100)]
-Bits = Annotated[float, Meta(ge=0, le=64)]
-StopWord = Annotated[str, Meta(min_length=1, max_length=1000)]
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Tokens = Annotated[Whole, Field(ge=1, le=LONGEST_CONTEXT)]
+Count = Annotated[Whole, Field(ge=0, le=LONGEST_CONTEXT)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Penalty = Annotated[Number, Field(ge=-100, le=100)]
+Bits = Annotated[Number, Field(ge=0, le=64)]
+Name = Annotated[str, Field(max_length=4096)]
+StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True):
+class Options(BaseModel, frozen=True, extra="forbid"):
     """The request's own `gearbx`: a mode, the gear of mode static, thresholds in bits, and the gear that drafts."""
 
     mode: str | None = None
-    gear: str | int | None = None
+    gear: str | Whole | None = None
     thresholds: list[Bits] | None = None
-    draft: str | int | None = None
+    draft: str | Whole | None = None
 
 
-class StreamOptions(Struct, frozen=True):
-    include_usage: bool = False
+class StreamOptions(BaseModel, frozen=True):
+    include_usage: StrictBool = False
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class BaseRequest(BaseModel, frozen=True):
     """Fields that chat and text completions share. Those of other servers are ignored."""
 
-    model: Annotated[str, Meta(max_length=4096)] | None = None
-    stream: bool | None = None
+    model: Name | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=1000)] | None = None
     top_p: Share | None = None
     top_k: Count | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0, le=100)] | None = None
     repetition_context_size: Count = 20
     presence_penalty: Penalty | None = None
     presence_context_size: Count = 20
     frequency_penalty: Penalty | None = None
     frequency_context_size: Count = 20
     xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] = 0.1
-    logit_bias: dict[Annotated[str, Meta(max_length=20)], Penalty] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopWord | Annotated[list[StopWord], Meta(max_length=64)] | None = None
-    n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    adapters: Annotated[str, Meta(max_length=4096)] | None = None
+    xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] = 0.1
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Penalty] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopWord | Annotated[list[StopWord], Field(max_length=64)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=1)] | None = None
+    adapters: Name | None = None
     response_format: ResponseFormat | None = None
     gearbx: Options | None = None
 
@@ -80,13 +81,9 @@ class Request(Struct, frozen=True, kw_only=True):
         return ""
 
     @property
-    def wants_logprobs(self) -> bool:
-        return False
-
-    @property
-    def alternatives(self) -> int:
-        """How many of the likeliest tokens are wanted beside each."""
-        return 0
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
+        return None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -99,33 +96,35 @@ class Request(Struct, frozen=True, kw_only=True):
         return False
 
 
-class Message(Struct, frozen=True):
+class ChatTurn(BaseModel, frozen=True):
     """What is checked of a message; the chat template gets all of it."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=100)]
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=100)]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class FunctionName(Struct, frozen=True):
-    name: Annotated[str, Meta(min_length=1, max_length=1000)]
+class FunctionName(BaseModel, frozen=True):
+    name: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class NamedTool(Struct, frozen=True):
+class NamedTool(BaseModel, frozen=True):
     type: Literal["function"]
     function: FunctionName
 
 
-class ChatRequest(Request, frozen=True, kw_only=True):
+class ChatRequest(BaseRequest, frozen=True):
     """The body of /v1/chat/completions.
 
     tool_choice: "none" hides the tools. "required" and a tool's name are as "auto": nothing makes a model call.
     """
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
+    messages: Annotated[list[ChatTurn], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Tokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=-1, le=MOST_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -143,12 +142,9 @@ class ChatRequest(Request, frozen=True, kw_only=True):
         return last or ""
 
     @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs) or self.alternatives > 0
-
-    @property
-    def alternatives(self) -> int:
-        return max(0, self.top_logprobs or 0)
+    def alternatives(self) -> int | None:
+        wanted = max(0, self.top_logprobs or 0)
+        return wanted if self.logprobs or wanted else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -159,22 +155,33 @@ class ChatRequest(Request, frozen=True, kw_only=True):
         return self.tool_choice != "none"
 
 
-class TextRequest(Request, frozen=True, kw_only=True):
+class TextRequest(BaseRequest, frozen=True):
     """The body of /v1/completions: a prompt as text, or as tokens."""
 
-    prompt: str | Annotated[list[str | Count], Meta(min_length=1)]
-    logprobs: bool | Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: bool | None = None
+    prompt: str | Annotated[list[str | Count], Field(min_length=1)]
+    logprobs: StrictBool | Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: StrictBool | None = None
 
-    @property
-    def text(self) -> str | None:
-        """The prompt, where it is text."""
-        first = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-        return first if isinstance(first, str) else None
+    @field_validator("prompt")
+    @classmethod
+    def one_prompt(cls, prompt: Any) -> Any:
+        tokens = isinstance(prompt, list) and all(isinstance(part, int) for part in prompt)
+        if isinstance(prompt, list) and len(prompt) > 1 and not tokens:
+            raise ValueError("prompt is a list of several; send one prompt a request")
+        return prompt
+
+    @field_validator("echo")
+    @classmethod
+    def no_echo(cls, echo: bool | None) -> bool | None:
+        if echo:
+            raise ValueError("echo is not served; leave it out")
+        return echo
 
     @property
     def typed(self) -> str:
-        return self.text or ""
+        """The prompt, where it is text; else nothing."""
+        first = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        return first if isinstance(first, str) else ""
 
     @property
     def tokens(self) -> list[int]:
@@ -182,37 +189,16 @@ class TextRequest(Request, frozen=True, kw_only=True):
         return [token for token in self.prompt if isinstance(token, int)]
 
     @property
-    def prompts(self) -> int:
-        """How many prompts there are; tokens are one."""
-        return 1 if isinstance(self.prompt, str) or len(self.tokens) == len(self.prompt) else len(self.prompt)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False
-
-    @property
-    def alternatives(self) -> int:
-        return 0 if self.logprobs is None else int(self.logprobs)
+    def alternatives(self) -> int | None:
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=BaseModel)
 
 
-def parse(kind: type[R], body: dict[str, Any]) -> R:
-    """A request's body as a typed request.
-
-    Raises:
-        Refused: a field that is missing, has another type or is out of bounds; what no model here can do.
-    """
+def parse(kind: type[R], body: Any) -> R:
+    """A request's body as a typed request. Raises Refused for a field that is missing, or is not what it should be."""
     try:
-        request = typed(body, kind)
-    except GearbxError as error:
-        raise Refused(400, str(error)) from error
-    if isinstance(request, TextRequest) and request.echo:
-        raise Refused(400, "echo is not served; leave it out", param="echo")
-    if isinstance(request, TextRequest) and request.prompts != 1:
-        raise Refused(400, "prompt is a list of several; send one prompt a request", param="prompt")
-    for token in request.logit_bias or {}:
-        if not (token.isascii() and token.isdigit()):
-            raise Refused(400, f"logit_bias has {token[:20]!a}, which is no number of a token", param="logit_bias")
-    return request
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise misfit(error.errors(), body) from error

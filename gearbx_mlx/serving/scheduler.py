@@ -4,25 +4,35 @@ Answers in one gear share the passes over the weights, and so do those of mode r
 others take turns, token by token. A request for another model waits until the answers of the model before have ended.
 """
 
+import inspect
 import queue
+import threading
+import time
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.server import ResponseGenerator
+from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
+from transformers import PreTrainedTokenizerBase
 
+from ..compat.names import text_machine, tokenized
 from ..decoding.mode import Mode
-from .batched import Batch
-from .grammar.constraint import constraint_for
-from .guarded import Refused
-from .job import Job
-from .prompts import PromptReader
+from ..errors import one_line
+from .grammar import constraint_for
+from .job import Asked, Begun, Job, Prompt
 from .provider import GearedProvider, Served
-from .single import Single
-from .threads import join_to_the_end
-from .tokens import Asked, Begun
+from .requests import BaseRequest, ChatRequest, TextRequest
+from .web import Refused
+from .writers import Batch, Single
 
+RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
+PATIENCE = 5.0  # seconds until the system has ended a thread
+LOOK = 0.001  # seconds
+UNSEEN = 0.1  # seconds that a thread has to end where the system does not list threads as files
 STOPPED = Refused(503, "the server is stopping", "server_error")
 
 
@@ -39,7 +49,7 @@ class Scheduler(ResponseGenerator):
         self.singles: list[Single] = []
         self.batches: dict[Any, Batch] = {}
         self.waiting: Asked | None = None  # for another model
-        self.reader = PromptReader(self)
+        self.closed = False
         super().__init__(provider, prompt_cache)
 
     def submit(self, asked: Asked) -> None:
@@ -49,24 +59,28 @@ class Scheduler(ResponseGenerator):
             Refused: nothing is computed any more; a prompt or a model that is none.
             GearbxError: a response_format that no text can have.
         """
-        if not self.generation_available():
-            raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
-        served = self.provider.current(self.provider.key_of(asked.request.model, asked.request.adapters))
+        served = self.current(asked.request)
         if served is not None:  # here, so that the answers in the making need not wait for it
             constraint_for(served.tokenizer, asked.request.response_format)
-            asked.read = served, self.reader.tokens_of(asked, served)
+            asked.prompt = prompt_of(self, asked.request, served)
         self.requests.put(asked)
+        if self.closed or not self.generation_available():
+            raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
+
+    def count(self, request: BaseRequest) -> int:
+        """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
+        served = self.current(request)
+        if served is None:
+            raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
+        return len(prompt_of(self, request, served).tokens)
+
+    def current(self, request: BaseRequest) -> Served | None:
+        """The model that a request names, if it is the one that is loaded. Raises Refused for one that is not here."""
+        return self.provider.current(self.provider.key_of(request.model, request.adapters))
 
     def stop_and_join(self) -> None:
         self._stop = True
         join_to_the_end(self._generation_thread)
-
-    def count(self, asked: Asked) -> int:
-        """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
-        served = self.provider.current(self.provider.key_of(asked.request.model, asked.request.adapters))
-        if served is None:
-            raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
-        return len(self.reader.tokens_of(asked, served)[0])
 
     @property
     def running(self) -> int:
@@ -132,7 +146,7 @@ class Scheduler(ResponseGenerator):
             self.close_batches()
         served = self.provider.load_key(key)
         mode = served.mode(request.options, request.typed)
-        job = self.reader.job(asked, served, mode)
+        job = self.job(asked, served, mode)
         tokens = job.key
         cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_anew(mode))
         cached = len(tokens) - len(rest)
@@ -143,6 +157,26 @@ class Scheduler(ResponseGenerator):
             self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
         asked.answers.put(Begun(job.context, mode, served.gears, served.thresholds(mode), self.provider.name))
         return True
+
+    def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
+        """A request's answer, with how many tokens it may have. Raises Refused for a prompt that does not fit."""
+        prompt = asked.prompt
+        if prompt is None or prompt.served is not served:
+            prompt = prompt_of(self, asked.request, served)
+        if not prompt.tokens:
+            raise Refused(400, "the prompt becomes no token", param="prompt")
+        check_tokens(asked.request, served)
+        machine = text_machine(self, served.tokenizer)
+        context = GenerationContext(
+            has_tool_calling=served.tokenizer.has_tool_calling,
+            has_thinking=served.tokenizer.has_thinking,
+            tool_parser=served.tokenizer.tool_parser,
+            text_sm=machine,
+            initial_state=prompt.state,
+            prompt=prompt.tokens,
+        )
+        most = asked.request.most_tokens or self.cli_args.max_tokens
+        return Job(asked, prompt, mode, context, room(served, len(prompt.tokens), most))
 
     def shares(self, job: Job) -> bool:
         """Whether the answer shares its passes with others, where they are in the making.
@@ -221,19 +255,112 @@ class Scheduler(ResponseGenerator):
 
     def close(self) -> None:
         """End everything that is in the making, with an error; forget model and caches in the thread that used them."""
+        self.closed = True
         for single in self.singles:
             single.close()
             single.job.asked.answers.put(STOPPED)
         for batch in self.batches.values():
             batch.fail(STOPPED)
-        while (asked := self.next_waiting()) is not None:
-            asked.answers.put(STOPPED)
+        if self.waiting is not None:
+            self.waiting.answers.put(STOPPED)
+        while not self.requests.empty():
+            self.requests.get().answers.put(STOPPED)
         self.singles = []
         self.close_batches()
         del self.prompt_cache
 
-    def next_waiting(self) -> Asked | None:
-        try:
-            return self.requests.get_nowait()
-        except queue.Empty:
-            return None
+
+# From a request to the tokens of its prompt.
+
+
+def prompt_of(generator: ResponseGenerator, request: BaseRequest, served: Served) -> Prompt:
+    """The tokens of a prompt, by mlx-lm's templates.
+
+    Raises:
+        Refused: messages that the chat template does not take, or that are far longer than the context.
+    """
+    texts = request.messages if isinstance(request, ChatRequest) else request.typed
+    messages = [turn.model_dump(exclude_unset=True) for turn in texts] if isinstance(texts, list) else []
+    check_length(served, messages or texts)
+    check_template_arguments(request)
+    if isinstance(request, TextRequest) and request.tokens:
+        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
+    if isinstance(request, ChatRequest):
+        wanted = CompletionRequest("chat", "", messages, request.shown_tools, request.role_mapping)
+    else:
+        wanted = CompletionRequest("text", request.typed, [], None, None)
+    arguments = SimpleNamespace(chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
+    try:
+        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, arguments))
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
+
+
+def room(served: Served, prompt: int, most: int) -> int:
+    """How many tokens may follow a prompt of so many, `most` at most. Raises Refused where the context is full."""
+    if served.context is None:
+        return most
+    if prompt >= served.context:
+        raise Refused(
+            400,
+            f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it",
+            code="context_length_exceeded",
+        )
+    return min(most, served.context - prompt)
+
+
+def check_tokens(request: BaseRequest, served: Served) -> None:
+    """Raises Refused for tokens that the vocabulary does not have."""
+    given = request.tokens if isinstance(request, TextRequest) else []
+    for token in (*given, *map(int, request.logit_bias or {})):
+        if token >= served.vocabulary:
+            raise Refused(400, f"token {token} is not in the vocabulary, which has {served.vocabulary}")
+
+
+def check_length(served: Served, texts: Any) -> None:
+    """Raises Refused for a text that cannot fit the context, before seconds go by to make tokens of it."""
+    length = sum(map(len, texts_in(texts)))
+    if served.context is not None and length > served.context * served.longest_token:
+        raise Refused(
+            400,
+            f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it",
+            code="context_length_exceeded",
+        )
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, but for the addresses of images."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if name != "image_url":
+                yield from texts_in(part)
+
+
+def check_template_arguments(request: BaseRequest) -> None:
+    """Raises Refused for arguments that are not the template's own, but tell transformers what to do with it."""
+    taken = (getattr(request, "chat_template_kwargs", None) or {}).keys() & RESERVED
+    if taken:
+        raise Refused(
+            400, f"chat_template_kwargs has {min(taken)}, which is not the template's", param="chat_template_kwargs"
+        )
+
+
+# The end of a thread that computed with MLX.
+
+
+def join_to_the_end(thread: threading.Thread) -> None:
+    """Wait until the system has ended a thread, which is a little later than Python says.
+
+    As it ends, MLX frees what it keeps for each thread, compiled functions say, and takes Python's lock for that. In a
+    process that is already exiting this aborts: "terminate called without an active exception".
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    listed = task.parent.exists()
+    thread.join()
+    if not listed:
+        time.sleep(UNSEEN)
+    until = time.monotonic() + PATIENCE
+    while task.exists() and time.monotonic() < until:
+        time.sleep(LOOK)

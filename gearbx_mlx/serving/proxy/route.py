@@ -3,30 +3,138 @@
 Until the first part of the answer has been sent, a server that fails is replaced by the other one.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
-from ...errors import GearbxError, one_line
-from ...routing.pair import LARGE, SMALL
-from ..remote.ways import OpenAIWay, after_silence, others
-from .asking import about_logprobs, asked_whole, judged_by_stream
-from .between import Between, Decision
-from .failed import Declined, Failed
-from .first_answer import Part, part_of
-from .first_tokens import FirstTokens, by_prompt
-from .handed_over import lengths_of
-from .tagged import Tags, chunk_of
+import msgspec
 
-ANSWER = Generator[Any, None, None]  # bytes of events, or one whole answer
+from ...errors import GearbxError, one_line
+from ...routing.pair import LARGE, NAMES, SMALL
+from ..remote.server import OpenAIWay, after_silence, others
+from .judging import (
+    TEXT,
+    FirstTokens,
+    Part,
+    Rule,
+    Ways,
+    about_logprobs,
+    asked_whole,
+    by_prompt,
+    choices_of,
+    judged_by_stream,
+    lengths_of,
+    part_of,
+)
+from .upstream import Declined, Failed, Upstream, data_of
+
+DONE = b"[DONE]"
+LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
+ASKED = {"continue_final_message": True, "add_generation_prompt": False}
+# Who a server says that owns its models -> the fields that make it go on with the assistant's message.
+CONTINUES: dict[str, dict[str, bool]] = {"vllm": ASKED, "sglang": ASKED, "llamacpp": {}}
+TRIMMING = ("basehttp/", "gearbx-mlx")  # mlx_lm.server, which bears the name of Python's own server, and ours
+# Whose answer would not be one text: several answers, or what holds for the whole answer and sees only its end.
+ONE_WRITER = (
+    "logprobs",
+    "echo",
+    "suffix",
+    "best_of",
+    "response_format",
+    "grammar",
+    "json_schema",
+    "structured_outputs",
+)
+
+Parts = AsyncIterator[Any]
+"""Bytes of events, or one whole answer."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who answers, and why.
+
+    server: SMALL or LARGE. why: "threshold", "prompt", "entropy", "undecided", "finished", "no logprobs" or "fallback".
+    entropy: bits, bounds of the mean that was compared with the threshold. text: what the small server wrote, if it can
+    be handed over; tokens: of it. reason: of a fallback.
+    """
+
+    server: int
+    why: str
+    entropy: tuple[float, float] | None = None
+    text: str = ""
+    tokens: int = 0
+    reason: str | None = None
+
+    def as_json(self, handed_over: int) -> dict[str, Any]:
+        """As the client reads it."""
+        entropy = {} if self.entropy is None else {"entropy": [round(bits, 4) for bits in self.entropy]}
+        reason = {} if self.reason is None else {"reason": self.reason}
+        return {"server": NAMES[self.server], "why": self.why, **entropy, "handed_over": handed_over, **reason}
+
+
+class Between:
+    """Two servers, and the rule between them.
+
+    Args:
+        fallback: whether one server answers for the other one that fails.
+    """
+
+    def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool = True):
+        self.servers = small, large
+        self.rule, self.fallback = rule, fallback
+        self.ways = Ways()
+        self.hand_over = HandOver(large)
+
+
+class HandOver:
+    """What the small server wrote, as the beginning of the large one's answer: where the API can go on with a text.
+
+    A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
+    answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server leaves
+    the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it and begin a
+    new turn. Looks once at what the server says that it is.
+    """
+
+    def __init__(self, server: Upstream):
+        self.server = server
+        self._owner: str | None = None
+
+    async def body(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
+        """The request that goes on with `text`, of so many tokens; None where the server has to begin anew."""
+        if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
+            return None
+        shorter = {name: length - tokens for name, length in lengths_of(body).items()}
+        if any(length < 1 for length in shorter.values()):
+            return None
+        owner = await self.owner()
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if path == TEXT:
+            trims = self.server.software.startswith(TRIMMING)
+            return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
+        if owner not in CONTINUES or not isinstance(messages, list):
+            return None
+        going_on = [*messages, {"role": "assistant", "content": text}]
+        return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
+
+    async def owner(self) -> str:
+        """Who the server says that owns its models; "" where it does not."""
+        if self._owner is None:
+            try:
+                owners = [str(row.get("owned_by")).lower() for row in await self.server.models()]
+            except Failed as error:
+                if error.status not in LISTING:  # it is loading, or not there; it is asked again
+                    return ""
+                owners = []
+            self._owner = next((owner for owner in owners if owner in CONTINUES), "")
+        return self._owner
 
 
 @dataclass
 class Route:
     """One request and its answer.
 
-    path: below /v1. body: as the client sent it. uncounted: servers whose failures nobody has counted yet. ways:
+    path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways:
     to ask for log-probabilities that may still work for it.
     """
 
@@ -37,18 +145,14 @@ class Route:
     handed_over: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     uncounted: list[int] = field(default_factory=list)
-    tags: Tags | None = None
+    tags: "Tags | None" = None
     ways: list[OpenAIWay] = field(default_factory=list)
-
-    @property
-    def streamed(self) -> bool:
-        return self.body.get("stream") is True
 
     @property
     def begun(self) -> bool:
         return self.tags is not None and self.tags.begun
 
-    def answer(self) -> ANSWER:
+    async def answer(self) -> Parts:
         """The events of a stream, each with its blank line, or one whole answer.
 
         Raises:
@@ -61,12 +165,14 @@ class Route:
             if not self.ways:
                 self.decision = Decision(LARGE, "no logprobs")
             elif (way := self.ways[0]).streamed and judged_by_stream(self.body):
-                yield from self.judged_stream(way)
+                async for part in self.judged_stream(way):
+                    yield part
                 if self.begun:
                     return
             else:
-                self.judged_whole(way)
-        yield from self.decided(self.decision)
+                await self.judged_whole(way)
+        async for part in self.decided(self.decision):
+            yield part
 
     def without_tokens(self) -> Decision | None:
         """What is decided before any token is written."""
@@ -77,27 +183,28 @@ class Route:
 
     # By the first tokens of the small server.
 
-    def judged_stream(self, way: OpenAIWay) -> ANSWER:
+    async def judged_stream(self, way: OpenAIWay) -> Parts:
         """Read the small server's stream until its tokens have decided, and give it all if it is to answer."""
         small = self.between.servers[SMALL]
         try:
-            with small.events(self.path, {**self.body, **way.fields}) as events:
-                held = list(self.first_events(events, way))
+            async with small.events(self.path, {**self.body, **way.fields}) as events:
+                held = [event async for event in self.first_events(events, way)]
                 if self.decision is not None and self.decision.server == SMALL:
-                    yield from self.tagged(chain(held, events), self.decision, without_logprobs=True)
+                    async for part in self.tagged(after(held, events), self.decision, without_logprobs=True):
+                        yield part
         except Failed as error:
             if self.begun:
                 self.note(SMALL, error)
                 raise
             self.decision = self.instead_of(SMALL, error)
         except Declined as error:
-            self.learn_from(error, way, self.body)
+            await self.learn_from(error, way, self.body)
 
-    def first_events(self, events: Iterator[bytes], way: OpenAIWay) -> Iterator[bytes]:
+    async def first_events(self, events: AsyncIterator[bytes], way: OpenAIWay) -> AsyncIterator[bytes]:
         """The events up to the decision, which is made then; none where the server streams no log-probabilities."""
         first, text, plain = FirstTokens(self.between.rule), "", True
         small = self.between.servers[SMALL]
-        for event in small.with_tokens(events, lambda: first.seen):
+        async for event in small.with_tokens(events, lambda: first.seen):
             yield event
             chunk = chunk_of(event, small)
             if chunk is None:
@@ -113,16 +220,16 @@ class Route:
                 return
         raise small.failed("cut its stream short")
 
-    def judged_whole(self, way: OpenAIWay) -> None:
+    async def judged_whole(self, way: OpenAIWay) -> None:
         """Ask the small server for its first tokens alone, and decide by them."""
         small, first = self.between.servers[SMALL], FirstTokens(self.between.rule)
         try:
-            part = self.part(small.ask(self.path, self.asked_whole(way.fields)), way)
+            part = self.part(await small.ask(self.path, self.asked_whole(way.fields)), way)
         except Failed as error:
             self.decision = self.instead_of(SMALL, error)
             return
         except Declined as error:
-            self.learn_from(error, way, self.asked_whole({}))
+            await self.learn_from(error, way, self.asked_whole({}))
             return
         if part.spoken and not part.bounds:
             self.silent(way, part, first)
@@ -170,7 +277,7 @@ class Route:
         else:
             self.ways = [] if self.between.ways.proven(self.path, way) else after_silence(self.ways)
 
-    def learn_from(self, error: Declined, way: OpenAIWay, without: dict[str, Any]) -> None:
+    async def learn_from(self, error: Declined, way: OpenAIWay, without: dict[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
 
         Args:
@@ -178,76 +285,79 @@ class Route:
         """
         if not about_logprobs(error):
             raise error
+        small = self.between.servers[SMALL]
         try:
-            self.try_out(without)
+            if without.get("stream"):
+                async with small.events(self.path, without):
+                    pass
+            else:
+                await small.ask(self.path, without)
         except Failed as failed:
             self.decision = self.instead_of(SMALL, failed)
             return
         self.ways = others(self.ways, way)
         self.between.ways.keep(self.path, self.ways)
 
-    def try_out(self, body: dict[str, Any]) -> None:
-        """Raises Declined, or Failed, where the small server does not answer a request."""
-        small = self.between.servers[SMALL]
-        if body.get("stream"):
-            with small.events(self.path, body):
-                return
-        small.ask(self.path, body)
-
     # The answer.
 
-    def decided(self, decision: Decision) -> ANSWER:
+    async def decided(self, decision: Decision) -> Parts:
         """The answer of the server that was chosen, or of the other one where it fails."""
         try:
-            yield from self.answer_of(decision)
+            async for part in self.answer_of(decision):
+                yield part
         except Failed as error:
             if self.begun:
                 self.note(decision.server, error)
                 raise
             self.decision = self.instead_of(decision.server, error)
             try:
-                yield from self.answer_of(self.decision)
+                async for part in self.answer_of(self.decision):
+                    yield part
             except Failed as second:
                 self.note(self.decision.server, second)
                 if self.begun:
                     raise
                 raise Failed(f"{error}; {second}") from second
 
-    def answer_of(self, decision: Decision) -> ANSWER:
+    async def answer_of(self, decision: Decision) -> Parts:
         """The answer of a server, which goes on with the text of the small one if it can."""
-        going_on = decision.server == LARGE and self.between.hand_over.body(
-            self.path, self.body, decision.text, decision.tokens
-        )
+        going_on = None
+        if decision.server == LARGE:
+            handing = self.between.hand_over
+            going_on = await handing.body(self.path, self.body, decision.text, decision.tokens)
         if going_on:
             self.handed_over = decision.tokens
             try:
-                yield from self.request(decision, going_on, decision.text)
+                async for part in self.request(decision, going_on, decision.text):
+                    yield part
                 return
             except Declined:  # it does not go on with texts, or refuses the request itself, which it may say again
                 self.handed_over = 0
-        yield from self.request(decision, self.body)
+        async for part in self.request(decision, self.body):
+            yield part
 
-    def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> ANSWER:
+    async def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> Parts:
         server = self.between.servers[decision.server]
-        if self.streamed:
-            with server.events(self.path, body) as events:
-                yield from self.tagged(events, decision, text)
+        if self.body.get("stream") is True:
+            async with server.events(self.path, body) as events:
+                async for part in self.tagged(events, decision, text):
+                    yield part
             return
         self.tags = Tags(server, decision.as_json(self.handed_over), text)
-        yield self.tags.whole(server.ask(self.path, body))
+        yield self.tags.whole(await server.ask(self.path, body))
 
-    def tagged(
-        self, events: Iterator[bytes], decision: Decision, text: str = "", without_logprobs: bool = False
-    ) -> ANSWER:
+    async def tagged(
+        self, events: AsyncIterator[bytes], decision: Decision, text: str = "", without_logprobs: bool = False
+    ) -> Parts:
         """The events as the client receives them. Raises Failed for a stream that ends before the answer does."""
         server = self.between.servers[decision.server]
         self.tags = tags = Tags(server, decision.as_json(self.handed_over), text, without_logprobs)
-        early: list[bytes] = []  # comments before the first chunk, which wait for it: the answer has not begun
-        for event in events:
-            early.append(tags.event(event))
+        early = b""  # comments before the first chunk, which wait for it: the answer has not begun
+        async for event in events:
+            early += tags.event(event)
             if tags.begun:
-                yield from early
-                early.clear()
+                yield early
+                early = b""
         if not (tags.begun and tags.finished):
             raise server.failed("cut its stream short")
 
@@ -263,3 +373,103 @@ class Route:
         """A server failed, which is to be counted."""
         self.failed[server] = str(error)
         self.uncounted.append(server)
+
+
+async def after(held: list[bytes], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events that were held back, then the others."""
+    for event in held:
+        yield event
+    async for event in events:
+        yield event
+
+
+class Tags:
+    """What the proxy changes in the events of a stream, or in a whole answer.
+
+    Args:
+        server: whose answer it is.
+        gearbx: what the answer says of its way.
+        text: that comes before the answer's own.
+        without_logprobs: take them out: the client did not ask for them.
+    """
+
+    def __init__(self, server: Upstream, gearbx: dict[str, Any], text: str = "", without_logprobs: bool = False):
+        self.server, self.gearbx, self.text, self.without_logprobs = server, gearbx, text, without_logprobs
+        self.begun = self.finished = False
+
+    def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """A whole answer, changed in place."""
+        self.begun = True
+        self.change(answer)
+        return answer | {"gearbx": self.beside(answer)}
+
+    def event(self, event: bytes) -> bytes:
+        """An event: the bytes as they came, unless something in it is to be changed.
+
+        Raises:
+            Failed: the event reports an error, or is none of this API.
+        """
+        chunk = chunk_of(event, self.server)
+        if chunk is None:
+            self.finished = self.finished or data_of(event) == DONE
+            return event
+        first, last = not self.begun, is_last(chunk)
+        self.begun, self.finished = True, self.finished or last
+        changed = self.change(chunk)
+        if first or last:
+            chunk["gearbx"] = self.beside(chunk)
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n" if first or last or changed else event
+
+    def beside(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """What the answer says of its way, with what a server of models in gears has said of itself."""
+        own = answer.get("gearbx")
+        return (own if isinstance(own, dict) else {}) | self.gearbx
+
+    def change(self, answer: dict[str, Any]) -> bool:
+        """Puts the text before, takes the logprobs out. Returns whether there was anything to do."""
+        changed = False
+        for choice in choices_of(answer):
+            if self.text:
+                prepend(choice, self.text)
+                self.text, changed = "", True
+            if self.without_logprobs and choice.get("logprobs") is not None:
+                choice["logprobs"] = None
+                changed = True
+        return changed
+
+
+def prepend(choice: dict[str, Any], text: str) -> None:
+    """Begin what a choice says with a text."""
+    message = choice.get("delta") or choice.get("message")
+    if "text" in choice:
+        choice["text"] = text + (choice["text"] or "")
+    elif isinstance(message, dict):
+        message["content"] = text + (message.get("content") or "")
+    else:
+        choice["delta"] = {"content": text}
+
+
+def is_last(chunk: dict[str, Any]) -> bool:
+    """Whether a chunk ends a text, or comes after it with the usage."""
+    usage = not chunk.get("choices") and chunk.get("usage") is not None
+    return usage or any(choice.get("finish_reason") is not None for choice in choices_of(chunk))
+
+
+def chunk_of(event: bytes, server: Upstream) -> dict[str, Any] | None:
+    """The chunk of an answer in an event; None of a comment and of the last event.
+
+    Raises:
+        Failed: the event reports an error, or has no chunk.
+    """
+    data = data_of(event)
+    if not data or data == DONE:
+        return None
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise server.failed("streams what is no JSON") from error
+    if not isinstance(found, dict):
+        raise server.failed("streams what is no JSON object")
+    if "choices" not in found:
+        raise server.reported(found["error"]) if found.get("error") else server.failed("streams no answer")
+    return found

@@ -6,8 +6,9 @@ answer goes to the client as it is. Neither has the API key in it.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +16,39 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_python_json
-from ..http_client import (
-    EVENT_END,
-    HIDDEN,
-    Clock,
-    Failure,
-    TooLong,
-    brief,
-    failures,
-    hidden,
-    parsed_url,
-    pieces,
-)
-from .failed import Declined, Failed
-from .hang_up import WatchingTransport
+from ..others import HIDDEN, Clock, Failure, brief, failures, hidden, parsed_url
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
 NOT_OURS = (401, 403, 407)  # the proxy's key is wrong, which a client cannot mend
-LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
 HEALTH_PATIENCE = 2.0  # seconds
 EVENTS, JSON = "text/event-stream", "application/json"
+EVENT_END = re.compile(rb"\r?\n\r?\n")
+LONGEST_END = 4  # bytes
+
+
+class Failed(Exception):
+    """A server gave no answer that can be used; the message is one line.
+
+    Args:
+        status: of HTTP, where its models were asked for.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class Declined(Exception):
+    """A server refused the request itself: its answer of 4xx.
+
+    Args:
+        retry_after: seconds or a date, as the server says; "" where it does not.
+    """
+
+    def __init__(self, status: int, kind: str, body: bytes, retry_after: str = ""):
+        super().__init__(f"answers {status}")
+        self.status, self.kind, self.body, self.retry_after = status, kind, body, retry_after
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Place:
 
 
 class Upstream:
-    """Requests to a server, over connections that are kept open; threads share it.
+    """Requests to a server, over connections that are kept open; those whose client leaves are cancelled.
 
     Attributes:
         software: what the server calls itself, lower case; "" before its first answer.
@@ -66,19 +79,16 @@ class Upstream:
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx"}
         if place.key:
             headers["Authorization"] = f"Bearer {place.key}"
-        limits = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=30)
-        self.client = httpx.Client(
+        self.client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(place.timeout, connect=place.connect_timeout),
-            transport=WatchingTransport(limits),
+            limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS),
+            verify=httpx.create_ssl_context(trust_env=False),
             trust_env=False,
             follow_redirects=False,
         )
 
-    def close(self) -> None:
-        self.client.close()
-
-    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer.
 
         Args:
@@ -88,33 +98,34 @@ class Upstream:
             Failed: no answer, or no JSON object with choices.
             Declined: the server refuses the request.
         """
-        with self.opened(path, body) as response:
-            content = self.whole(response)
+        async with self.opened(path, body) as response:
+            content = await self.whole(response)
         answer = self.parsed(content)
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
         return answer
 
-    @contextmanager
-    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Iterator[bytes]]:
+    @asynccontextmanager
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
         """The server-sent events of an answer, each as soon as it is there, bytes as they came. Raises as `ask`."""
-        with self.opened(path, body) as response:
+        async with self.opened(path, body) as response:
             kind = kind_of(response)
             if kind != EVENTS:
-                self.whole(response)
+                await self.whole(response)
                 raise self.failed(f"answers {kind} in place of a stream")
             yield self.split(response)
 
-    @contextmanager
-    def opened(self, path: str, body: Mapping[str, Any]) -> Iterator[httpx.Response]:
+    @asynccontextmanager
+    async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
         sent = {**body, "model": self.place.model} if self.place.model else body
         content = json.dumps(sent).encode()  # as ASCII: a text may contain half of a surrogate pair
         request = self.client.stream("POST", self.place.base + path, content=content, headers={"Content-Type": JSON})
-        with failures(self.described), request as response:
-            self.check(response)
-            yield response
+        with failures(self.described):
+            async with request as response:
+                await self.check(response)
+                yield response
 
-    def check(self, response: httpx.Response) -> None:
+    async def check(self, response: httpx.Response) -> None:
         """Raises Failed or Declined for an answer that is none."""
         status = response.status_code
         self.heard(response)
@@ -122,54 +133,46 @@ class Upstream:
             return
         if status < 400:
             raise self.failed(f"redirects ({status}), which is not followed; give the address where it leads")
-        content = self.whole(response)
+        content = await self.whole(response)
         if status in NOT_OURS or status >= 500 or kind_of(response) == "text/html":
             raise self.failed(f"answers {status}" + (", so check its key" if status in NOT_OURS else ""))
         shown = content.replace(self.place.key.encode(), HIDDEN.encode()) if self.place.key else content
         later = response.headers.get("retry-after", "")
         raise Declined(status, kind_of(response), shown, later if later.isascii() and later.isprintable() else "")
 
-    def whole(self, response: httpx.Response, seconds: float = math.inf) -> bytes:
-        parts, length, clock = [], 0, Clock(seconds)
-        for part in response.iter_raw():
+    async def whole(self, response: httpx.Response, seconds: float = math.inf) -> bytes:
+        content, clock = bytearray(), Clock(seconds)
+        async for part in response.aiter_raw():
             if clock.over:
                 raise self.failed(f"takes more than {seconds:g} s")
-            parts.append(part)
-            length += len(part)
-            if length > LARGEST_ANSWER:
+            content += part
+            if len(content) > LARGEST_ANSWER:
                 raise self.failed(f"sends more than {LARGEST_ANSWER} bytes")
-        return b"".join(parts)
+        return bytes(content)
 
-    def split(self, response: httpx.Response) -> Iterator[bytes]:
+    async def split(self, response: httpx.Response) -> AsyncIterator[bytes]:
         """The events of a stream, with the blank line that ends each; what has none when the stream ends is dropped.
 
         Raises:
             Failed: an event is too long, or for the time to wait no data came, whatever else did.
         """
-        clock = Clock(self.place.timeout)
-
-        def parts() -> Iterator[bytes]:
-            for part in response.iter_raw():
-                if clock.over:
-                    raise self.failed(f"sent no data for {clock.seconds:g} s")
-                yield part
-
-        try:
-            comments = 0
-            for event in pieces(parts(), EVENT_END, LARGEST_EVENT):
+        clock, rest, comments = Clock(self.place.timeout), bytearray(), 0
+        async for part in response.aiter_raw():
+            if clock.over:
+                raise self.failed(f"sent no data for {clock.seconds:g} s")
+            for event in events_in(rest, part):
                 yield event
+                comments += len(event)
                 if data_of(event):
                     clock.heard()
-                comments = 0 if data_of(event) else comments + len(event)
-                if comments > LARGEST_EVENT:
-                    raise TooLong
-        except TooLong as error:
-            raise self.failed(f"sends an event of more than {LARGEST_EVENT} bytes") from error
+                    comments = 0
+            if max(comments, len(rest)) > LARGEST_EVENT:
+                raise self.failed(f"sends an event of more than {LARGEST_EVENT} bytes")
 
-    def with_tokens(self, events: Iterator[bytes], seen: Callable[[], int]) -> Iterator[bytes]:
-        """The events, which somebody keeps. Raises Failed where they are too many, or no token is seen for too long."""
+    async def with_tokens(self, events: AsyncIterator[bytes], seen: Callable[[], int]) -> AsyncIterator[bytes]:
+        """The events, which are kept. Raises Failed where they are too many, or no token is seen for too long."""
         clock, known, size = Clock(self.place.timeout), 0, 0
-        for event in events:
+        async for event in events:
             yield event
             size += len(event)
             if seen() > known:
@@ -180,11 +183,10 @@ class Upstream:
             if size > LARGEST_ANSWER:
                 raise self.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
 
-    def parsed(self, content: bytes | str) -> dict[str, Any]:
+    def parsed(self, content: bytes) -> dict[str, Any]:
         """Raises Failed for what is no JSON object, or one that reports an error."""
         try:
-            text = content if isinstance(content, str) else content.decode("utf-8")
-            found = parse_python_json(text)
+            found = parse_python_json(content.decode("utf-8"))
         except (GearbxError, UnicodeError) as error:
             raise self.failed("answers what is no JSON") from error
         if not isinstance(found, dict):
@@ -211,27 +213,28 @@ class Upstream:
         }
         return self.failed(words[failure])
 
-    def models(self) -> list[dict[str, Any]]:
+    async def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises Failed."""
-        status, content = self.get(self.place.base + "/models")
+        status, content = await self.get(self.place.base + "/models")
         if status != 200:
             raise Failed(f"the {self.name} server answers {status} where its models are", status)
         rows = self.parsed(content).get("data")
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
-    def why_not_well(self) -> str | None:
+    async def why_not_well(self) -> str | None:
         """Why the server is not well; None if it answers. One that has no /health, and says so, is well."""
         try:
-            status, _ = self.get(root(self.place.base) + "/health")
+            status, _ = await self.get(self.place.base.removesuffix("/v1") + "/health")
         except Failed as error:
             return str(error)
         return f"the {self.name} server answers {status}" if status >= 500 else None
 
-    def get(self, url: str) -> tuple[int, bytes]:
+    async def get(self, url: str) -> tuple[int, bytes]:
         """Status and content. Raises Failed."""
-        with failures(self.described), self.client.stream("GET", url, timeout=HEALTH_PATIENCE) as response:
-            self.heard(response)
-            return response.status_code, self.whole(response, HEALTH_PATIENCE)
+        with failures(self.described):
+            async with self.client.stream("GET", url, timeout=HEALTH_PATIENCE) as response:
+                self.heard(response)
+                return response.status_code, await self.whole(response, HEALTH_PATIENCE)
 
     def heard(self, response: httpx.Response) -> None:
         self.software = response.headers.get("server", "").lower()
@@ -243,14 +246,20 @@ def kind_of(response: httpx.Response) -> str:
     return kind[:80] if kind.isascii() and kind.isprintable() and kind else "something"
 
 
+def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
+    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
+    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
+    rest += part
+    while found := EVENT_END.search(rest, searched):
+        yield bytes(rest[: found.end()])
+        del rest[: found.end()]
+        searched = 0
+
+
 def data_of(event: bytes) -> bytes | None:
     """The data of an event; None of a comment."""
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
-
-
-def root(base: str) -> str:
-    return base.removesuffix("/v1")
 
 
 def checked_url(url: str, flag: str) -> str:

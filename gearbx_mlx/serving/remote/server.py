@@ -1,17 +1,358 @@
-"""A server of others as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API."""
+"""A server of others as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API.
 
-from collections.abc import Generator
-from contextlib import closing
-from dataclasses import dataclass
+A `Connection` makes requests; every way in which they fail is one line that names the URL and the remedy. A `Way` is
+how to ask a server for log-probabilities; which one it understands is found out with the first tokens of an answer.
+"""
+
+import ipaddress
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlunsplit
 
-from ...errors import GearbxError
-from ...files.reading import typed
-from ..names import AUTO, OLLAMA
-from .answers import Chunk
-from .connection import Connection, RefusedError, RemoteError
-from .ways import OllamaWay, Question, Way, after_silence, others, ways_to_ask
+import httpx
+from httpx_sse import EventSource
+
+from ...errors import GearbxError, one_line
+from ...files.reading import parse_json, typed
+from .. import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI
+from ..others import Clock, Failure, brief, failures, hidden, parsed_url
+from .answers import Chunk, ollama_chunk, openai_chunk
+
+LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
+BEGINNING = 2**16  # bytes that show what an answer is
+JSON = "application/json"
+
+
+class RemoteError(GearbxError):
+    """A server cannot be used: the message is one line with its URL and the remedy."""
+
+
+class RefusedError(RemoteError):
+    """A server answered with a status of 400 or more.
+
+    Attributes:
+        status: of HTTP.
+        reason: the server's words.
+    """
+
+    def __init__(self, message: str, status: int, reason: str):
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+class Connection:
+    """Requests to one server; a context that closes its sockets.
+
+    Args:
+        url: of the API, such as http://127.0.0.1:8080/v1. A proxy of the environment is used, except for loopback.
+        api_key: sent as a bearer token, and in no message.
+        timeout: seconds to wait for the connection, for an answer's next bytes, and from one token to the next.
+
+    Raises:
+        GearbxError: a URL that is none, or a key that no header can have.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
+        self.base, self.shown, loopback = checked_url(url)
+        self.api_key, self.timeout = api_key or "", timeout
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise GearbxError("the API key has characters that no HTTP header can have; check it")
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self.client = httpx.Client(timeout=timeout, headers=headers, trust_env=not loopback)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    @property
+    def root(self) -> str:
+        """The URL without the version at its end: where a server has APIs of its own."""
+        return self.base.removesuffix("/v1")
+
+    @contextmanager
+    def opened(self, url: str, body: Mapping[str, Any] | None = None) -> Iterator["Reply"]:
+        """The answer to a request: POST with a JSON body, or GET without one.
+
+        Raises:
+            RemoteError: no answer, or one that ends early; also while it is read inside.
+            RefusedError: a status of 400 or more.
+        """
+        request = self.client.build_request("GET", url)
+        if body is not None:  # as ASCII: a name may contain half of a surrogate pair
+            content = json.dumps(body).encode()
+            request = self.client.build_request("POST", url, content=content, headers={"Content-Type": JSON})
+        with failures(self.described), closing(self.client.send(request, stream=True)) as response:
+            reply = Reply(self, response)
+            if response.status_code >= 300:
+                raise self.refused(response.status_code, reply)
+            yield reply
+
+    def json(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is no JSON."""
+        with self.opened(url, body) as reply:
+            return self.parsed(reply.text(), parse_json, reply.kind)
+
+    def parsed(self, text: str, parse: Callable[[str], Any], kind: str = "") -> Any:
+        """What `parse` makes of a part of an answer; a GearbxError of it becomes a RemoteError with the URL."""
+        try:
+            return parse(text)
+        except GearbxError as error:
+            raise self.error(f"answers {kind or 'something'} that is no answer of this API ({error})") from error
+
+    def error(self, what: str, remedy: str = "check the address, which usually ends in /v1") -> RemoteError:
+        return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
+
+    def refused(self, status: int, reply: "Reply") -> RefusedError:
+        reason = hidden(refusal(reply.beginning()), self.api_key)
+        key = "give --server-api-key"
+        remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
+        remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
+        return RefusedError(f"{self.shown}: answers {status} ({reason}); {remedy}", status, reason)
+
+    def described(self, failure: Failure, error: Exception) -> RemoteError:
+        """Why a request came to nothing."""
+        start = "start the server, or check --server"
+        if failure is Failure.SLOW_CONNECTION:
+            return self.error(f"no connection within {self.timeout:g} s", start)
+        if failure is Failure.NO_CONNECTION:
+            return self.error(f"no connection ({one_line(error)})", start)
+        return self.silent() if failure is Failure.SILENT else self.cut(one_line(error))
+
+    def silent(self) -> RemoteError:
+        return self.error(f"no token for {self.timeout:g} s", "give it more time with --server-timeout")
+
+    def cut(self, why: str) -> RemoteError:
+        return self.error(f"cut its answer short ({why})", "look at the server's log and run this again")
+
+
+class Reply(httpx.SyncByteStream):
+    """An answer while it comes: its bytes, as long as there are tokens among them."""
+
+    def __init__(self, connection: Connection, response: httpx.Response):
+        self.connection, self.response = connection, response
+        self.kind = brief(response.headers.get("content-type", "")).partition(";")[0].lower()
+        self.clock, self.unheard = Clock(connection.timeout), 0
+        self.stream, response.stream = response.stream, self
+
+    def heard(self) -> None:
+        """A token came: the time to wait begins again."""
+        self.clock.heard()
+        self.unheard = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The bytes as they come. Raises RemoteError where they come, but no token among them."""
+        assert isinstance(self.stream, httpx.SyncByteStream)
+        for part in self.stream:
+            self.unheard += len(part)
+            if self.clock.over:
+                raise self.connection.silent()
+            if self.unheard > LARGEST:
+                raise self.connection.error(f"sends more than {LARGEST} bytes")
+            yield part
+
+    def close(self) -> None:
+        assert isinstance(self.stream, httpx.SyncByteStream)
+        self.stream.close()
+
+    def text(self) -> str:
+        """The whole answer."""
+        return self.response.read().decode("utf-8", "replace")
+
+    def beginning(self) -> str:
+        """The first bytes of the answer: enough of an error, or of a page, to say what it is."""
+        found = b""
+        for part in self.response.iter_bytes():
+            found += part
+            if len(found) >= BEGINNING:
+                break
+        return found[:BEGINNING].decode("utf-8", "replace")
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the answer that are not empty, each as soon as it is there."""
+        rest = b""
+        for part in self.response.iter_bytes():
+            *lines, rest = (rest + part).split(b"\n")
+            yield from (line.decode("utf-8", "replace") for line in lines if line.strip())
+        if rest.strip():
+            yield rest.decode("utf-8", "replace")
+
+    def events(self) -> Iterator[str]:
+        """The data of its server-sent events."""
+        return (event.data for event in EventSource(self.response).iter_sse() if event.data)
+
+
+def refusal(text: str) -> str:
+    """Why a server refuses a request, in its own words: OpenAI's error object, mlx-lm's text, or the body's begin."""
+    try:
+        content = parse_json(text)
+    except GearbxError:
+        return "no reason given" if "<" in text or not text.strip() else brief(text)
+    found = content.get("error", content) if isinstance(content, dict) else content
+    found = found.get("message", found) if isinstance(found, dict) else found
+    return brief(str(found))
+
+
+def checked_url(text: str) -> tuple[str, str, bool]:
+    """A URL without a slash at its end, the same without name and password, and whether it is on loopback.
+
+    Raises:
+        GearbxError: no URL of HTTP.
+    """
+    parts = parsed_url(text, "--server")
+    host, path = parts.hostname or "", parts.path.rstrip("/")
+    place = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
+    base = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+    return base, urlunsplit((parts.scheme, place, path, "", "")), on_loopback(host)
+
+
+def on_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+ASK = (20, 11, 10, 5, 1)  # OpenAI's most, mlx_lm.server's, and what others stop at
+CHAT_FORMS, TEXT_FORMS = ("flag",), ("number", "flag", "n_probs")
+DONE = "[DONE]"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to ask: `prompt`, as it is (text completions), or as a message with the `system` prompt before it (chat).
+
+    template: arguments for the server's chat template.
+    """
+
+    prompt: str
+    chat: bool = True
+    system: str | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@dataclass(frozen=True)
+class OpenAIWay:
+    """How to ask an OpenAI-style server for `asked` log-probabilities of each token.
+
+    form: which fields say so: "number" or "flag", or llama.cpp's "n_probs". streamed: mlx_lm.server and others give no
+    log-probabilities in streams.
+    """
+
+    asked: int
+    form: str
+    streamed: bool
+    api: ClassVar[str] = OPENAI
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of a request's body that ask for log-probabilities."""
+        forms = {
+            "number": {"logprobs": self.asked},
+            "flag": {"logprobs": True, "top_logprobs": self.asked},
+            "n_probs": {"n_probs": self.asked},
+        }
+        return forms[self.form]
+
+    def request(self, question: Question) -> tuple[str, dict[str, Any]]:
+        """The path below the API's URL, and the body."""
+        body = {"stream": self.streamed, **self.fields}
+        if question.chat:
+            template = {"chat_template_kwargs": question.template} if question.template else {}
+            return "/chat/completions", body | template | {"messages": question.messages}
+        return "/completions", body | {"prompt": question.prompt}
+
+    def options(self, max_tokens: int, temperature: float) -> dict[str, Any]:
+        return {"max_tokens": max_tokens, "temperature": temperature}
+
+    def chunks(self, reply: Reply) -> Iterator[Chunk]:
+        """Raises RemoteError for what is no answer, or a stream without an end."""
+        if "event-stream" not in reply.kind:  # a whole answer, asked for or not; or a page
+            yield self.chunk(reply, reply.text())
+            return
+        finished = False
+        for data in reply.events():
+            if data.strip() == DONE:
+                return
+            chunk = self.chunk(reply, data)
+            finished = finished or chunk.finished
+            yield chunk
+        if not finished:
+            raise reply.connection.cut("the stream ends without its last event")
+
+    def chunk(self, reply: Reply, text: str) -> Chunk:
+        return reply.connection.parsed(text, lambda content: openai_chunk(content, self.asked), reply.kind)
+
+
+@dataclass(frozen=True)
+class OllamaWay:
+    """How to ask Ollama by its own API, which streams one JSON object a line."""
+
+    asked: int
+    api: ClassVar[str] = OLLAMA
+
+    def request(self, question: Question) -> tuple[str, dict[str, Any]]:
+        """The path below the server's URL, and the body."""
+        body = {"stream": True, "logprobs": True, "top_logprobs": self.asked}
+        if question.chat:
+            return "/api/chat", body | {"messages": question.messages}
+        return "/api/generate", body | {"prompt": question.prompt, "raw": True}
+
+    def options(self, max_tokens: int, temperature: float) -> dict[str, Any]:
+        return {"options": {"num_predict": max_tokens, "temperature": temperature}}
+
+    def chunks(self, reply: Reply) -> Iterator[Chunk]:
+        """Raises RemoteError as `OpenAIWay.chunks`."""
+        for line in reply.lines():
+            chunk = reply.connection.parsed(line, lambda content: ollama_chunk(content, self.asked), reply.kind)
+            yield chunk
+            if chunk.finished:
+                return
+        raise reply.connection.cut("the stream ends without its last line")
+
+
+Way = OpenAIWay | OllamaWay
+AnyWay = TypeVar("AnyWay", bound=Way)
+
+
+def ways_to_ask(question: Question, openai: bool, ollama: bool) -> list[Way]:
+    """Every way to ask this of a server with these APIs, the best first."""
+    forms = CHAT_FORMS if question.chat else TEXT_FORMS
+    own: list[Way] = [OllamaWay(asked) for asked in ASK] if ollama else []
+    if not openai:
+        return own
+    return own + [OpenAIWay(asked, form, streamed) for asked in ASK for form in forms for streamed in (True, False)]
+
+
+def others(ways: Sequence[AnyWay], refused: Way) -> list[AnyWay]:
+    """Those that ask with other fields than one that was refused."""
+    return [way for way in ways if fields_of(way) != fields_of(refused)]
+
+
+def after_silence(ways: Sequence[AnyWay]) -> list[AnyWay]:
+    """Those to try after the first, which was answered without log-probabilities: asking for fewer brings none."""
+    return [way for way in ways if kind_of(way) != kind_of(ways[0])]
+
+
+def kind_of(way: Way) -> tuple[Any, ...]:
+    """Everything of a way except how many log-probabilities it asks for."""
+    return type(way), getattr(way, "form", ""), getattr(way, "streamed", True)
+
+
+def fields_of(way: Way) -> tuple[Any, ...]:
+    """What a server may refuse of a way: everything except whether the answer is streamed."""
+    return type(way), way.asked, getattr(way, "form", "")
+
 
 TRIED_TOKENS, TRIED_CHUNKS = 4, 64  # of the answer that shows what a server can do
 VOCABULARY = ("vocab_size", "n_vocab")
@@ -40,12 +381,12 @@ class RemoteServer:
         except RemoteError:
             if model is None:
                 raise
-            self.listed = []
+            self.listed = {}
         self.model = self.only_model() if model is None else model
         self.way: Way | None = None
 
     def only_model(self) -> str:
-        names = [model.id for model in self.listed]
+        names = list(self.listed)
         if len(names) == 1:
             return names[0]
         shown = ", ".join(names[:10]) or "none"
@@ -53,8 +394,7 @@ class RemoteServer:
 
     def vocab_size(self) -> int | None:
         """The length of the model's logits, if the server says it: llama.cpp does, Ollama, and ours."""
-        own = next((model for model in self.listed if model.id == self.model), None)
-        found = sizes_in(own.fields) if own else None
+        found = sizes_in(self.listed.get(self.model, {}))
         if found is None and self.ollama:
             try:
                 shown = self.connection.json(f"{self.connection.root}/api/show", {"model": self.model})
@@ -106,20 +446,16 @@ class RemoteServer:
                 yield chunk
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of a list. fields: what else the server says of it."""
+def listed_models(connection: Connection) -> dict[str, dict[str, Any]]:
+    """The models that a server lists, and what else it says of them.
 
-    id: str
-    fields: dict[str, Any]
-
-
-def listed_models(connection: Connection) -> list[Model]:
-    """The models that a server lists. Raises RemoteError if it has no list, or is not there."""
+    Raises:
+        RemoteError: it has no list, or is not there.
+    """
     content = connection.json(f"{connection.base}/models")
     rows = content.get("data") if isinstance(content, dict) else None
     found = [row for row in rows or () if isinstance(row, dict) and isinstance(row.get("id"), str)]
-    return [Model(row["id"], row | (row["meta"] if isinstance(row.get("meta"), dict) else {})) for row in found]
+    return {row["id"]: row | (row["meta"] if isinstance(row.get("meta"), dict) else {}) for row in found}
 
 
 def is_ollama(connection: Connection) -> bool:

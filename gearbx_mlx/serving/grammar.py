@@ -7,18 +7,155 @@ those of the call before.
 To know which tokens may follow, the token before has to be known. So mlx-lm cannot run ahead of a constraint.
 """
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
+import msgspec
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.hf import from_tokenizer
+from pydantic import Field, StrictBool
+from pydantic.dataclasses import dataclass
 
-from ...compat.names import own_tokenizer
-from ...errors import GearbxError, one_line
-from .response_format import ResponseFormat, schema_text
-from .thinking import Thinking, thinking_of
-from .token_masks import allow, mask_of
+from ..compat.names import own_tokenizer
+from ..errors import GearbxError, one_line
+from ..files.reading import check_depth
+
+# The bits of minus infinity, and the integers that have as many.
+MINUS_INFINITY = {
+    mx.float32: (np.uint32, 0xFF800000),
+    mx.float16: (np.uint16, 0xFC00),
+    mx.bfloat16: (np.uint16, 0xFF80),
+}
+
+
+def mask_of(tokens: Iterable[int], size: int) -> np.ndarray:
+    """The mask (size,) uint8 of these tokens."""
+    mask = np.zeros(size, np.uint8)
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return mask
+
+
+def allow(logits: mx.array, mask: np.ndarray) -> mx.array:
+    """Logits (1, V), minus infinity where a token is not in the mask; tokens beyond its end are not.
+
+    Eight numbers are looked up for every byte of the mask, and added: on a CPU, MLX takes four times as long to select.
+    """
+    size = -(-logits.shape[-1] // 8)
+    fitting = mask[:size] if len(mask) >= size else np.pad(mask, (0, size - len(mask)))
+    bias = mx.array(_biases(logits.dtype).take(fitting, axis=0).reshape(-1)[: logits.shape[-1]])
+    return logits + bias.view(logits.dtype)
+
+
+@functools.cache
+def _biases(dtype: mx.Dtype) -> np.ndarray:
+    """For every byte, the bits of eight numbers (256, 8): 0 where a bit is set, else minus infinity."""
+    kind, infinity = MINUS_INFINITY[dtype]
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits, kind(0), kind(infinity))
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinking:
+    """The thinking part of an answer: which tokens begin and end it.
+
+    Args:
+        start, end: tokens.
+        opened: the prompt has begun it, so that the text is in it from its first token on.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    opened: bool
+
+    def over(self, text: np.ndarray) -> int | None:
+        """How many of a text's first tokens belong to the thinking part, 0 without one; None while it goes on.
+
+        Args:
+            text: tokens after the prompt, (n,).
+        """
+        if not self.opened and not (len(text) and text[0] == self.start[0]):
+            return 0
+        size = len(self.end)
+        places = np.flatnonzero(text == self.end[0])
+        return next((int(p) + size for p in places if tuple(text[p : p + size].tolist()) == self.end), None)
+
+    def may_start(self, text: np.ndarray) -> bool:
+        """Whether the next token may begin the thinking part."""
+        return not self.opened and not len(text)
+
+
+def thinking_of(tokenizer: Any, opened: bool) -> Thinking | None:
+    """How a model of mlx-lm's tokenizer thinks; None if it does not."""
+    if not tokenizer.has_thinking:
+        return None
+    return Thinking(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), opened)
+
+
+LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text without any bounds, as without a response_format."""
+
+    type: Literal["text"] = "text"
+
+
+@dataclass(frozen=True)
+class JsonObject:
+    """A JSON object, whatever it contains."""
+
+    type: Literal["json_object"] = "json_object"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A JSON schema and its name. `strict` may be given, and changes nothing: every schema is kept strictly."""
+
+    schema: dict[str, Any]
+    name: Annotated[str, Field(max_length=64)] = "answer"
+    description: str | None = None
+    strict: StrictBool | None = None
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """JSON that fits a schema."""
+
+    json_schema: Schema
+    type: Literal["json_schema"] = "json_schema"
+
+
+ResponseFormat = Annotated[Text | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+def schema_text(response_format: ResponseFormat) -> str | None:
+    """The schema that an answer has to fit, as compact JSON; None for text.
+
+    Raises:
+        GearbxError: a schema that is too large or nested too deeply.
+    """
+    if isinstance(response_format, Text):
+        return None
+    if isinstance(response_format, JsonObject):
+        return '{"type":"object"}'
+    schema = response_format.json_schema.schema
+    try:
+        check_depth(schema)
+    except GearbxError as error:
+        raise GearbxError(f"response_format: the schema is {error}; give a flatter one") from error
+    text = msgspec.json.encode(schema)
+    if len(text) > LARGEST_SCHEMA:
+        size = f"{len(text)} bytes, and at most {LARGEST_SCHEMA} are read"
+        raise GearbxError(f"response_format: the schema has {size}; give a smaller one")
+    return text.decode()
+
 
 KEPT = 64  # grammars of one tokenizer
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
@@ -106,7 +243,7 @@ class Grammars:
         tokenizer: of mlx-lm.
 
     Raises:
-        GearbxError: llguidance is not installed, or cannot read the tokenizer.
+        GearbxError: llguidance cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Any):
@@ -130,12 +267,8 @@ def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
     """llguidance's view of a tokenizer, which takes about a second to make.
 
     Raises:
-        GearbxError: llguidance is not installed, or cannot read the tokenizer.
+        GearbxError: llguidance cannot read the tokenizer.
     """
-    try:
-        from llguidance.hf import from_tokenizer
-    except ImportError as error:
-        raise GearbxError("response_format needs llguidance; install it with: pip install llguidance") from error
     try:
         return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(ends))
     except Exception as error:
@@ -154,8 +287,6 @@ def compiled(tokens: Any, schema: str) -> Any:
     Raises:
         GearbxError: a schema that cannot be kept, or asks for too much time or memory.
     """
-    from llguidance import LLMatcher, LLParserLimits
-
     remedy = "give another schema"
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
@@ -188,7 +319,7 @@ def constraint_for(tokenizer: Any, response_format: ResponseFormat | None, think
         thinking: the prompt ends within the thinking part. Where a model begins to think by itself is seen.
 
     Raises:
-        GearbxError: llguidance is not installed, or the schema cannot be kept.
+        GearbxError: the schema cannot be kept, or llguidance cannot read the tokenizer.
     """
     schema = None if response_format is None else schema_text(response_format)
     if schema is None:

@@ -1,8 +1,7 @@
-"""What requests to servers of others have in common: addresses, keys, the pieces of an answer, and how it fails."""
+"""What requests to servers of others have in common: addresses, keys, and how they fail."""
 
-import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from urllib.parse import SplitResult, urlsplit
@@ -12,8 +11,6 @@ import httpx
 from ..errors import GearbxError
 
 HIDDEN = "***"
-EVENT_END, LINE_END = re.compile(rb"\r?\n\r?\n"), re.compile(rb"\n")
-LONGEST_END = 4  # bytes
 SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
 
 
@@ -31,47 +28,14 @@ def failures(described: Callable[[Failure, Exception], Exception]) -> Iterator[N
     """Turns what httpx raises inside into what `described` makes of it."""
     try:
         yield
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
-        raise described(failure_of(error), error) from error
-
-
-def failure_of(error: Exception) -> Failure:
-    if isinstance(error, httpx.ConnectTimeout):
-        return Failure.SLOW_CONNECTION
-    if isinstance(error, httpx.TimeoutException):
-        return Failure.SILENT
-    if isinstance(error, httpx.ConnectError | UnicodeError):  # the latter of a name that no host can have
-        return Failure.NO_CONNECTION
-    return Failure.CUT
-
-
-class TooLong(Exception):
-    """A piece of an answer has more bytes than anybody needs."""
-
-
-def pieces(parts: Iterable[bytes], end: re.Pattern[bytes], largest: int) -> Generator[bytes, None, bytes]:
-    """The pieces of an answer, each with its end, as soon as it is there. Returns the rest, which has no end.
-
-    Raises:
-        TooLong: more than `largest` bytes without an end.
-    """
-    rest = bytearray()
-    for part in parts:
-        searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
-        rest += part
-        while found := end.search(rest, searched):
-            yield bytes(rest[: found.end()])
-            del rest[: found.end()]
-            searched = 0
-        if len(rest) > largest:
-            raise TooLong
-    return bytes(rest)
-
-
-def with_rest(found: Generator[bytes, None, bytes]) -> Iterator[bytes]:
-    """The pieces, and as the last one the rest, unless it is empty."""
-    if rest := (yield from found):
-        yield rest
+    except httpx.ConnectTimeout as error:
+        raise described(Failure.SLOW_CONNECTION, error) from error
+    except httpx.TimeoutException as error:
+        raise described(Failure.SILENT, error) from error
+    except (httpx.ConnectError, UnicodeError) as error:  # the latter of a name that no host can have
+        raise described(Failure.NO_CONNECTION, error) from error
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+        raise described(Failure.CUT, error) from error
 
 
 class Clock:

@@ -1,0 +1,259 @@
+"""The routes of the server: OpenAI's completions, Anthropic's messages, and what says how the server is.
+
+A route reads a request, hands it to the scheduler, whose thread computes, and sends what comes back as it comes.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.concurrency import run_in_threadpool
+from typing_extensions import TypedDict
+
+from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
+from .job import Asked, Emitted, Progress
+from .messages import (
+    CountedTokens,
+    CountTokensRequest,
+    MessageAnswer,
+    Messages,
+    MessagesError,
+    MessagesRequest,
+    chat_request,
+    messages_error,
+)
+from .metrics import EXPOSED, Metrics
+from .requests import BaseRequest, ChatRequest, TextRequest
+from .scheduler import Scheduler
+from .web import Guard, JsonRoute, Refused, application, page, refusal
+
+MESSAGES, MODELS = "/v1/messages", "/v1/models"
+PUBLIC = ("/", "/health", "/openapi.json")  # without the key
+EVENTS = "text/event-stream"
+STREAM_HEADERS = {"Content-Type": EVENTS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True)
+class Service:
+    """What computes, and what counts."""
+
+    scheduler: Scheduler
+    metrics: Metrics
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Here = Annotated[Service, Depends(service_of)]
+
+
+# What the description says beside requests and answers.
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """OpenAI's error object."""
+
+    error: ErrorObject
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(TypedDict):
+    status: Literal["ok", "unavailable"]
+
+
+def failing(error: Any) -> dict[int | str, dict[str, Any]]:
+    """Any request may be wrong, and any server may fail."""
+    return {status: {"model": error, "description": "Why there is no answer"} for status in ("4XX", "5XX")}
+
+
+def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {media_type: {"schema": schema}}}}
+
+
+EVENT = {  # of a stream; its data is JSON, or [DONE]
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+STREAMED = also(EVENTS, EVENT)
+router = APIRouter(route_class=JsonRoute, responses=failing(Error))
+keyed = APIRouter(
+    route_class=JsonRoute,
+    responses=failing(Error),
+    dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
+)
+theirs = APIRouter(route_class=JsonRoute, responses=failing(MessagesError), dependencies=keyed.dependencies)
+
+
+# The routes.
+
+
+@keyed.post("/chat/completions", response_model=ChatCompletion, responses=STREAMED, summary="As with /v1")
+@keyed.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
+async def answer_a_chat(body: ChatRequest, here: Here) -> Response:
+    return await complete(here, body, Dialect())
+
+
+@keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
+async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
+    return await complete(here, body, Dialect())
+
+
+@theirs.post(MESSAGES, response_model=MessageAnswer, responses=STREAMED)
+async def answer_messages(body: MessagesRequest, here: Here) -> Response:
+    return await complete(here, chat_request(body), Messages())
+
+
+@theirs.post(f"{MESSAGES}/count_tokens", response_model=CountedTokens)
+async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Response:
+    count = await run_in_threadpool(here.scheduler.count, chat_request(body))
+    return JSONResponse({"input_tokens": count})
+
+
+@keyed.get(MODELS, response_model=Models)
+async def list_models(here: Here) -> Response:
+    return JSONResponse({"object": "list", "data": [about_model(here)]})
+
+
+@keyed.get(f"{MODELS}/{{model:path}}", response_model=Model)
+async def describe_a_model(model: str, here: Here) -> Response:
+    if model not in here.scheduler.provider.names:
+        raise Refused(404, f"the model {model[:200]!a} is not served here", code="model_not_found")
+    return JSONResponse(about_model(here))
+
+
+@router.get("/health", response_model=Health)
+async def say_whether_answers_are_computed(here: Here) -> Response:
+    healthy = here.scheduler.is_healthy
+    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
+
+
+@keyed.get("/metrics", response_class=Response, responses=also("text/plain", {"type": "string"}))
+async def show_what_was_counted(here: Here) -> Response:
+    return Response(here.metrics.text(), media_type=EXPOSED)
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", response_class=Response, responses=also("text/html", {"type": "string"}))
+async def show_the_page() -> Response:
+    return page()
+
+
+def server_application(guard: Guard, scheduler: Scheduler | None = None, metrics: Metrics | None = None) -> FastAPI:
+    """The server of one model; without a scheduler, what describes it."""
+    routes = APIRouter(route_class=JsonRoute)
+    for part in (router, keyed, theirs):
+        routes.include_router(part)
+    metrics = metrics or Metrics()
+    app = application(
+        routes,
+        guard,
+        PUBLIC,
+        lambda path, refused: messages_error(refused) if path.startswith(MESSAGES) else refused.body(),
+        lambda path, status: metrics.answered(route_of(path), status),
+        title="gearbx_mlx.server",
+        version="1",
+        description="A model in gears, behind the APIs of OpenAI and Anthropic.",
+    )
+    if scheduler is not None:
+        app.state.service = Service(scheduler, metrics)
+    return app
+
+
+ROUTES = {route.path for part in (router, keyed, theirs) for route in part.routes}  # type: ignore[attr-defined]
+
+
+def route_of(path: str) -> str:
+    """The route that a path belongs to, for counting: every model is below /v1/models."""
+    if path.startswith(f"{MODELS}/"):
+        return MODELS
+    return path if path in ROUTES or path == "/openapi.json" else "other"
+
+
+def about_model(here: Service) -> dict[str, Any]:
+    """The model that is served."""
+    provider = here.scheduler.provider
+    about = {"id": provider.name, "object": "model", "created": provider.created, "owned_by": "gearbx-mlx"}
+    if (served := provider.served) is None:
+        return about
+    gears = {"modes": served.modes, "gears": served.gears, "bits": served.bits, "mode": served.default_mode}
+    return about | {"gearbx": gears, "context_length": served.context, "vocab_size": served.vocabulary}
+
+
+# Completions.
+
+
+async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Response:
+    """Answer a completion, in one piece or as a stream."""
+    asked = Asked(request)
+    came = answers(here, asked)
+    begun = await anext(came)
+    context = begun.context
+    here.metrics.prompt(len(context.prompt), max(0, context.prompt_cache_count))
+    answer = Answer(asked, begun)
+    if request.stream:
+        dialect.begin(answer.usage)
+        return StreamingResponse(stream(answer, came, dialect), headers=STREAM_HEADERS)
+    async with aclosing(came):
+        return JSONResponse(dialect.whole(await answer.whole(came)))
+
+
+async def answers(here: Service, asked: Asked) -> AsyncGenerator[Any, None]:
+    """What comes of a request, with every token counted; closed, it ends the work on it.
+
+    Raises:
+        Exception: what the computation failed with.
+    """
+    since, first = time.perf_counter(), True
+    try:
+        await run_in_threadpool(here.scheduler.submit, asked)
+        while (found := await asked.answers.get()) is not None:
+            if isinstance(found, Emitted):
+                now = time.perf_counter()
+                here.metrics.token(found.seen, now - since, first)
+                since, first = now, False
+            yield found
+    finally:
+        asked.left.set()
+
+
+async def stream(answer: Answer, came: AsyncGenerator[Any, None], dialect: Dialect) -> AsyncGenerator[str, None]:
+    """Events as tokens come. An error after the first of them is an event of its own, and ends the stream."""
+    async with aclosing(came):
+        try:
+            async for chunk in answer.chunks(came):
+                if not isinstance(chunk, Progress):
+                    for event in dialect.events(chunk):
+                        yield event_text(event)
+                elif 0 < chunk.done < chunk.total:
+                    yield f": keepalive {chunk.done}/{chunk.total}\n\n"
+        except Exception as error:
+            yield event_text(dialect.failed(refusal(error)))
+            return
+        for event in dialect.last():
+            yield event_text(event)

@@ -1,1 +1,0 @@
-"""Answers that fit a schema."""

@@ -1,5 +1,0 @@
-"""Names and defaults that flags show: importing them costs nothing."""
-
-APIS = AUTO, OPENAI, OLLAMA = ("auto", "openai", "ollama")  # of servers of others
-DEFAULT_TIMEOUT = 120.0  # seconds, for a server of others
-ASSUMED_VOCABULARY = 262144  # Gemma's, the largest that is common: for smaller ones the upper bounds hold too

@@ -1,0 +1,356 @@
+"""What every server here has in common: who may come in, how much of what they send is read, and how errors look.
+
+The applications are FastAPI's. `Gatekeeper` stands in front of one: it asks for the key, reads a body that is not too
+large, gives a request up when its client leaves, and answers with an error object where the application raises. What
+is wrong with a request gets a status of 4xx, and the server goes on; nothing that a client wrote reaches the log
+unescaped.
+"""
+
+import functools
+import hashlib
+import hmac
+import logging
+import re
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import GearbxError, one_line
+from ..files.reading import parse_json, shown
+
+LARGEST_BODY = 2**24  # bytes
+PATIENCE = 30.0  # seconds that a client has to send its request
+MOST_HEADERS, LONGEST_PATH = 100, 2**16
+METHODS = ["GET", "POST", "OPTIONS"]
+INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+log = logging.getLogger("gearbx_mlx.server")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Who may come in.
+
+    api_key: that requests must bring; None: none. allowed_origins: of pages in browsers, "*": any. largest_body: bytes.
+    patience: seconds that a client has to send its request.
+    """
+
+    api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ("*",)
+    largest_body: int = LARGEST_BODY
+    patience: float = PATIENCE
+
+
+class Refused(HTTPException):
+    """A request that is answered with an error object.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        kind: OpenAI's type of the error.
+        param: the field that is wrong.
+        code: OpenAI's code.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ):
+        super().__init__(status, message)
+        self.message, self.kind, self.param, self.code = message, kind, param, code
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def refusal(error: BaseException) -> Refused:
+    """What a client gets to know of an error: a mistake of its own in full, others by their kind alone."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, RequestValidationError):
+        return misfit(error.errors(), error.body)
+    if isinstance(error, HTTPException):  # of the router
+        return Refused(error.status_code, f"{error.detail}: nothing is served in this way here", code="not_found")
+    if isinstance(error, GearbxError):
+        return Refused(400, one_line(error))
+    log.error("%s: %s", type(error).__name__, escaped(one_line(error)), exc_info=log.isEnabledFor(logging.DEBUG))
+    return Refused(500, f"the server failed ({type(error).__name__}); its log says why", "server_error")
+
+
+def escaped(text: str) -> str:
+    """Text that stays on one line of a log and cannot steer a terminal."""
+    return text.encode("unicode_escape").decode() if not text.isprintable() else text
+
+
+# What is wrong with a body.
+
+EXPECTED = {  # by pydantic's type of an error
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dataclass_type": "an object",
+}
+
+
+def misfit(errors: Any, body: Any) -> Refused:
+    """The first field that is wrong, its value, and what it is not; `errors` are pydantic's, of this body."""
+    found = [(*field_of(error, body), error) for error in errors]
+    field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
+    if not field:
+        return Refused(400, "the body is no JSON object" if error["type"] != "missing" else lacks("the body", error))
+    param = re.split(r"[.\[]", field)[0]
+    kinds = [EXPECTED[other["type"]] for name, _, other in found if name == field and other["type"] in EXPECTED]
+    context = error.get("ctx", {})
+    if error["type"] == "missing":
+        return Refused(400, lacks(field, error), param=param)
+    if error["type"] == "value_error":
+        return Refused(400, str(context["error"]), param=param)
+    if error["type"] == "union_tag_not_found":
+        return Refused(400, f"{field} has no field {context['discriminator']}", param=param)
+    if error["type"] == "union_tag_invalid":
+        tag = context["discriminator"].strip("'")
+        if not isinstance(value.get(tag), str):
+            return Refused(400, f"{field}.{tag} is {shown(value.get(tag))}, not text", param=param)
+        expected = context["expected_tags"].replace("'", "")
+        return Refused(400, f"{field}.{tag} is {shown(value[tag])}, not one of {expected}", param=param)
+    said = f"{field} is {shown(value)}"
+    if kinds:
+        return Refused(400, f"{said}, not {' or '.join(dict.fromkeys(kinds))}", param=param)
+    return Refused(400, f"{said}: {error['msg'][:1].lower()}{error['msg'][1:]}", param=param)
+
+
+def lacks(field: str, error: Any) -> str:
+    return f"{field} has no field '{error['loc'][-1]}'" if error["loc"] != ("body",) else "the body is no JSON object"
+
+
+def field_of(error: Any, body: Any) -> tuple[str, Any]:
+    """Where an error is, such as messages[0].content, and the value there. Names of pydantic's own are left out."""
+    field, value = "", body
+    place = [part for part in error["loc"] if part != "body"]
+    for part in place[:-1] if error["type"] == "missing" else place:
+        if isinstance(value, dict) and part in value:
+            field, value = f"{field}.{part}" if field else str(part), value[part]
+        elif isinstance(value, list) and isinstance(part, int):
+            field, value = f"{field}[{part}]", value[part]
+    return field, value
+
+
+# From the socket to the routes.
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON, whatever its headers say."""
+
+    async def json(self) -> Any:
+        """Raises Refused for what is no JSON, or nested too deeply."""
+        try:
+            return parse_json(await self.body())
+        except GearbxError as error:
+            raise Refused(400, f"the body is no JSON: {one_line(error)}") from error
+
+
+class JsonRoute(APIRoute):
+    """A route that reads JSON as everything here does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class Gatekeeper:
+    """An application behind its guard.
+
+    Args:
+        public: paths that need no key.
+        error_object: the body of an error, by the request's path.
+        answered: called with the path and the status of every answer.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        guard: Guard,
+        public: Collection[str],
+        error_object: Callable[[str, Refused], Mapping[str, Any]],
+        answered: Callable[[str, int], None],
+    ):
+        self.app, self.guard, self.public = app, guard, public
+        self.error_object, self.answered = error_object, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                self.note(scope, message["status"])
+            await send(message)
+
+        try:
+            body = await self.read(scope, receive)
+            await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            refused = refusal(error)
+            if not begun:
+                response = JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
+                await response(scope, receive, sending)
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request that may come in. Raises Refused for one that may not, or has too much to say."""
+        headers = dict(scope["headers"])
+        if len(scope["headers"]) > MOST_HEADERS:
+            raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
+        if len(scope["raw_path"]) > LONGEST_PATH:
+            raise Refused(414, f"the path has more than {LONGEST_PATH} bytes")
+        if scope["path"] not in self.public:
+            self.check_key(headers)
+        if scope["method"] != "POST":
+            return b""
+        length = headers.get(b"content-length", b"")
+        if not length:
+            raise Refused(411, "the request has no Content-Length")
+        if len(length) > 18:
+            raise Refused(400, "Content-Length is no number of bytes")
+        if int(length) > self.guard.largest_body:
+            raise Refused(413, f"the body has {int(length)} bytes; send {self.guard.largest_body} at most")
+        kept = [header for header in scope["headers"] if header[0] != b"content-type"]
+        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # as which it is read, whatever it is called
+        return await Request(scope, receive).body()
+
+    def check_key(self, headers: dict[bytes, bytes]) -> None:
+        """Raises Refused without the key: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        if self.guard.api_key is None:
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        key = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        if not hmac.compare_digest(key.strip(b" \t"), self.guard.api_key.encode("utf-8", "surrogateescape")):
+            raise Refused(401, "no API key, or a wrong one", "authentication_error", code="invalid_api_key")
+
+    def note(self, scope: Scope, status: int) -> None:
+        """Count an answer, and log it."""
+        self.answered(scope["path"], status)
+        client = (scope.get("client") or ("?",))[0]
+        log.info('%s "%s %s" %d', client, escaped(scope["method"]), escaped(scope["path"]), status)
+
+
+def replayed(body: bytes) -> Receive:
+    """The `receive` of an application: the body; that the client leaves is noticed elsewhere."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await anyio.sleep_forever()
+        return messages.pop()
+
+    return receive
+
+
+async def unless_left(answer: Callable[[], Awaitable[None]], receive: Receive) -> None:
+    """Answer a request; where the client leaves before its end, the answer is cancelled."""
+    failed: Exception | None = None
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        try:
+            await answer()
+        except Exception as error:  # which a task group would put into a group of errors
+            failed = error
+        tasks.cancel_scope.cancel()
+    if failed is not None:
+        raise failed
+
+
+def pass_on(request: Request, error: Exception) -> Response:
+    """Let `Gatekeeper` answer errors."""
+    raise error
+
+
+def application(
+    router: APIRouter,
+    guard: Guard,
+    public: Collection[str] = ("/", "/health"),
+    error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
+    answered: Callable[[str, int], None] = lambda path, status: None,
+    **about: Any,
+) -> FastAPI:
+    """The application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **about)
+    app.include_router(router)
+    for kind in (HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, pass_on)
+    app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
+    app.add_middleware(CORSMiddleware, allow_origins=guard.allowed_origins, allow_methods=METHODS, allow_headers=["*"])
+    return app
+
+
+# The page.
+
+
+@functools.cache
+def page() -> Response:
+    """The page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
+    text = files("gearbx_mlx.serving").joinpath("page.html").read_bytes()
+    headers = {
+        "Content-Security-Policy": policy(text),
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(text, headers=headers, media_type="text/html; charset=utf-8")
+
+
+def policy(text: bytes) -> str:
+    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, pictures inside it, requests
+    to its server."""
+    found: dict[bytes, list[str]] = {b"script": [], b"style": []}
+    for kind, inside in INLINE.findall(text):
+        found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(found[b'script'])}",
+            f"style-src {' '.join(found[b'style'])}",
+            "img-src data:",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
