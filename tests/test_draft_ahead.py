@@ -11,15 +11,14 @@ import pytest
 from conftest import PROMPT, tiny_model
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding.drafting import Drafter
+from gearbx_mlx.decoding.drafting import Drafter, Writer
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.decoding.sampling import entropy_bits
+from gearbx_mlx.decoding.sampling import Chooser, entropy_bits
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
-from gearbx_mlx.routing.pass_costs import Costs
-from gearbx_mlx.routing.rounds import Rounds
+from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule
 
 TALE = "Once upon a time there was a king who"
 SOME = (1, 4, MOST_DRAFTED)
@@ -155,13 +154,15 @@ class TestDrafts:
         gearbox.model(PROMPT[:, :-1], cache=cache)
         return cache
 
-    def drafts(self, gearbox, rule, most=12, depths=(0, *SOME), **settings):
-        """By depth, what follows the prompt."""
+    def drafts(self, gearbox, rule, most=12, depths=(0, *SOME), stop_tokens=frozenset(), **settings):
+        """By depth, what follows the prompt: the text with its drafts, and how many steps were thrown away."""
         low, found = gearbox.ladder[0], {}
         for depth in depths:
             mx.random.seed(7)
-            drafter = Drafter(gearbox, low, rule, entropy_bits, ahead=depth, **settings)
-            found[depth] = drafter.draft(PROMPT[0, -1].item(), self.begun(gearbox), most, PROMPT[0].tolist())
+            text = Writer(Chooser(**settings), PROMPT[0, -1].item(), 99, stop_tokens.__contains__, PROMPT[0].tolist())
+            drafter = Drafter(gearbox, low, entropy_bits, depth)
+            done = drafter.draft([text], self.begun(gearbox), joint_rule(rule), most)
+            found[depth] = text, done
             assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
         return found
 
@@ -169,28 +170,28 @@ class TestDrafts:
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_are_the_same_at_every_depth(self, tiny, sampler, processors):
-        settings = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
+        settings = {"sampler": SAMPLERS[sampler] or greedy_sampler, "processors": PROCESSORS[processors]}
         found = self.drafts(Gearbox(tiny, "6,16"), after(5), **settings)
-        assert len(found[0].tokens) == 5
-        for depth, draft in found.items():
-            assert (draft.tokens, draft.entropies) == (found[0].tokens, found[0].entropies)
-            assert draft.discarded == min(depth, 12 - 5)
-            assert (draft.drafted, draft.draft_passes) == (5, 5 + draft.discarded)
+        first = found[0][0]
+        assert len(first.tokens) == 5
+        for depth, (text, done) in found.items():
+            assert (text.tokens, text.entropies) == (first.tokens, first.entropies)
+            assert (done.steps, done.discarded) == (5, min(depth, 12 - 5))
 
     def test_nothing_is_thrown_away_beyond_an_end_that_is_known(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
         for rule, most, length in ((FixedLength(5), 12, 5), (after(9), 4, 4)):
             found = self.drafts(gearbox, rule, most)
-            assert {(len(draft.tokens), draft.discarded) for draft in found.values()} == {(length, 0)}
+            assert {(len(text.tokens), done.discarded) for text, done in found.values()} == {(length, 0)}
 
     def test_end_at_a_stop_token(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
-        whole = self.drafts(gearbox, after(9), depths=(0,))[0].tokens
+        whole = self.drafts(gearbox, after(9), depths=(0,))[0][0].tokens
         place = next(place for place, token in enumerate(whole[1:], 1) if token not in whole[:place])
         found = self.drafts(gearbox, after(9), stop_tokens=frozenset({whole[place]}))
-        for depth, draft in found.items():
-            assert draft.tokens == whole[: place + 1]
-            assert draft.discarded == min(depth, 12 - place - 1)
+        for depth, (text, done) in found.items():
+            assert text.tokens == whole[: place + 1]
+            assert done.discarded == min(depth, 12 - place - 1)
 
     def test_processors_see_the_tokens_before_each_place(self, tiny):
         seen = []
@@ -199,7 +200,7 @@ class TestDrafts:
             seen.append(tokens)
             return logits
 
-        draft = self.drafts(Gearbox(tiny, "6,16"), after(4), depths=(2,), logits_processors=(processor,))[2]
+        draft, _ = self.drafts(Gearbox(tiny, "6,16"), after(4), depths=(2,), processors=(processor,))[2]
         text = PROMPT[0].tolist()
         assert [tokens.tolist() for tokens in seen[:5]] == [text + draft.tokens[:place] for place in range(5)]
         assert len(seen) == 6

@@ -12,10 +12,10 @@ from conftest import tiny_model
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
-from gearbx_mlx.decoding.draft_plans import plan_of, shipped
+from gearbx_mlx.decoding.draft_plans import DraftPlans, shipped
 from gearbx_mlx.decoding.draft_trials import machine_of, measure_times, times_here
 from gearbx_mlx.routing.acceptance import AcceptanceCurve, DraftTimes, ProductRule, parse_draft_file, typical_agreement
-from gearbx_mlx.routing.pass_costs import MOST_ROWS, LearnedCosts
+from gearbx_mlx.routing.rounds import MOST_ROWS, LearnedCosts
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 
@@ -174,7 +174,7 @@ class TestWhatIsLearned:
     """Plans with costs in time learn over texts, as far as these texts have the same rule and times."""
 
     def plan(self, gearbox, agreement=typical_agreement, times=None):
-        return plan_of(ProductRule(agreement, 0.5), gearbox, gearbox.ladder[0], "time", 15, times)
+        return DraftPlans(gearbox, gearbox.ladder[0], ProductRule(agreement, 0.5), "time", 15, times).of(1)
 
     def test_goes_on_with_the_same_curve_and_times(self, tiny):
         gearbox = Gearbox(tiny, "4,16")

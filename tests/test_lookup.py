@@ -16,8 +16,7 @@ from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.pass_costs import Costs
-from gearbx_mlx.routing.rounds import TRIAL, CostRule, Rounds, Stretches
+from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, Rounds, Stretches
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 

@@ -9,8 +9,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, batch_generate, stream_generate
 from gearbx_mlx.decoding.stream import batch_generator
-from gearbx_mlx.routing.pass_costs import Costs
-from gearbx_mlx.routing.rounds import BatchCostRule
+from gearbx_mlx.routing.rounds import CostRule, Costs
 
 PROMPTS = [
     "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:",
@@ -18,6 +17,7 @@ PROMPTS = [
     "The",
     "Question: Mia reads 20 pages a day. How many pages does she read in a week?\nAnswer:",
 ]
+REPEATED = "a b c d e f g h i j " * 12
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +197,10 @@ class TestCosts:
         lengths = []
         for rows, of_row in ((1, 0.0), (16, 1.0)):
             costs = Costs(lambda: 0.2, lambda tokens, of_row=of_row: 1 + of_row * (tokens - 1), measured=True)
-            rule = BatchCostRule(lambda entropy: 0.9, costs)
+            rule = CostRule(lambda entropy: 0.9, costs)
             rule.begin(rows)
             steps = 1
-            while steps < 15 and rule.goes_on([0.5] * rows, [True] * rows):
+            while steps < 15 and rule.goes_on(*[0.5] * rows):
                 steps += 1
             lengths.append(steps)
         assert lengths == [15, 1]
@@ -209,7 +209,7 @@ class TestCosts:
 class TestPromptLookup:
     @pytest.mark.parametrize("count", [1, 3])
     def test_proposes_what_a_text_repeats(self, count, demo, geared_demo):
-        prompts = [PROMPTS[0] + " 12\n" + PROMPTS[0], *PROMPTS[1:]][:count]
+        prompts = [REPEATED, *PROMPTS[1:]][:count]
         expected = [alone(geared_demo, demo.tokenizer, prompt) for prompt in prompts]
         done = together(geared_demo, demo.tokenizer, prompts, mode=Lossless(cost="bytes"))
         assert tokens_of(done) == expected
@@ -217,6 +217,5 @@ class TestPromptLookup:
         assert 0 < len(looked_up) <= sum(response.looked_up for response in done.traces[0])
 
     def test_can_be_turned_off(self, demo, geared_demo):
-        prompt = PROMPTS[0] + " 12\n" + PROMPTS[0]
-        done = together(geared_demo, demo.tokenizer, [prompt], mode=Lossless(cost="bytes", lookup_tokens=0))
+        done = together(geared_demo, demo.tokenizer, [REPEATED], mode=Lossless(cost="bytes", lookup_tokens=0))
         assert not any(response.looked_up for response in done.traces[0])

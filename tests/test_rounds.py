@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbx_mlx.routing.lookup import LONGEST, PRIOR, SHORTEST, Lookup, LookupAgreement
-from gearbx_mlx.routing.pass_costs import FIRST_PASSES, MOST_ROWS, REMEMBERED, ROW_SHARE, Costs, LearnedCosts
-from gearbx_mlx.routing.rounds import PROBED, CostRule, Rounds
+from gearbx_mlx.routing.rounds import (
+    FIRST_PASSES,
+    MOST_ROWS,
+    PROBED,
+    REMEMBERED,
+    ROW_SHARE,
+    CostRule,
+    Costs,
+    LearnedCosts,
+    Rounds,
+)
 
 
 def longest_run(tokens: list[int]) -> tuple[int, list[int]]:

@@ -25,8 +25,7 @@ from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
 from gearbx_mlx.gears.strips import Piece, Strip, StripReader
 from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
 from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
-from gearbx_mlx.routing.pass_costs import Costs
-from gearbx_mlx.routing.rounds import CostRule
+from gearbx_mlx.routing.rounds import CostRule, Costs
 
 LAYERS = 6
 MODELS = {

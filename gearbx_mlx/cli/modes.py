@@ -7,7 +7,7 @@ from ..decoding.modes import MODES
 from ..errors import GearbxError
 from ..gears.ladder import WHOLE, WHOLE_LADDER
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
-from ..routing.pass_costs import COSTS
+from ..routing.rounds import COSTS
 from .pair import SMALL_MODEL
 from .settings import Settings, flag
 

@@ -26,7 +26,7 @@ from ..gears.ladder import DENSE, Gear, Ladder
 from ..gears.saved import saved_gears
 from ..loading import model_name
 from ..routing.acceptance import DraftFile
-from ..routing.pass_costs import TIME
+from ..routing.rounds import TIME
 from .calibration import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for

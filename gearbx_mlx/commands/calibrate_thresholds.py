@@ -15,7 +15,7 @@ from ..cli.loaded import load_model
 from ..cli.parsers.calibrate import KICKDOWN, MANUAL, MEDIAN, PERCENTILE, SHARE, CalibrateSettings
 from ..cli.room import warn_of_memory
 from ..decoding.kickdown import GearedModel
-from ..decoding.sampling import entropy_bits, sampled_tokens
+from ..decoding.sampling import entropy_bits, sampled
 from ..decoding.stream import stream_generate
 from ..evaluation.session import Journal
 from ..gears.discovery import vocabulary
@@ -98,8 +98,8 @@ def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calib
 
 def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
     """Bits of every generated token in every gear."""
-    sampled = sampled_tokens(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
-    return [token.step.entropies for _, token in sampled]
+    source = sampled(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
+    return [source.seen(response).step.entropies for response in source.responses]
 
 
 def settle(settings: CalibrateSettings) -> tuple[GearSettings, list[float]]:

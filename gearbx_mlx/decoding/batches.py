@@ -13,7 +13,7 @@ What callers can get wrong about the sequences of a batch is found before any of
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
@@ -36,13 +36,9 @@ from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading
 from .caches import parts
-from .response import BatchGearResponse, Step, single_pass
-from .sampling import Entropy, Sampler, check_finite, fast_entropy
+from .response import BatchGearResponse, Step, seen_of, single_pass
+from .sampling import Chooser, Entropy, Processor, Sampler, check_finite, fast_entropy, sampled_rows
 from .texts import check_known, turn, vocabulary_of
-from .wrapper import seen_of
-
-Processor = Callable[[mx.array, mx.array], mx.array]
-
 
 SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
 
@@ -80,31 +76,22 @@ class SeenRow:
 
 @dataclass
 class BatchText:
-    """A text that shares its passes with others, but has a monitor, a gate and a sampler of its own.
+    """A text that shares its passes with others, but has a monitor and a gate, and chooses its tokens, by itself.
 
-    first: the gear that reads its prompt. sampler: takes log-probabilities (1, V); None: the batch's. random: None:
-    it draws from MLX's random state, as all others without a seed do. error: of a logits
-    processor, whose logits are NaN.
+    first: the gear that reads its prompt.
     """
 
     gate: Gate
     monitor: Monitor
     first: Gear
-    sampler: Sampler | None = None
-    random: OwnRandomState | None = None
+    chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
-    error: Exception | None = None
     rows: deque[SeenRow] = field(default_factory=deque)
     """Of tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
 
     def __post_init__(self) -> None:
         self.wish = self.first
         self.gate.reset(self.first.index)
-
-    def sample(self, logprobs: mx.array, shared: Sampler) -> mx.array:
-        """A token (1,) from log-probabilities (1, V)."""
-        with nullcontext() if self.random is None else self.random.drawn():
-            return (self.sampler or shared)(logprobs)
 
 
 class OfOneText(Protocol):
@@ -121,7 +108,7 @@ class GuardedProcessor:
     why."""
 
     processor: Processor
-    owner: BatchText
+    owner: Chooser
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -132,11 +119,6 @@ class GuardedProcessor:
             return mx.full(logits.shape, mx.nan, logits.dtype)
 
 
-def guarded(processors: Sequence[Processor] | None, owner: BatchText) -> list[GuardedProcessor]:
-    """The processors of a sequence, none of which raises."""
-    return [GuardedProcessor(each, owner) for each in processors or ()]
-
-
 class RowSampler:
     """A sampler of all rows of a pass, to mlx-lm one and the same for every sequence.
 
@@ -144,13 +126,12 @@ class RowSampler:
     alone; rows without a sampler and a seed of their own together, as in mlx-lm.
 
     Args:
-        sampler: of sequences that have none.
         step: returns how the latest logits came about, those of so many rows.
         entropy: in bits, of log-probabilities (B, V).
     """
 
-    def __init__(self, sampler: Sampler, step: Callable[[int], Step], entropy: Entropy):
-        self.sampler, self.step, self.entropy = sampler, step, entropy
+    def __init__(self, step: Callable[[int], Step], entropy: Entropy):
+        self.step, self.entropy = step, entropy
         self._sequences: Sequence[BatchText] = ()
 
     @contextmanager
@@ -167,14 +148,8 @@ class RowSampler:
         seen = SeenPass(self.step(len(logprobs)), entropies)
         for row, each in enumerate(self._sequences):
             each.rows.append(SeenRow(seen, row, each.wish))
-        return mx.depends([self._sampled(logprobs)], [entropies])[0]  # one evaluation makes tokens and entropies
-
-    def _sampled(self, logprobs: mx.array) -> mx.array:
-        if all(each.sampler is None and each.random is None for each in self._sequences):
-            return self.sampler(logprobs)
-        return mx.concatenate(
-            [each.sample(logprobs[row : row + 1], self.sampler) for row, each in enumerate(self._sequences)]
-        )
+        sampled = sampled_rows([each.chooser for each in self._sequences], logprobs)
+        return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
 
 
 class BatchGenerator(StagedGenerator):
@@ -202,7 +177,8 @@ class BatchGenerator(StagedGenerator):
         self._has_states = has_states(model)
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
-        rows = RowSampler(sampler or make_sampler(), self._single_pass, fast_entropy(gearbox))
+        self._sampler = sampler or make_sampler()
+        rows = RowSampler(self._single_pass, fast_entropy(gearbox))
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         self._rows = rows
@@ -245,9 +221,13 @@ class BatchGenerator(StagedGenerator):
             mode.sequence(self.gearbox, self.tokenizer, prompt)
             for mode, prompt in zip(modes or [self.mode] * count, prompts)
         ]
-        for each, sampler, seed in zip(joined, samplers or [None] * count, seeds or [None] * count):
-            each.sampler, each.random = sampler, None if seed is None else OwnRandomState(seed)
-        own = [guarded(*given) for given in zip(logits_processors or [self.logits_processors] * count, joined)]
+        none = [None] * count
+        processors = logits_processors or [self.logits_processors] * count
+        for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
+            chooser = text.chooser = Chooser(sampler or self._sampler)
+            chooser.random = None if seed is None else OwnRandomState(seed)
+            chooser.processors = [GuardedProcessor(each, chooser) for each in own or ()]
+        own = [text.chooser.processors for text in joined]
         uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
         self.sequences |= zip(uids, joined)
         return uids
@@ -327,7 +307,7 @@ class BatchGenerator(StagedGenerator):
         try:
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:
-            error = each.error or not_finite
+            error = each.chooser.error or not_finite
         shown = seen_of(step, seen.entropy, reading.mean, each.before)
         share = {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
         return BatchGearResponse(**vars(token), **{**shown, **share}, error=error)

@@ -30,11 +30,23 @@ from ..routing.acceptance import (
     typical_agreement,
 )
 from ..routing.lookup import LookupAgreement
-from ..routing.pass_costs import BYTES, MOST_ROWS, TIME, Costs, FixedCosts, LearnedCosts, PassCosts
-from ..routing.rounds import BatchCostRule, BatchRule, CostRule, EachRule, Rounds, Stretches
+from ..routing.rounds import (
+    BYTES,
+    MOST_ROWS,
+    TIME,
+    CostRule,
+    Costs,
+    JointRule,
+    LearnedCosts,
+    OneStretch,
+    PassCosts,
+    Rounds,
+    Stretches,
+    joint_rule,
+)
 
 
-class StreamCosts(FixedCosts):
+class StreamCosts(PassCosts):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
     While a verification reads the disk it computes, so that the slower of both counts. So rows have no share of
@@ -43,14 +55,15 @@ class StreamCosts(FixedCosts):
     Args:
         gearbox: with residency `stream`.
         draft: the gear that drafts.
+        texts: that share the passes.
     """
 
-    def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear):
-        top = gearbox.ladder.top
+    def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear, texts: int = 1):
+        top, positions = gearbox.ladder.top, (texts, 2 * texts)
         self._stream = stream
-        self._draft = gearbox.weight_bytes_per_token(draft)
-        self._disk = [gearbox.disk_bytes_per_token(top, positions) for positions in (1, 2)]
-        self._memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip((1, 2), self._disk)]
+        self._draft = gearbox.weight_bytes_per_token(draft, texts)
+        self._disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
+        self._memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, self._disk)]
 
     def draft(self) -> float:
         return self._draft
@@ -60,65 +73,100 @@ class StreamCosts(FixedCosts):
         return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
 
 
-def bytes_read(gearbox: Gearbox, draft: Gear) -> PassCosts:
+def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
-    top, low = gearbox.ladder.top, gearbox.weight_bytes_per_token(draft)
-    agreement = agreement_of(gearbox.model)
+    top, agreement = gearbox.ladder.top, agreement_of(gearbox.model)
     if agreement.group is None:
-        return Costs(lambda: low, lambda rows: gearbox.weight_bytes_per_token(top, rows))
+        return Costs(
+            lambda: gearbox.weight_bytes_per_token(draft, texts),
+            lambda rows: gearbox.weight_bytes_per_token(top, texts * rows),
+        )
     passes = (gearbox.weight_bytes_per_token(top, rows + 1) for rows in range(MOST_ROWS))
-    low, *shared = agreement.numbers([low, *passes])
+    low, *shared = agreement.numbers([gearbox.weight_bytes_per_token(draft), *passes])
     return Costs(lambda: low, lambda rows: shared[rows - 1])
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """When a draft ends, which rounds draft, and where there are rounds at all (None: everywhere).
+    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts."""
 
-    With costs in time it is the gearbox's, and learns over texts; with a curve of the user's own, over one text.
-    """
-
-    rule: DraftRule
+    rule: JointRule
     rounds: Rounds
-    stretches: Stretches | None = None
+    stretches: Stretches | OneStretch = field(default_factory=OneStretch)
 
 
-LEARNED: WeakKeyDictionary[Gearbox, dict[Any, DraftPlan]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
+@dataclass
+class Learned:
+    """Plans with costs in time, by the number of texts, and how often proposals of the texts are right."""
+
+    plans: dict[int, DraftPlan] = field(default_factory=dict)
+    agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
-def plan_of(
-    rule: DraftRule, gearbox: Gearbox, draft: Gear, unit: str, most_looked_up: int, times: DraftTimes | None = None
-) -> DraftPlan:
-    """How to draft at the costs of this machine.
+LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
-    Where the top gear is streamed, these are bytes at measured speeds, whatever the unit.
+
+class DraftPlans:
+    """How to draft at the costs of this machine, for any number of texts that share their passes.
+
+    What one number has learned says nothing about another one. Plans with costs in time are the gearbox's, and learn
+    over texts; with a curve of the user's own, over one text or batch. Where the top gear is streamed, costs are bytes
+    at measured speeds, whatever the unit.
 
     Args:
-        rule: for bytes; only a ProductRule, which has a curve, follows other costs. Another one always drafts.
         draft: the gear that drafts.
-        unit: one of COSTS. Seconds are measured while texts are written.
-        most_looked_up: tokens that the text may propose at once; 0: none.
-        times: seconds that were measured on this machine before.
+        rule: of a single text, for bytes; only one with a curve follows other costs. Another one always drafts.
+        unit: one of COSTS; seconds are measured while texts are written. None: bytes for one text, unless there are
+            times, and time for several, since what their rows cost is not in the bytes.
+        most_looked_up: tokens that texts may propose at once; 0: none.
+        times: seconds that were measured on this machine before, for one text.
     """
-    stream = gearbox.residency
-    if isinstance(stream, Stream):
-        return DraftPlan(rule, Rounds(StreamCosts(gearbox, stream, draft), most_looked_up))
-    if unit == BYTES or not isinstance(rule, ProductRule):
-        return DraftPlan(rule, Rounds(bytes_read(gearbox, draft), most_looked_up))
-    curve = shared_curve(rule)
-    if curve is None:
-        return learning_plan(rule, most_looked_up, times)
-    known = LEARNED.setdefault(gearbox, {})
-    key = draft, curve, most_looked_up, times and (times.draft, *times.verification)
-    if key not in known:
-        known[key] = learning_plan(rule, most_looked_up, times)
-    return known[key]
 
+    def __init__(
+        self,
+        gearbox: Gearbox,
+        draft: Gear,
+        rule: DraftRule,
+        unit: str | None,
+        most_looked_up: int = 0,
+        times: DraftTimes | None = None,
+    ):
+        self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
+        self.most_looked_up, self.times = most_looked_up, times
+        curve = shared_curve(rule) if isinstance(rule, ProductRule) else None
+        key = draft, curve, most_looked_up, times and (times.draft, *times.verification)
+        self._learned = Learned() if curve is None else LEARNED.setdefault(gearbox, {}).setdefault(key, Learned())
+        self._of_bytes: dict[int, DraftPlan] = {}
+        self.agreement = self._learned.agreement
 
-def learning_plan(rule: ProductRule, most_looked_up: int, times: DraftTimes | None) -> DraftPlan:
-    """A plan with costs in time that knows `times`, and learns from there."""
-    costs = LearnedCosts(None if times is None else (times.draft, times.verification))
-    return DraftPlan(CostRule(rule.agreement, costs), Rounds(costs, most_looked_up), Stretches())
+    def of(self, texts: int = 1) -> DraftPlan:
+        """For so many texts."""
+        in_time = self.unit != BYTES and (self.unit == TIME or texts > 1 or self.times is not None)
+        learns = in_time and isinstance(self.rule, ProductRule) and not isinstance(self.gearbox.residency, Stream)
+        plans, make = (self._learned.plans, self._learning) if learns else (self._of_bytes, self._in_bytes)
+        if texts not in plans:
+            plans[texts] = make(texts)
+        return plans[texts]
+
+    def _learning(self, texts: int) -> DraftPlan:
+        """A plan with costs in time that knows the times of one text, and learns from there."""
+        assert isinstance(self.rule, ProductRule)
+        known = None if self.times is None or texts > 1 else (self.times.draft, self.times.verification)
+        costs = LearnedCosts(known, texts)
+        return DraftPlan(CostRule(self.rule.agreement, costs), self._rounds(costs, texts), Stretches(texts=texts))
+
+    def _in_bytes(self, texts: int) -> DraftPlan:
+        stream, costs = self.gearbox.residency, bytes_of_passes(self.gearbox, self.draft, texts)
+        if isinstance(stream, Stream):
+            costs = StreamCosts(self.gearbox, stream, self.draft, texts)
+        rule = joint_rule(self.rule)
+        if texts > 1 and isinstance(self.rule, ProductRule | CostRule):
+            rule = CostRule(self.rule.agreement, costs)
+        return DraftPlan(rule, self._rounds(costs, texts))
+
+    def _rounds(self, costs: PassCosts, texts: int) -> Rounds:
+        most = self.most_looked_up // texts  # all texts together may propose as many as one
+        return Rounds(costs, most, texts, self.agreement)
 
 
 def shared_curve(rule: ProductRule) -> Any:
@@ -223,115 +271,9 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
     return at_measured_speeds(rule, gearbox, None) if how is None else rule, None
 
 
-@dataclass
-class BatchPlan:
-    """Of batches of one size.
-
-    costs: that a rule follows. stretches: divide the text into rounds and stretches of the top gear alone; None: rounds
-    everywhere.
-    """
-
-    rule: BatchRule
-    costs: PassCosts
-    stretches: Stretches | None = None
-
-    def __post_init__(self) -> None:
-        self._owed = 0.0
-
-    def in_rounds(self) -> bool:
-        """Whether the next step drafts."""
-        if self.stretches is not None and self.stretches.over:
-            self.stretches.turn()
-        return self.stretches is None or self.stretches.in_rounds
-
-    def begin_texts(self) -> None:
-        """Texts begin, or go on in a batch of another size: the time since the last step does not count."""
-        if self.stretches is not None:
-            self.stretches.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        if self.stretches is not None:
-            self.stretches.token()
-
-    def end(self, tokens: float) -> None:
-        """A step has ended that made so many tokens of a text, on average over the sequences."""
-        self._owed += tokens - 1
-        while self.stretches is not None and self._owed >= 1:
-            self._owed -= 1
-            self.stretches.token(begins_round=False)
-
-
-@dataclass
-class Learned:
-    """Plans in time by the number of sequences, and how often proposals of texts are right."""
-
-    plans: dict[int, BatchPlan] = field(default_factory=dict)
-    agreement: LookupAgreement = field(default_factory=LookupAgreement)
-
-
-class BatchPlans:
-    """Of batches of any size; what one size has learned says nothing about another one.
-
-    Args:
-        draft: the gear that drafts.
-        rule: for single texts. One with a curve follows costs, others end drafts by themselves.
-        unit: TIME, measured while texts are written, or BYTES; None: bytes for one sequence, as alone, and time for
-            several, since what their rows cost is not in the bytes.
-        most_looked_up: rows that texts may propose themselves in a pass, over all sequences.
-        known: what was learned before.
-    """
-
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        draft: Gear,
-        rule: DraftRule,
-        unit: str | None,
-        most_looked_up: int = 0,
-        known: Learned | None = None,
-    ):
-        self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
-        self.most_looked_up = most_looked_up
-        self._learned = known or Learned()
-        self._of_bytes: dict[int, BatchPlan] = {}
-        self.agreement = self._learned.agreement
-
-    def of(self, rows: int) -> BatchPlan:
-        """For batches of so many sequences."""
-        plans = self._of_bytes if self._unit(rows) == BYTES else self._learned.plans
-        if rows not in plans:
-            plans[rows] = self._make(rows)
-        return plans[rows]
-
-    def _unit(self, rows: int) -> str:
-        return self.unit or (BYTES if rows == 1 else TIME)
-
-    def _make(self, rows: int) -> BatchPlan:
-        unit = self._unit(rows)
-        costs: PassCosts = bytes_of_batch(self.gearbox, self.draft, rows) if unit == BYTES else LearnedCosts(texts=rows)
-        if not isinstance(self.rule, ProductRule):
-            return BatchPlan(EachRule(self.rule), costs)
-        rule = BatchCostRule(self.rule.agreement, costs)
-        return BatchPlan(rule, costs, None if unit == BYTES else Stretches(texts=rows))
-
-
-LEARNED_IN_BATCHES: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()
-
-
-def batch_plans(gearbox: Gearbox, draft: Gear, rule: DraftRule, unit: str | None, most_looked_up: int) -> BatchPlans:
-    """The plans of a gearbox, which learn over batches; of bytes, or of a rule that nobody can compare, new ones."""
-    curve = shared_curve(rule) if isinstance(rule, ProductRule) and unit != BYTES else None
-    if curve is None:
-        return BatchPlans(gearbox, draft, rule, unit, most_looked_up)
-    known = LEARNED_IN_BATCHES.setdefault(gearbox, {}).setdefault((draft, curve), Learned())
-    return BatchPlans(gearbox, draft, rule, unit, most_looked_up, known)
-
-
-def bytes_of_batch(gearbox: Gearbox, draft: Gear, rows: int) -> PassCosts:
-    """Bytes of weights that passes over so many sequences read."""
-    top = gearbox.ladder.top
-    return Costs(
-        lambda: gearbox.weight_bytes_per_token(draft, rows),
-        lambda tokens: gearbox.weight_bytes_per_token(top, rows * tokens),
-    )
+def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
+    """The gear that drafts, the lowest if none is named. Raises GearbxError for the top one."""
+    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
+    if gear == gearbox.ladder.top:
+        raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+    return gear

@@ -31,6 +31,7 @@ from ..gears.offload import Resident
 from ..kernels.compiler import processor_features
 from ..kernels.dispatch import is_tuning, on_cpu
 from ..routing.acceptance import (
+    MOST_DRAFTED,
     AcceptanceCurve,
     DraftFile,
     DraftRule,
@@ -41,12 +42,11 @@ from ..routing.acceptance import (
     best_length,
     fit_curve,
 )
-from ..routing.pass_costs import MOST_ROWS, LearnedCosts
-from ..routing.rounds import predicted_cost
+from ..routing.rounds import MOST_ROWS, LearnedCosts, joint_rule, predicted_cost
 from .caches import Snapshot
-from .drafting import Drafter
+from .drafting import Drafter, Writer
 from .rows import Verifier
-from .sampling import entropy_bits, fast_entropy
+from .sampling import GREEDY, entropy_bits, fast_entropy
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches
@@ -220,16 +220,18 @@ def round_times(
     gearbox.shift(gearbox.ladder.top)
     cache = filled_cache(gearbox.model, context)
     before = Snapshot(cache)
-    rule = ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5))  # ends after so many tokens, whatever they are
+    # It ends after so many tokens, whatever they are.
+    rule = joint_rule(ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5)))
     entropy = fast_entropy(gearbox)
-    drafters = {depth: Drafter(gearbox, draft, rule, entropy, ahead=depth) for depth in depths}
+    drafters = {depth: Drafter(gearbox, draft, entropy, depth) for depth in depths}
     seconds: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(trials + 1):
         for depth, drafter in drafters.items():
             with before.borrowed():
                 begun = time.perf_counter()
-                tokens = drafter.draft(1, cache, drafted + max(depths)).tokens
-                mx.eval(verifier.rows(mx.array([[1, *tokens]]), cache).logits)
+                text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
+                proposals = drafter.draft([text], cache, rule, drafted + max(depths))
+                mx.eval(verifier.rows(mx.array(proposals.rows()), cache).logits)
                 seconds[depth].append(time.perf_counter() - begun)
     return {depth: found[1:] for depth, found in seconds.items()}  # the first one compiles and fills caches
 

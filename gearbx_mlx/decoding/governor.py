@@ -6,11 +6,9 @@ The router (or kickdown) chooses the gear of a token; the governor says how many
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-
-from mlx_lm.generate import GenerationResponse
 
 from ..errors import GearbxError, GearbxWarning
 from ..gears.adapters import layers_of
@@ -21,7 +19,7 @@ from ..gears.ladder import DENSE
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
 from ..machine.controller import Controller, Decision, SteadyBudget
 from ..machine.readers import MachineState, Watch
-from .response import SampledToken, Step
+from .response import Step
 
 Bounds = Mapping[str, tuple[int, int]]
 """Path to the fewest and the most bits that a layer may be capped to."""
@@ -67,30 +65,23 @@ class Governor:
         self._warned = False
         self._began: float | None = None
 
-    def govern(
-        self, responses: Iterator[tuple[GenerationResponse, SampledToken]]
-    ) -> Iterator[tuple[GenerationResponse, SampledToken, Decision | None]]:
-        """Pass on what is generated, with the decision after each token where there was one."""
-        first = True
+    @contextmanager
+    def governing(self) -> Iterator[None]:
+        """While a text is written, the gearbox has the governor's caps."""
         if self._began is None:
             self._began = self.clock()
-        with ExitStack() as stack:
-            stack.callback(self.gearbox.cap, {})
-            self.gearbox.cap(self.controller.caps)
-            while True:
-                start = self.clock()
-                try:
-                    response, reading = next(responses)
-                except StopIteration:
-                    return
-                # The time in here: what a caller does between two tokens is not the machine's speed. That of the first
-                # token has the prompt in it.
-                seconds = None if first else self.clock() - start
-                first = False
-                yield response, reading, self.after(reading.step, seconds)
+        self.gearbox.cap(self.controller.caps)
+        try:
+            yield
+        finally:
+            self.gearbox.cap({})
 
     def after(self, step: Step, seconds: float | None) -> Decision | None:
-        """Take a token, decide where it is time to, and put the caps into the model."""
+        """Take a token, decide where it is time to, and put the caps into the model.
+
+        Args:
+            seconds: that it took to compute; None: not known, as of the first token, which has the prompt in it.
+        """
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
         if controller.due:

@@ -9,18 +9,17 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
-from ..routing.pass_costs import BYTES, COSTS, TIME
+from ..routing.rounds import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchText
-from .draft_plans import batch_plans, find_file, find_rule, plan_of
+from .draft_plans import DraftPlans, drafting_gear, find_file, find_rule
 from .draft_trials import default_depth, depth_here, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
-from .lossless_model import LosslessModel, drafting_gear
+from .lossless_model import LosslessModel
 from .mode import Mode, refuse_draft_model
 from .response import GearResponse
 from .texts import encoded, vocabulary_of
@@ -100,20 +99,12 @@ class Lossless(Mode):
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
         prompt = encoded(tokenizer, prompt)
-        made, rule, gear = self.drafting(gearbox)
-        usable = made is not None and gear.bits == made.draft and self.cost != BYTES
-        times = times_here(made.times, gearbox) if made is not None and usable else None
-        agreement = agreement_of(gearbox.model)
-        cost = self.cost or (BYTES if times is None or agreement.group is not None else TIME)
-        if agreement.group is not None and cost == TIME:
-            raise GearbxError(
-                "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
-            )
-        plan = plan_of(rule, gearbox, gear, cost, self.most_looked_up, times)
+        plans, agreement = self.plans(gearbox), agreement_of(gearbox.model)
+        plan, gear = plans.of(1), plans.draft
         # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
         ahead = self.draft_ahead
         if ahead is None:
-            ahead = depth_here(gearbox, gear, plan.rule) if agreement.group is None else default_depth()
+            ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
         wrapped = LosslessModel(
             gearbox,
             plan.rule,
@@ -135,21 +126,31 @@ class Lossless(Mode):
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
     ) -> LosslessGenerator:
         """As Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
-        _, rule, gear = self.drafting(gearbox)
-        plans = batch_plans(gearbox, gear, rule, self.cost, self.most_looked_up)
-        return LosslessGenerator(tokenizer, self, plans, **kwargs)
+        return LosslessGenerator(tokenizer, self, self.plans(gearbox), **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top)
 
-    def drafting(self, gearbox: Gearbox) -> tuple[DraftFile | None, DraftRule, Gear]:
-        """The drafting file, if there is one, when to stop drafting, and the gear that drafts."""
+    def plans(self, gearbox: Gearbox) -> DraftPlans:
+        """How to draft: by the drafting file, if there is one, and what passes cost here.
+
+        Raises:
+            GearbxError: a file for another model; costs in time where ranks share the model.
+        """
         how = self.rule or self.draft_length or self.curve
         made = find_file(gearbox, how)
         rule, draft = find_rule(gearbox, made or how)
-        return made, rule, drafting_gear(gearbox, draft if self.draft is None else self.draft)
+        gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
+        shared = agreement_of(gearbox.model).group is not None
+        if shared and self.cost == TIME:
+            raise GearbxError(
+                "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
+            )
+        usable = made is not None and gear.bits == made.draft and self.cost != BYTES
+        times = times_here(made.times, gearbox) if made is not None and usable else None
+        return DraftPlans(gearbox, gear, rule, BYTES if shared else self.cost, self.most_looked_up, times)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"

@@ -1,52 +1,51 @@
 """A model that drafts in a low gear and verifies the whole draft in one pass of the top gear.
 
-mlx-lm runs it like any other model, and gets the top gear's logits. When mlx-lm asks for one token, the model drafts
-the next few and computes the top gear's logits for all of them in one pass. As long as mlx-lm then samples the tokens
-that were drafted, the model answers from these logits. So sampling, logits processors, stop tokens and lengths stay
-mlx-lm's own, and a wrong draft costs time and changes nothing.
-
-Draft and verification share their noise (GEARBX 10.1; drafting.py).
-
-Where the text's last tokens occurred before, the text itself may propose what follows (routing/lookup.py); such tokens
-are verified in the same way, and the low gear does not run.
+mlx-lm runs it like any other model, and gets the top gear's logits. When mlx-lm asks for one token, the model proposes
+the next few (drafting.py) and computes the top gear's logits for all of them in one pass. As long as mlx-lm then
+samples the tokens that were proposed, the model answers from these logits. So sampling, logits processors, stop tokens
+and lengths stay mlx-lm's own, and a wrong draft costs time and changes nothing.
 
 Both gears use one KV cache. What the low gear wrote there is undone before the top gear writes. What the top gear wrote
 for tokens that mlx-lm does not have yet is hidden (rows.py).
 """
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.acceptance import MOST_DRAFTED, DraftRule, default_rule
+from ..routing.acceptance import DraftRule, default_rule
 from ..routing.lookup import Lookup
-from ..routing.rounds import Rounds, Stretches
+from ..routing.rounds import OneStretch, Rounds, Stretches, joint_rule
 from .caches import in_prompt
-from .draft_plans import note_drafts
-from .drafting import Drafter
-from .response import LOOKUP, Draft, Proposal, Step
+from .draft_plans import DraftPlan, bytes_of_passes, drafting_gear
+from .drafting import Drafter, Proposals, Writer
+from .response import Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
-from .sampling import noise_of
-from .texts import History
+from .sampling import Chooser, noise_of
 from .wrapper import ModelWrapper
 
 
 @dataclass
 class Verified:
-    """A token and the proposal after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown."""
+    """A token and what is proposed after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown.
+
+    tokens: of the pass. steps: how each of its rows came about.
+    """
 
     tokens: list[int]
-    proposal: Proposal
+    proposals: Proposals
     rows: Rows
-    noise: mx.array
+    steps: Iterator[Step]
     cache: list[Any]
 
     def continued_by(self, token: int, cache: Any) -> bool:
@@ -59,11 +58,6 @@ class Verified:
             and all(a is b for a, b in zip(cache, self.cache))  # else mlx-lm has begun to quantize it, say
             and self.rows.untouched()
         )
-
-    def drafted(self, gear: Gear) -> Draft | None:
-        """The proposal for the token that the last row shown predicts; `gear` drafts."""
-        place = self.rows.rows
-        return Draft(self.tokens[place], gear, self.proposal.source) if place < len(self.tokens) else None
 
     def logits(self) -> mx.array:
         """(1, 1, V), of the last row shown."""
@@ -96,7 +90,7 @@ class LosslessModel(ModelWrapper):
         *,
         draft: Gear | str | int | None = None,
         rounds: Rounds | None = None,
-        stretches: Stretches | None = None,
+        stretches: Stretches | OneStretch | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -108,28 +102,18 @@ class LosslessModel(ModelWrapper):
         self.top = gearbox.ladder.top
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
-        self.rule = rule or default_rule()
-        self.rounds, self.stretches = rounds, stretches
-        if stretches is not None:
-            stretches.begin()  # a prompt of one token looks like any token
-        self._lookup = Lookup(rounds.agreement) if rounds is not None and rounds.most_looked_up else None
-        self.logits_processors = tuple(logits_processors)
+        self.rounds = rounds or Rounds(bytes_of_passes(gearbox, self.draft), 0)
+        self.stretches = stretches or OneStretch()
+        self.stretches.begin()  # a prompt of one token looks like any token
+        self.plan = DraftPlan(joint_rule(rule or default_rule()), self.rounds, self.stretches)
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens
-        self._history = History(counted_only=not self.logits_processors and self._lookup is None)
+        self.max_tokens = math.inf if max_tokens < 0 else max_tokens
+        self._chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors))
+        self._lookup = Lookup(self.rounds.agreement) if self.rounds.most_looked_up else None
+        self._history = History(counted_only=not self._chooser.processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
-        self._drafter = Drafter(
-            gearbox,
-            self.draft,
-            self.rule,
-            self.entropy,
-            sampler,
-            self.logits_processors,
-            self.stop_tokens,
-            draft_ahead,
-            self.agreement,
-        )
+        self._drafter = Drafter(gearbox, self.draft, self.entropy, draft_ahead, self.agreement)
         self._drafting = True
         self._verified: Verified | None = None
 
@@ -140,70 +124,40 @@ class LosslessModel(ModelWrapper):
         self._history.add(inputs, cache)
         if inputs.size != 1 or cache is None or kwargs:
             self._verified = None
-            if self.stretches is not None:
-                self.stretches.begin()
-            read = self.gearbox.weight_bytes_per_token(self.top)
-            self.step = Step(self.top, (), self.passes(self.top), read)
-            return self.run(self.top, inputs, cache, **kwargs)
-        if self.stretches is not None and not self.stretches.in_rounds and not self.stretches.over:
+            self.stretches.begin()
+            return self._alone(inputs, cache, **kwargs)
+        if not self.stretches.in_rounds and not self.stretches.over:
             self.stretches.token()
             return self._alone(inputs, cache)
         token = np.array(inputs).item()
         known = self._verified if self._verified is not None and self._verified.continued_by(token, cache) else None
-        if self.stretches is not None:
-            self.stretches.token(begins_round=known is None)
+        self.stretches.token(begins_round=known is None)
         if known is not None:
-            return self._next_row(known)
-        if self.stretches is not None and self.stretches.over:
+            known.rows.show(known.rows.rows + 1)
+            self.step = next(known.steps)
+            return known.logits()
+        if self.stretches.over:
             self.stretches.turn()
             if not self.stretches.in_rounds:
                 return self._alone(inputs, cache)
-        return self._draft_and_verify(token, cache)
-
-    def _alone(self, inputs: mx.array, cache: Any) -> mx.array:
-        """The top gear's logits (1, 1, V) of one token, which may still be computed: mlx-lm runs ahead."""
         self._count_round()
-        self.step = Step(self.top, (), self.passes(self.top), self.gearbox.weight_bytes_per_token(self.top))
-        return self.run(self.top, inputs, cache)
+        self._verified = self._round(token, cache)
+        self.step = next(self._verified.steps)
+        return self._verified.logits()
 
-    def _next_row(self, verified: Verified) -> mx.array:
-        """Logits (1, 1, V) from the last verification."""
-        verified.rows.show(verified.rows.rows + 1)
-        self.step = Step(self.top, (), self.passes(), 0, verified.drafted(self.draft), 0, verified.noise)
-        return verified.logits()
-
-    def _draft_and_verify(self, token: int, cache: Any) -> mx.array:
-        """The logits (1, 1, V) of the token itself, after proposing what follows it and verifying the proposal."""
+    def _alone(self, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:
+        """The top gear's logits (B, N, V), which may still be computed: mlx-lm runs ahead."""
         self._count_round()
-        proposal, rows = self._proposal_and_rows(token, cache)
-        tokens = [token, *proposal.tokens]
-        noise = noise_of(rows.logits).max()
-        verified = Verified(tokens, proposal, rows, noise, list(cache))
-        ran = [self.draft] * proposal.draft_passes + [self.top]
-        read = self.gearbox.weight_bytes_per_token(self.top, len(tokens))
-        if proposal.drafted:  # else the gear may not have been made yet, and to count its bytes takes long
-            read += proposal.draft_passes * self.gearbox.weight_bytes_per_token(self.draft)
-        self.step = Step(
-            self.top,
-            proposal.entropies,
-            self.passes(*ran),
-            read,
-            verified.drafted(self.draft),
-            proposal.drafted,
-            noise if proposal.tokens else None,
-            looked_up=proposal.looked_up,
-            discarded=proposal.discarded,
-        )
-        self._verified = verified
-        return verified.logits()
+        self.step = single_pass(self.gearbox, self.top)
+        return self.run(self.top, inputs, cache, **kwargs)
 
     def _count_round(self) -> None:
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
-        if self.rounds is not None and done is not None and done.proposal.drafted:
-            self.rounds.note_drafts(done.proposal.drafted, done.rows.rows, done.proposal.discarded)
+        if done is not None and done.proposals.steps:
+            self.rounds.note_drafts(done.proposals.steps, done.rows.rows, done.proposals.discarded)
 
-    def _proposal_and_rows(self, token: int, cache: Any) -> tuple[Proposal, Rows]:
+    def _round(self, token: int, cache: Any) -> Verified:
         """What may follow a token, and the pass that verifies it.
 
         A text must not end where only a draft has failed: in a server, that would end the thread. Without drafts the
@@ -211,72 +165,72 @@ class LosslessModel(ModelWrapper):
         """
         if self._drafting:
             try:
-                proposal = self._proposal(token, cache, 0 if in_prompt(cache) else self._most(token))
-                return proposal, self._rows(token, proposal, cache)
+                writer = self._writer(token, cache)
+                return self._verify(self._drafter.propose([writer], cache, self.plan), cache)
             except GearbxError:
                 raise
             except Exception as error:
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        return Proposal([]), self._rows(token, Proposal([]), cache)
+        return self._verify(Proposals([Writer(self._chooser, token, 0, self.stop_tokens.__contains__)]), cache)
 
-    def _rows(self, token: int, proposal: Proposal, cache: Any) -> Rows:
+    def _writer(self, token: int, cache: Any) -> Writer:
+        """The text, which may be drafted to its end, and not before it begins."""
+        made = len(self._history) - self.prompt_tokens + 1  # tokens, the one of this step included
+        room = 0 if made < 1 or in_prompt(cache) else self.max_tokens - made
+        text = () if self._history.counted_only else self._history.tokens()
+        if self._lookup is not None:
+            self._lookup.follow(text, self.prompt_tokens)
+        return Writer(self._chooser, token, room, self.stop_tokens.__contains__, text, self._lookup)
+
+    def _verify(self, proposals: Proposals, cache: Any) -> Verified:
         """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later."""
-        tokens = [token, *proposal.tokens]
-        costs = self.rounds.costs if self.rounds is not None else None
-        wanted = costs is not None and costs.wants_verification(len(tokens))
-        if wanted and proposal.discarded:
+        (tokens,), costs = proposals.rows(), self.rounds.costs
+        wanted = costs.wants_verification(len(tokens))
+        if wanted and proposals.discarded:
             mx.synchronize()  # steps that were thrown away are none of this pass's time
         start = time.perf_counter()
         rows = self._verifier.rows(mx.array([tokens]), cache)
-        if costs is not None and wanted:
+        if wanted:
             mx.eval(rows.logits)
             costs.add_verification(len(tokens), time.perf_counter() - start)
-        return rows
-
-    def _proposal(self, token: int, cache: Any, most: int) -> Proposal:
-        """What the text itself proposes, or else the low gear, or nobody: `most` tokens at most."""
-        if most >= 1 and self.rounds is not None:
-            found = self._looked_up(self.rounds, most)
-            if found:
-                return Proposal(found, LOOKUP)
-            if not self.rounds.drafts():
-                return Proposal([])
-        return self._drafts(token, cache, most)
-
-    def _looked_up(self, rounds: Rounds, most: int) -> list[int]:
-        """What followed where the last tokens occurred before, as far as that is likely enough to follow again."""
-        if self._lookup is None:
-            return []
-        self._lookup.follow(self._history.tokens(), self.prompt_tokens)
-        found = self._lookup.proposed(most)
-        stop = next((place for place, token in enumerate(found, 1) if token in self.stop_tokens), len(found))
-        return found[: rounds.looked_up(self._lookup.run, stop)]
-
-    def _most(self, token: int) -> int:
-        """The most tokens to draft: none past the end of the text."""
-        made = len(self._history) - self.prompt_tokens + 1  # tokens, the one of this step included
-        if made < 1 or token in self.stop_tokens:
-            return 0
-        left = self.max_tokens - made if self.max_tokens >= 0 else MOST_DRAFTED
-        return int(min(MOST_DRAFTED, left))
-
-    def _drafts(self, token: int, cache: Any, most: int) -> Proposal:
-        """What the low gear drafts, timed where its time is wanted."""
-        start = time.perf_counter()
-        proposal = self._drafter.draft(token, cache, most, self._history.tokens() if self.logits_processors else ())
-        if proposal.tokens:
-            seconds = time.perf_counter() - start
-            note_drafts(self.gearbox, self.draft, proposal.drafted, seconds)
-            if self.rounds is not None:
-                self.rounds.costs.add_draft(seconds / proposal.drafted)
-        return proposal
+        noise = noise_of(rows.logits).max() if len(tokens) > 1 else None
+        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, 0, noise), list(cache))
 
 
-def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
-    """The gear that drafts, the lowest if none is named. Raises GearbxError for the top one."""
-    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-    if gear == gearbox.ladder.top:
-        raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
-    return gear
+class History:
+    """The tokens that a model was called with since the text began: for logits processors, and to look up proposals in.
+
+    A text begins with another cache, or with several tokens (a prompt) after the single ones of the text before.
+
+    Args:
+        counted_only: nothing will ask for the tokens themselves.
+    """
+
+    def __init__(self, counted_only: bool):
+        self.counted_only = counted_only
+        self._tokens: list[int] = []
+        self._new: list[mx.array] = []  # which may still be computed
+        self._count = 0
+        self._cache: Any = None
+        self._decoding = False
+
+    def add(self, inputs: mx.array, cache: Any) -> None:
+        """Take the tokens of a call; `cache` is the one that it was called with."""
+        if cache is not self._cache or (self._decoding and inputs.size > 1):
+            self._tokens, self._new, self._count = [], [], 0
+        self._cache, self._decoding = cache, inputs.size == 1
+        if not self.counted_only:
+            self._new.append(inputs.reshape(-1))
+        self._count += inputs.size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tokens(self) -> list[int]:
+        """The tokens, in the same list as long as the text is the same; it grows at its end."""
+        for part in self._new:
+            self._tokens += np.array(part).tolist()
+        self._new = []
+        return self._tokens

@@ -1,6 +1,7 @@
 """What is known of every token: how its logits came about, and the response that comes out for it."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, GenerationResponse
@@ -13,8 +14,8 @@ MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: th
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A token that somebody proposed for the top gear to verify: a gear that drafts, or the text itself.
+class Proposed:
+    """A token that is proposed for the top gear to verify: by a gear that drafts, or by the text itself.
 
     gear: that drafts. source: DRAFT or LOOKUP.
     """
@@ -25,37 +26,11 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """Tokens that may follow, who proposed them (DRAFT or LOOKUP), and the entropies (bits) of drafts.
-
-    discarded: steps that the draft gear computed beyond the end of its draft.
-    """
-
-    tokens: list[int]
-    source: str = ""
-    entropies: tuple[float, ...] = ()
-    discarded: int = 0
-
-    @property
-    def drafted(self) -> int:
-        return len(self.tokens) if self.source == DRAFT else 0
-
-    @property
-    def draft_passes(self) -> int:
-        """Passes of the gear that drafted, those beyond the end of the draft included."""
-        return self.drafted + self.discarded
-
-    @property
-    def looked_up(self) -> int:
-        return len(self.tokens) if self.source == LOOKUP else 0
-
-
-@dataclass(frozen=True)
 class Step:
     """How the logits of one token came about.
 
     gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. passes: over the
-    weights, in each gear of the ladder. weight_bytes: what these passes read. draft: of this token, if there is one.
+    weights, in each gear of the ladder. weight_bytes: what these passes read. proposed: for this token, if it was.
     drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
     computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
     where the model has computed it already. looked_up: tokens that the text itself proposed in this step. discarded:
@@ -68,7 +43,7 @@ class Step:
     entropies: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
-    draft: Draft | None = None
+    proposed: Proposed | None = None
     drafted: int = 0
     noise: mx.array | None = None
     source: str = MODEL
@@ -80,10 +55,10 @@ class Step:
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
-        if self.draft is None or self.draft.token != token:
+        if self.proposed is None or self.proposed.token != token:
             return self
-        gear = self.draft.gear if self.draft.source == DRAFT else self.gear
-        return replace(self, gear=gear, source=self.draft.source)
+        gear = self.proposed.gear if self.proposed.source == DRAFT else self.gear
+        return replace(self, gear=gear, source=self.proposed.source)
 
 
 @dataclass(frozen=True)
@@ -165,3 +140,27 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
 
     from_draft: bool = False
     error: Exception | None = None
+
+
+def seen_of(step: Step, entropy: float, mean: float, before: Gear | None) -> dict[str, Any]:
+    """The fields of `Seen` that a step sets, by name.
+
+    Args:
+        entropy: of this token, bits.
+        mean: the rolling mean, bits.
+        before: the gear of the token before, if there was one.
+    """
+    return {
+        "entropy": entropy,
+        "mean_entropy": mean,
+        "gear": step.gear.name,
+        "shifted": before is not None and step.gear != before,
+        "passes": step.passes,
+        "weight_bytes": step.weight_bytes,
+        "drafted": step.drafted,
+        "discarded": step.discarded,
+        "looked_up": step.looked_up,
+        "source": step.source,
+        "kv_bytes": step.kv_bytes,
+        "kv_caches": step.kv_caches,
+    }

@@ -53,9 +53,8 @@ from .governor import Governor
 from .mode import AUTO, Mode, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import check_finite, entropy_bits, fast_entropy, sampled_tokens
+from .sampling import Source, entropy_bits, fast_entropy, geared_responses, sampled
 from .texts import encoded, vocabulary_of
-from .wrapper import gear_response, governed
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ class Route(Mode):
         first = self.first_gear(gearbox, tokenizer, prompt)
         gate.reset(first.index)
         gearbox.shift(first)
-        tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return routed(tokens, gearbox, gate, monitor, first, controller)
+        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
+        return geared_responses(source, gearbox, monitor, controller, gate, first)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -158,9 +157,9 @@ class Static(Mode):
     ) -> Iterator[GearResponse]:
         gear = self.gear_of(gearbox)
         gearbox.shift(gear)
-        tokens = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
+        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
-        return routed(tokens, gearbox, OneGear(gear.index), monitor, gear, controller)
+        return geared_responses(source, gearbox, monitor, controller, OneGear(gear.index), gear)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -206,40 +205,17 @@ def in_engaged_gear(
     gearbox: Gearbox | Observer,
     draft_model: nn.Module | None = None,
     **kwargs: Any,
-) -> Iterator[tuple[GenerationResponse, SampledToken]]:
+) -> Source:
     """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well."""
     if draft_model is not None and agreement_of(model).group is not None:
         raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
     if draft_model is not None:
-        return drafted_tokens(model, draft_model, tokenizer, prompt, gearbox, **kwargs)
+        return with_draft_model(model, draft_model, tokenizer, prompt, gearbox, **kwargs)
 
     def step() -> Step:
         return single_pass(gearbox, gearbox.gear)
 
-    return sampled_tokens(model, tokenizer, prompt, step, fast_entropy(gearbox), **kwargs)
-
-
-def routed(
-    tokens: Iterator[tuple[GenerationResponse, SampledToken]],
-    gearbox: Gearbox | Observer,
-    gate: Gate,
-    monitor: Monitor,
-    gear: Gear,
-    controller: Governor | None = None,
-) -> Iterator[GearResponse]:
-    """Pass tokens on, and shift after each by the rolling entropy. Begins in the gear that is given."""
-    before: Gear | None = None
-    gearbox.shift(gear)
-    for response, token, decision in governed(tokens, controller):
-        entropy = float(token.entropy)
-        check_finite(response.logprobs, entropy, gearbox, token.step.gear)
-        seen = monitor.update(entropy)
-        gear = gearbox.ladder[gate.update(seen)]
-        gearbox.shift(gear)
-        gearbox.prepare(gearbox.ladder[gate.peek(seen.forecast)])
-        yield gear_response(response, token.step, entropy, seen.mean, before, decision=decision)
-        gearbox.shift(gear)  # another text may have shifted meanwhile
-        before = token.step.gear
+    return sampled(model, tokenizer, prompt, step, fast_entropy(gearbox), **kwargs)
 
 
 def prompt_text(tokenizer: Any, prompt: Any) -> str:
@@ -250,7 +226,7 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics
 
 
-def drafted_tokens(
+def with_draft_model(
     model: nn.Module,
     draft_model: nn.Module,
     tokenizer: Any,
@@ -259,8 +235,8 @@ def drafted_tokens(
     max_tokens: int = 256,
     num_draft_tokens: int = 3,
     **kwargs: Any,
-) -> Iterator[tuple[GenerationResponse, SampledToken]]:
-    """mlx-lm's responses, each with its entropy and step.
+) -> Source:
+    """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
 
     A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
     Its cost, the drafts' bytes included, stands with its first token.
@@ -276,19 +252,21 @@ def drafted_tokens(
     check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
     check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
     entropy, draft_bytes = fast_entropy(gearbox), bytes_read(draft_model)
-    new_round = True
-    step = single_pass(gearbox, gearbox.gear)
     keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
-    responses = mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords)
-    for number, response in enumerate(responses):
+    number, new_round, gear = 0, True, gearbox.gear
+
+    def seen(response: GenerationResponse) -> SampledToken:
+        nonlocal number, new_round, gear
         if new_round:
             gear, drafted = gearbox.gear, min(num_draft_tokens, max_tokens - number)
             read = gearbox.weight_bytes_per_token(gear, drafted + 1) + drafted * draft_bytes
             step = Step(gear, (), single_pass(gearbox, gear).passes, read, drafted=drafted)
         else:
-            step = Step(step.gear, (), (0,) * len(gearbox.ladder))
-        yield response, SampledToken(entropy(response.logprobs), step)
-        new_round = not response.from_draft  # the model's own token is the last of a round
+            step = Step(gear, (), (0,) * len(gearbox.ladder))
+        number, new_round = number + 1, not response.from_draft  # the model's own token is the last of a round
+        return SampledToken(entropy(response.logprobs), step)
+
+    return Source(mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords), seen)
 
 
 SHORT_PROMPTS = (

@@ -6,9 +6,11 @@ sampler for a tokenizer; random numbers of a text's own, whatever other texts dr
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,21 +18,25 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
-from ..compat.arrays import dtype_name
+from ..compat.arrays import OwnRandomState, dtype_name
 from ..errors import GearbxError
 from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import choose, native_entropy
 from ..ranks.agreement import ALONE, Agreement, agreement_of
+from ..routing.gates import Gate, Monitor
 from .caches import gears_of
-from .response import SampledToken, Step
+from .governor import Governor
+from .response import DRAFT, GearResponse, SampledToken, Step, seen_of
 
 Entropy = Callable[[mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
 """From log-probabilities (B, V) to tokens (B,)."""
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""mlx-lm's logits processor: from the tokens so far (n,) and logits (1, V) to logits."""
 
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
@@ -84,6 +90,62 @@ def near_ties(logprobs: mx.array, noise: mx.array) -> mx.array:
     """
     best = mx.topk(logprobs, 2, axis=-1)
     return mx.abs(best[..., 0] - best[..., 1]) <= noise
+
+
+@dataclass
+class Chooser:
+    """How one text chooses its tokens, whatever texts are written beside it.
+
+    processors: mlx-lm's logits processors. random: numbers of its own; None: it draws from MLX's random state. error:
+    of a processor, whose logits are NaN.
+    """
+
+    sampler: Sampler = greedy_sampler
+    processors: Sequence[Processor] = ()
+    random: OwnRandomState | None = None
+    error: Exception | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampler is greedy_sampler
+
+    @property
+    def state(self) -> mx.array | None:
+        """The state of its own random numbers, if it has any."""
+        return None if self.random is None else self.random.state
+
+    def rewind(self, state: mx.array | None) -> None:
+        """Put its own random numbers back to a state."""
+        if self.random is not None and state is not None:
+            self.random.state = state
+
+    def sample(self, logprobs: mx.array) -> mx.array:
+        """A token (1,) from log-probabilities (1, V)."""
+        with nullcontext() if self.random is None else self.random.drawn():
+            return self.sampler(logprobs)
+
+    def processed(self, context: mx.array | None, logits: mx.array) -> mx.array:
+        """Logits (1, V) of the token after a context (n,), which processors alone ask for."""
+        for processor in self.processors:
+            assert context is not None
+            logits = processor(context, logits)
+        return logits
+
+
+GREEDY = Chooser()
+
+
+def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
+    """A token of each row (B,): where all choose alike, and draw no numbers of their own, together, as in mlx-lm."""
+    first = choosers[0].sampler
+    if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
+        return first(logprobs)
+    return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
+
+
+def normalized(logits: mx.array) -> mx.array:
+    """Log-probabilities of the same shape (..., V)."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
@@ -191,18 +253,68 @@ class EntropySampler:
         return token
 
 
-def sampled_tokens(
+@dataclass(frozen=True)
+class Source:
+    """mlx-lm's responses, and what was seen of each: to be asked once for every response, in their order."""
+
+    responses: Iterator[GenerationResponse]
+    seen: Callable[[GenerationResponse], SampledToken]
+
+
+def sampled(
     model: nn.Module,
     tokenizer: Any,
     prompt: Any,
     step: Callable[[], Step],
     entropy: Entropy = entropy_bits,
     **kwargs: Any,
-) -> Iterator[tuple[GenerationResponse, SampledToken]]:
-    """mlx-lm's responses, each with what the sampler saw; `kwargs` are of mlx-lm's stream_generate."""
+) -> Source:
+    """mlx-lm's responses, and what the sampler saw of each; `kwargs` are of mlx-lm's stream_generate."""
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()
     sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy, agreement_of(model), gears)
-    for response in mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs):
-        yield response, sampler.tokens.popleft()
+    responses = mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs)
+    return Source(responses, lambda response: sampler.tokens.popleft())
+
+
+def geared_responses(
+    source: Source,
+    gearbox: Gearbox | Observer,
+    monitor: Monitor,
+    controller: Governor | None = None,
+    gate: Gate | None = None,
+    gear: Gear | None = None,
+) -> Iterator[GearResponse]:
+    """Pass tokens on with what the gearbox saw, and shift after each where a gate chooses the gears.
+
+    Args:
+        monitor: of the rolling entropy that responses show, and that the gate judges.
+        controller: caps the gears.
+        gear: that the gate begins in.
+    """
+    before: Gear | None = None
+    clock = time.perf_counter if controller is None else controller.clock
+    with nullcontext() if controller is None else controller.governing():
+        if gear is not None:
+            gearbox.shift(gear)
+        start = clock()
+        for response in source.responses:
+            # What a caller does between two tokens is not the machine's speed.
+            seconds = None if before is None else clock() - start
+            token = source.seen(response)
+            decision = None if controller is None else controller.after(token.step, seconds)
+            entropy, step = float(token.entropy), token.step.with_token(response.token)
+            check_finite(response.logprobs, entropy, gearbox, token.step.gear)
+            reading = monitor.update(entropy)
+            if gate is not None:
+                gear = gearbox.ladder[gate.update(reading)]
+                gearbox.shift(gear)
+                gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
+            shown = {**vars(response), **seen_of(step, entropy, reading.mean, before)}
+            shown["from_draft"] = response.from_draft or step.source == DRAFT
+            yield GearResponse(**shown, near_tie=bool(token.near_tie), decision=decision)
+            if gear is not None:
+                gearbox.shift(gear)  # another text may have shifted meanwhile
+            before = step.gear
+            start = clock()

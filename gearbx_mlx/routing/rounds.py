@@ -1,4 +1,7 @@
-"""What the next round of lossless mode does, when its draft ends, and where there are rounds at all.
+"""What passes cost in lossless mode, and what follows: what a round does, when its draft ends, where there are rounds.
+
+**Costs** are of a drafted token, and of a verification of several tokens, in one unit, bytes or seconds. Rules compare
+them with each other and never with anything else.
 
 **Rounds.** A round ends with a verification by the top gear, which makes one token more than it accepts. Be r what a
 token costs in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where
@@ -21,6 +24,7 @@ of its stretches counts as the median. Not every token does: rounds differ, and 
 """
 
 import copy
+import math
 import statistics
 import time
 from collections import deque
@@ -28,9 +32,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .acceptance import DEFAULT_BOUND, MOST_DRAFTED, DraftRule, replay_drafts
+import numpy as np
+
+from .acceptance import (
+    DEFAULT_BOUND,
+    MOST_DRAFTED,
+    MOST_ROWS,
+    DraftRule,
+    FixedLength,
+    pool_adjacent_violators,
+    replay_drafts,
+)
 from .lookup import LookupAgreement
-from .pass_costs import PassCosts, RoundCounts
+
+TIME, BYTES = "time", "bytes"
+COSTS = (TIME, BYTES)
+REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
+FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
+
+
+# What a row of a verification computes, as a share of a pass over one: on one thread 8 vectors take about 1.75 times,
+# and 16 about 3.35 times, as long as it takes to read the weights (docs/performance.md).
+ROW_SHARE = 0.1
+REFRESHED = 16  # a pass of this kind is measured once in so many
+
 
 KEPT_ROUNDS = 0.97  # of the weight of earlier rounds with drafts, at each further one
 PRIOR_TOKENS = 16.0  # tokens for which drafts are taken to cost what the top gear alone costs
@@ -40,19 +65,335 @@ KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials: at first, and where trials were in vain
-REMEMBERED = 4  # stretches of each way that count
+COMPARED = 4  # stretches of each way that count
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
 
 
-def predicted_cost(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    agreement: Callable[[float], float],
-    costs: PassCosts,
-) -> float:
-    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
-    done = replay_drafts(sequences, CostRule(agreement, costs))
-    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
-    return (done.drafted * costs.draft() + verified) / done.tokens
+class PassCosts:
+    """What passes cost now; a subclass says it. No measurement of a pass changes these costs.
+
+    measured: whether they come from passes that run, so that each kind has to run once in a while. ready: whether the
+    cost of the top gear alone is known, to which all else is compared. row_share: what a row beyond the first costs at
+    least, as a share of a pass over one: bytes do not count its computation.
+    """
+
+    measured, ready, row_share = False, True, 0.0
+
+    def draft(self) -> float:
+        """Of one drafted token."""
+        raise NotImplementedError
+
+    def verification(self, rows: int) -> float:
+        """Of one pass of the top gear over so many tokens, drafted ones and the one before them."""
+        raise NotImplementedError
+
+    def wants_verification(self, rows: int) -> bool:
+        """Whether the time of the next pass over so many tokens would say something new; ask once for each pass."""
+        return False
+
+    def add_verification(self, rows: int, seconds: float) -> None:
+        """Take the time of a pass that was wanted."""
+
+    def add_draft(self, seconds: float) -> None:
+        """Take the time of a drafted token."""
+
+
+class Costs(PassCosts):
+    """Costs that are functions.
+
+    Args:
+        draft: of a drafted token. verification: of a pass of the top gear over so many tokens.
+        measured: whether the functions follow what passes cost on this machine. If not, a row has a `row_share`.
+    """
+
+    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
+        self._draft, self._verification, self.measured = draft, verification, measured
+        self.row_share = 0.0 if measured else ROW_SHARE
+
+    def draft(self) -> float:
+        return self._draft()
+
+    def verification(self, rows: int) -> float:
+        return self._verification(rows)
+
+
+class LatestTimes:
+    """The lower median of the latest times of one kind of pass, but for the first ones."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._values: deque[float] = deque(maxlen=REMEMBERED)
+
+    def begun(self) -> bool:
+        """Whether the next value counts; call it once for each value that there could be."""
+        self._seen += 1
+        return self._seen > FIRST_PASSES
+
+    def wanted(self) -> bool:
+        """Whether it also says something new; to be called instead."""
+        return self.begun() and (len(self._values) < REMEMBERED or self._seen % REFRESHED == 0)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median_low(self._values) if self._values else None
+
+    @property
+    def count(self) -> int:
+        return len(self._values)
+
+
+class LearnedCosts(PassCosts):
+    """Seconds, measured while a text is written.
+
+    Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
+    regression, where a kind of pass weighs by how often it was measured. Beyond the most rows that were measured, more
+    cost as much: so that they are tried. Where several texts share the passes, each row has its `ROW_SHARE` there, or a
+    trial of long drafts would cost as much as many tokens.
+
+    Args:
+        seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
+        texts: that share the passes; rows are those of one of them.
+    """
+
+    measured, row_share = True, 0.0
+
+    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1):
+        self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
+        self._draft = LatestTimes()
+        self._rows: dict[int, LatestTimes] = {}
+        self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
+        if seconds is not None:
+            self._draft.add(seconds[0])
+            for rows, value in enumerate(seconds[1], 1):
+                self._of(rows).add(value)
+            self._update()
+
+    @property
+    def ready(self) -> bool:  # type: ignore[override]
+        return 1 in self._rows and self._rows[1].value is not None
+
+    def draft(self) -> float:
+        return self._draft.value or 0.0
+
+    def verification(self, rows: int) -> float:
+        return self._costs[rows - 1]
+
+    def wants_verification(self, rows: int) -> bool:
+        return self._of(rows).wanted()
+
+    def add_draft(self, seconds: float) -> None:
+        if self._draft.begun():
+            self._draft.add(seconds)
+
+    def add_verification(self, rows: int, seconds: float) -> None:
+        self._of(rows).add(seconds)
+        self._update()
+
+    def _of(self, rows: int) -> LatestTimes:
+        return self._rows.setdefault(rows, LatestTimes())
+
+    def _update(self) -> None:
+        known = [(rows, -times.value, times.count) for rows, times in sorted(self._rows.items()) if times.value]
+        if known:
+            rows, falling, weights = zip(*known)
+            seconds = [-value for value in pool_adjacent_violators(falling, weights)]
+            every = np.arange(1, MOST_ROWS + 1)
+            untried = np.maximum(every - rows[-1], 0) * self._untried * seconds[0]
+            self._costs = (np.interp(every, rows, seconds) + untried).tolist()
+
+
+class RoundCounts:
+    """What rounds with drafts cost and gave. The latest weigh most.
+
+    Args:
+        kept: of the weight of earlier rounds, at each further one.
+    """
+
+    def __init__(self, kept: float):
+        self._kept = kept
+        self._draft_passes = self.tokens = 0.0
+        self._verified: dict[int, float] = {}
+
+    def add(self, drafted: int, tokens: float, discarded: int = 0) -> None:
+        """Count a round: tokens drafted, tokens of text that it made, and steps beyond the end of the draft."""
+        self._draft_passes = self._kept * self._draft_passes + drafted + discarded
+        self.tokens = self._kept * self.tokens + tokens
+        self._verified = {rows: self._kept * count for rows, count in self._verified.items()}
+        self._verified[drafted + 1] = self._verified.get(drafted + 1, 0.0) + 1
+
+    def spent(self, costs: PassCosts) -> float:
+        """What these rounds would cost now."""
+        verified = sum(count * costs.verification(rows) for rows, count in self._verified.items())
+        return self._draft_passes * costs.draft() + verified
+
+
+class Rounds:
+    """Chooses what a round does, by the costs of passes and the results of earlier rounds. Texts do not depend on it.
+
+    Args:
+        costs: of passes, for all texts together.
+        most_looked_up: tokens of a proposal of a text; 0: none.
+        texts: that share the passes.
+        agreement: of proposals of the texts.
+    """
+
+    def __init__(
+        self,
+        costs: PassCosts,
+        most_looked_up: int = MOST_DRAFTED,
+        texts: int = 1,
+        agreement: LookupAgreement | None = None,
+    ):
+        self.costs, self.most_looked_up, self._texts = costs, most_looked_up, texts
+        self.agreement = agreement or LookupAgreement()
+        self._counts = RoundCounts(KEPT_ROUNDS)
+        self._since_probe = 0
+
+    def alone(self) -> float:
+        """What a token costs by the top gear alone."""
+        return self.costs.verification(1) / self._texts
+
+    def with_drafts(self) -> float:
+        """What a token costs in rounds with drafts, at the costs of now."""
+        spent = self._counts.spent(self.costs) + PRIOR_TOKENS * self.alone()
+        return spent / (self._counts.tokens + PRIOR_TOKENS)
+
+    def looked_up(self, run: int, room: int) -> int:
+        """How many tokens to take of what a text proposes; 0: none.
+
+        Args:
+            run: tokens that occurred before, as in `Lookup`; 0: none.
+            room: the most that there are, or that are wanted.
+        """
+        count = min(room, self.most_looked_up)
+        if count < 1 or not run or not self.costs.ready:
+            return 0
+        token = self.alone()
+        if self._texts == 1:  # else the low gear drafts for the others beside the proposal
+            token = min(token, self.with_drafts())
+        best, most, tokens = 0, 0.0, float(self._texts)
+        for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
+            tokens += probability
+            saved = token * tokens - self._proposal(taken)
+            if saved > most:
+                best, most = taken, saved
+        return best
+
+    def _proposal(self, taken: int) -> float:
+        """What a round with so many tokens of a text costs: its bytes may be those of one row, but not its time."""
+        computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
+        return max(self.costs.verification(1 + taken), computed)
+
+    def drafts(self) -> bool:
+        """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
+
+        Call it once for each round in which the low gear might draft.
+        """
+        if not self.costs.measured:
+            return True
+        if not self.costs.ready:
+            return False
+        pays = self.with_drafts() <= self.alone()
+        self._since_probe += 1
+        if self._since_probe < PROBED:
+            return pays
+        self._since_probe = 0
+        return not pays
+
+    def note_drafts(self, drafted: int, tokens: int, discarded: int = 0) -> None:
+        """Count a round with drafts, as `RoundCounts.add` does."""
+        self._counts.add(drafted, tokens, discarded)
+
+
+class JointRule(Protocol):
+    """Decides when the drafts of texts end that share their passes: of one text, or of several."""
+
+    longest: int
+    """Tokens of a draft that are never exceeded."""
+
+    def begin(self, texts: int = 1) -> None:
+        """Start new drafts of so many texts."""
+        ...
+
+    def goes_on(self, *entropies: float | None) -> bool:
+        """Whether to draft one more token for all, after tokens whose distributions have these entropies (bits).
+
+        None stands for a text that nothing more may follow.
+        """
+        ...
+
+
+class EachRule:
+    """Drafts that go on while a rule for single texts wants to, for any of the texts."""
+
+    def __init__(self, rule: DraftRule):
+        self.rule = rule
+        self.longest = rule.length if isinstance(rule, FixedLength) else MOST_DRAFTED
+
+    def begin(self, texts: int = 1) -> None:
+        self._rules = [self.rule, *(copy.copy(self.rule) for _ in range(texts - 1))]
+        for rule in self._rules:
+            rule.begin()
+        self._wants = [True] * texts
+
+    def goes_on(self, *entropies: float | None) -> bool:
+        for text, entropy in enumerate(entropies):
+            self._wants[text] = entropy is not None and self._wants[text] and self._rules[text].goes_on(entropy)
+        return any(self._wants)
+
+
+class CostRule:
+    """Drafts that end where one more token for every text costs more than it is expected to save over all of them.
+
+    It is a rule for a single text, too.
+
+    Args:
+        agreement: the function a, from the low gear's entropy (bits) to a probability.
+        costs: of a drafted token of every text, and of verifications by rows of one text, now.
+    """
+
+    longest = MOST_DRAFTED
+
+    def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
+        self.agreement, self.costs = agreement, costs
+        self._counts = RoundCounts(KEPT_DRAFTS)
+        self._mean = RunningMean()
+        self._products, self._drafted, self._expected = [1.0], 0, 1.0
+
+    def begin(self, texts: int = 1) -> None:
+        if self._drafted:
+            self._counts.add(self._drafted, self._expected)
+        self._products, self._drafted = [1.0] * texts, 0
+        self._expected = float(texts)  # tokens of these drafts' texts: a verification makes one of its own for each
+
+    def goes_on(self, *entropies: float | None) -> bool:
+        agreed = [0.0 if entropy is None else self.agreement(entropy) for entropy in entropies]
+        for entropy, value in zip(entropies, agreed):
+            if entropy is not None:
+                self._mean.add(value)
+        self._products = [product * value for product, value in zip(self._products, agreed)]
+        self._drafted += 1
+        self._expected += sum(self._products)
+        return sum(self._products) >= self.bound
+
+    @property
+    def bound(self) -> float:
+        """The sum of the products of a(H) below which these drafts end now."""
+        if not self.costs.draft():  # nothing is measured yet
+            return DEFAULT_BOUND * len(self._products)
+        of_text = self.costs.verification(1) / len(self._products)  # at first as if nothing were accepted
+        if self._counts.tokens:
+            of_text = self._counts.spent(self.costs) / self._counts.tokens
+        saved = of_text * self._mean.value
+        return of_one_more(self.costs, self._drafted) / saved if saved else math.inf
+
+
+def joint_rule(rule: DraftRule) -> JointRule:
+    """A rule for single texts as one for any number of them."""
+    return rule if isinstance(rule, CostRule | EachRule) else EachRule(rule)
 
 
 class RunningMean:
@@ -77,150 +418,15 @@ def of_one_more(costs: PassCosts, drafted: int) -> float:
     return costs.draft() + row
 
 
-class CostRule:
-    """Drafts that end where one more token costs more than it is expected to save.
-
-    Args:
-        agreement: the function a, from the low gear's entropy (bits) to a probability.
-        costs: of a drafted token and of verifications, now.
-    """
-
-    def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
-        self.agreement, self.costs = agreement, costs
-        self._counts = RoundCounts(KEPT_DRAFTS)
-        self._mean = RunningMean()
-        self._begin()
-
-    def begin(self) -> None:
-        if self._drafted:
-            self._counts.add(self._drafted, self._expected)
-        self._begin()
-
-    def goes_on(self, entropy: float) -> bool:
-        agreement = self.agreement(entropy)
-        self._mean.add(agreement)
-        self._product *= agreement
-        self._drafted += 1
-        self._expected += self._product
-        return self._product >= self.bound
-
-    @property
-    def bound(self) -> float:
-        """The product of a(H) below which a draft ends now."""
-        of_text = self.costs.verification(1)  # at first as if nothing were accepted
-        if self._counts.tokens:
-            of_text = self._counts.spent(self.costs) / self._counts.tokens
-        saved = of_text * self._mean.value
-        return of_one_more(self.costs, self._drafted) / saved if saved else 1.0
-
-    def _begin(self) -> None:
-        self._product, self._drafted = 1.0, 0
-        self._expected = 1.0  # tokens of this draft's text: a verification makes one of its own
-
-
-class BatchRule(Protocol):
-    """Decides when the drafts of a batch end."""
-
-    def begin(self, rows: int) -> None:
-        """Start new drafts of so many sequences."""
-        ...
-
-    def goes_on(self, entropies: Sequence[float], live: Sequence[bool]) -> bool:
-        """Whether to draft one more token for all.
-
-        Args:
-            entropies: of the distributions of the last tokens, bits.
-            live: whether more may follow in this sequence at all.
-        """
-        ...
-
-    def end(self, drafted: int, tokens: int) -> None:
-        """Count a round: steps of the draft, and tokens of text that it made in all sequences."""
-        ...
-
-
-class EachRule:
-    """Drafts that go on while a rule for single texts wants to, for any of the sequences."""
-
-    def __init__(self, rule: DraftRule):
-        self._rule = rule
-
-    def begin(self, rows: int) -> None:
-        self._rules = [copy.copy(self._rule) for _ in range(rows)]
-        for rule in self._rules:
-            rule.begin()
-        self._wants = [True] * rows
-
-    def goes_on(self, entropies: Sequence[float], live: Sequence[bool]) -> bool:
-        for row, entropy in enumerate(entropies):
-            self._wants[row] = live[row] and self._wants[row] and self._rules[row].goes_on(entropy)
-        return any(self._wants)
-
-    def end(self, drafted: int, tokens: int) -> None:
-        pass
-
-
-class BatchCostRule:
-    """Drafts that end where one more step costs more than it is expected to save over all sequences.
-
-    Args:
-        agreement: the function a, from the low gear's entropy (bits) to a probability.
-        costs: of a step of the draft, and of verifications by rows of one sequence, for a batch of this size.
-    """
-
-    def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
-        self.agreement, self.costs = agreement, costs
-        self._counts = RoundCounts(KEPT_DRAFTS)
-        self._mean = RunningMean()
-
-    def begin(self, rows: int) -> None:
-        self._products, self._drafted = [1.0] * rows, 0
-
-    def goes_on(self, entropies: Sequence[float], live: Sequence[bool]) -> bool:
-        agreed = [self.agreement(entropy) if on else 0.0 for entropy, on in zip(entropies, live)]
-        for value, on in zip(agreed, live):
-            if on:
-                self._mean.add(value)
-        self._products = [product * value for product, value in zip(self._products, agreed)]
-        self._drafted += 1
-        alive = sum(self._products)
-        if not self.costs.draft():  # nothing is measured yet
-            return alive >= DEFAULT_BOUND * max(sum(live), 1)
-        return alive * self._mean.value * self._of_token() > of_one_more(self.costs, self._drafted)
-
-    def end(self, drafted: int, tokens: int) -> None:
-        self._counts.add(drafted, tokens)
-
-    def _of_token(self) -> float:
-        """What a token of text costs; at first as if nothing were accepted."""
-        if self._counts.tokens:
-            return self._counts.spent(self.costs) / self._counts.tokens
-        return self.costs.verification(1) / len(self._products)
-
-
-@dataclass
-class Times:
-    """Seconds of tokens that are complete: of those that began a round, and of those that a round had already made."""
-
-    begun: list[float] = field(default_factory=list)
-    made: list[float] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.begun) + len(self.made)
-
-    def __add__(self, other: "Times") -> "Times":
-        return Times(self.begun + other.begun, self.made + other.made)
-
-    def per_token(self) -> float:
-        """The mean without pauses."""
-        longest = PAUSE * statistics.median_low(self.begun or self.made)
-        return (without_pauses(self.begun, longest) + without_pauses(self.made, longest)) / len(self)
-
-
-def without_pauses(seconds: Sequence[float], longest: float) -> float:
-    """The sum, where the median stands for what took longer than `longest`."""
-    usual = statistics.median_low(seconds) if seconds else 0.0
-    return sum(value if value <= longest else usual for value in seconds)
+def predicted_cost(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    agreement: Callable[[float], float],
+    costs: PassCosts,
+) -> float:
+    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
+    done = replay_drafts(sequences, CostRule(agreement, costs))
+    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
+    return (done.drafted * costs.draft() + verified) / done.tokens
 
 
 class Stretches:
@@ -237,11 +443,12 @@ class Stretches:
     def __init__(self, clock: Callable[[], float] = time.perf_counter, texts: int = 1):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
-        self._timed: dict[bool, deque[Times]] = {way: deque(maxlen=REMEMBERED) for way in (True, False)}
+        self._timed: dict[bool, deque[Times]] = {way: deque(maxlen=COMPARED) for way in (True, False)}
         self._pause = FIRST
         self._trial = True
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
+        self._owed = 0.0
         first = texts == 1
         self._start(first, self._trials[first])
 
@@ -260,6 +467,13 @@ class Stretches:
             times = self._times.begun if self._begins_round else self._times.made
             times.append(now - self._latest)
         self._latest, self._begins_round = now, begins_round
+
+    def made(self, tokens: float) -> None:
+        """The token that began made so many in all, on average over the texts: the others were there at once."""
+        self._owed += tokens - 1
+        while self._owed >= 1:
+            self._owed -= 1
+            self.token(begins_round=False)
 
     @property
     def over(self) -> bool:
@@ -292,67 +506,37 @@ class Stretches:
         self._times = Times()
 
 
-class Rounds:
-    """Chooses what a round does, by the costs of passes and the results of earlier rounds. Texts do not depend on it.
+class OneStretch:
+    """Rounds everywhere: a stretch without end, which nothing is timed for."""
 
-    Args:
-        costs: of passes.
-        most_looked_up: tokens of a proposal of the text; 0: none.
+    in_rounds, over = True, False
 
-    `agreement` is of proposals of the text.
-    """
+    def begin(self) -> None: ...
+    def token(self, begins_round: bool = True) -> None: ...
+    def made(self, tokens: float) -> None: ...
+    def turn(self) -> None: ...
 
-    def __init__(self, costs: PassCosts, most_looked_up: int = MOST_DRAFTED):
-        self.costs, self.most_looked_up = costs, most_looked_up
-        self.agreement = LookupAgreement()
-        self._counts = RoundCounts(KEPT_ROUNDS)
-        self._since_probe = 0
 
-    def with_drafts(self) -> float:
-        """What a token costs in rounds with drafts, at the costs of now."""
-        prior = PRIOR_TOKENS * self.costs.verification(1)
-        return (self._counts.spent(self.costs) + prior) / (self._counts.tokens + PRIOR_TOKENS)
+@dataclass
+class Times:
+    """Seconds of tokens that are complete: of those that began a round, and of those that a round had already made."""
 
-    def looked_up(self, run: int, room: int) -> int:
-        """How many tokens to take of what the text proposes; 0: none.
+    begun: list[float] = field(default_factory=list)
+    made: list[float] = field(default_factory=list)
 
-        Args:
-            run: tokens that occurred before, as in `Lookup`; 0: none.
-            room: the most that there are, or that are wanted.
-        """
-        count = min(room, self.most_looked_up)
-        if count < 1 or not run or not self.costs.ready:
-            return 0
-        token = min(self.with_drafts(), self.costs.verification(1))
-        best, most, tokens = 0, 0.0, 1.0
-        for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
-            tokens += probability
-            saved = token * tokens - self._proposal(taken)
-            if saved > most:
-                best, most = taken, saved
-        return best
+    def __len__(self) -> int:
+        return len(self.begun) + len(self.made)
 
-    def _proposal(self, taken: int) -> float:
-        """What a round with so many tokens of the text costs: its bytes may be those of one row, but not its time."""
-        computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
-        return max(self.costs.verification(1 + taken), computed)
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.begun + other.begun, self.made + other.made)
 
-    def drafts(self) -> bool:
-        """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
+    def per_token(self) -> float:
+        """The mean without pauses."""
+        longest = PAUSE * statistics.median_low(self.begun or self.made)
+        return (without_pauses(self.begun, longest) + without_pauses(self.made, longest)) / len(self)
 
-        Call it once for each round without a proposal of the text.
-        """
-        if not self.costs.measured:
-            return True
-        if not self.costs.ready:
-            return False
-        pays = self.with_drafts() <= self.costs.verification(1)
-        self._since_probe += 1
-        if self._since_probe < PROBED:
-            return pays
-        self._since_probe = 0
-        return not pays
 
-    def note_drafts(self, drafted: int, tokens: int, discarded: int = 0) -> None:
-        """Count a round with drafts, as `RoundCounts.add` does."""
-        self._counts.add(drafted, tokens, discarded)
+def without_pauses(seconds: Sequence[float], longest: float) -> float:
+    """The sum, where the median stands for what took longer than `longest`."""
+    usual = statistics.median_low(seconds) if seconds else 0.0
+    return sum(value if value <= longest else usual for value in seconds)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...errors import GearbxError
 from ...evaluation.target import Wish
-from ...routing.pass_costs import BYTES, COSTS, TIME
+from ...routing.rounds import BYTES, COSTS, TIME
 from ..floors import FloorSettings
 from ..gate import GateSettings
 from ..gears import GearFlags, LayoutSettings

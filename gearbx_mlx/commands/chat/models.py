@@ -19,8 +19,7 @@ from ...cli.modes import PAIR, TELEMETRY_ONLY
 from ...cli.pair import turns_of
 from ...cli.parsers.chat import ChatSettings, parse_mode
 from ...cli.prompt_cache import Begun, save_cache
-from ...decoding.draft_plans import find_file, find_rule
-from ...decoding.lossless_model import drafting_gear
+from ...decoding.draft_plans import drafting_gear, find_file, find_rule
 from ...decoding.mode import refuse_draft_model
 from ...decoding.modes import MODES
 from ...decoding.pair import Pair, PairedModel
