@@ -17,7 +17,6 @@ COMMANDS = {
     "evaluate": "measure what shifting buys, against chance and the static gears",
     "sensitivity": "measure what the precision of each layer costs",
     "allocate": "find bits for every layer from these measurements",
-    "figures": "make the pictures of the paper from runs of a model",
     "benchmark": "time kernels, gears and routing on this machine",
     "server": "serve a model in gears, to clients of OpenAI's API",
     "lm_eval": "run lm-eval's tasks on a model in gears",
@@ -43,6 +42,8 @@ def show_commands(name: str) -> None:
         print(versions())
     elif name in ("-h", "--help"):
         print(USAGE)
+    elif name == "figures":
+        raise GearbxError("figures: the pictures of the paper are made in a clone: python -m research figures")
     else:
         raise GearbxError(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
 

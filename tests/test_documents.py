@@ -17,6 +17,7 @@ from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, comman
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.loading import DEMO_MODEL
+from research.studies import STUDIES, load_all, parser_of
 
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
@@ -82,6 +83,10 @@ def test_other_programs_are_installers_and_scripts_that_exist(line):
             words = words[1:]
         if words[0] in ("pip", "curl"):
             continue
+        if words[:3] == ["python", "-m", "research"]:
+            load_all()
+            parser_of(STUDIES[words[3]]).parse_args(words[4:])
+            continue
         assert words[0] == "python", f"{line}: teach this test what it is"
         script = ROOT / words[1]
         assert script.is_file()
@@ -133,7 +138,9 @@ def test_the_readme_is_whole_on_pypi():
 
 @functools.cache
 def known_flags() -> set[str]:
-    found: set[str] = set()
+    load_all()
+    studies = [parser_of(each) for each in STUDIES.values()]
+    found = {option for parser in studies for action in parser._actions for option in action.option_strings}
     for command in {*COMMANDS, "decoding_costs", "products_on_threads"} - {"lm_eval"}:
         parsers = [with_flags(command).setup_arg_parser()]
         while parsers:
@@ -147,7 +154,7 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_that_a_page_names_exists(name):
     text = re.sub(r"^```.*?^```$", "", PAGES[name].read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    codes = [code for code in re.findall(r"`([^`]+)`", text) if not code.startswith("python scripts/")]
+    codes = [code for code in re.findall(r"`([^`]+)`", text) if not code.startswith(("python scripts/", "python -m research"))]
     named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
     families = {flag.rstrip("-") for flag in named if flag.endswith("-")}  # --xtc-*
     unknown = {flag for flag in named - known_flags() - OTHERS_FLAGS if flag.rstrip("-") not in families}

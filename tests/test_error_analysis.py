@@ -8,8 +8,8 @@ from conftest import heavy, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.error_analysis import kv, weights
-from gearbx_mlx.evaluation.error_analysis.attention import PARTS, attention_errors, by_head, inputs_of, relative_entropy
+from research import errors as analysis
+from research.errors import PARTS, attention_errors, by_head, inputs_of, relative_entropy
 
 TOKENS = [(7 * i + i * i) % 50 for i in range(40)]
 
@@ -31,7 +31,7 @@ def linears(block: nn.Module) -> list[np.ndarray]:
 
 
 def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
-    rows = {(row["layer"], row["bits"]): row for row in weights.layer_errors(model)}
+    rows = {(row["layer"], row["bits"]): row for row in analysis.layer_errors(model)}
     assert len(rows) == 4 * len(model.layers)
     for number, block in enumerate(model.layers):
         for bits, q_max in ((8, 127), (6, 31), (4, 7), (2, 1)):
@@ -46,20 +46,20 @@ def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
 
 
 def test_the_ratios_in_theory_are_those_of_the_paper():
-    assert [round(weights.IDEAL[bits], 1) for bits in (8, 6, 4, 2)] == [1.0, 16.8, 329.2, 16129.0]
+    assert [round(analysis.IDEAL[bits], 1) for bits in (8, 6, 4, 2)] == [1.0, 16.8, 329.2, 16129.0]
 
 
 def test_even_weights_err_as_estimated_and_rare_large_ones_make_codes_of_two_bits_err_less():
     even = mx.array(np.random.default_rng(0).uniform(-1, 1, (64, 1024)).astype(np.float32))
-    mse, estimate = weights.error_of(even, 4)
+    mse, estimate = analysis.error_of(even, 4)
     assert mse == pytest.approx(estimate, rel=0.02)
-    mse, estimate = weights.error_of(heavy(64, 1024), 2)
+    mse, estimate = analysis.error_of(heavy(64, 1024), 2)
     assert mse < 0.5 * estimate
 
 
 def test_the_parts_of_the_error_of_quantizing_twice_add_up():
     weight = heavy(32, 256)
-    parts = weights.twice(weight, weights.by_groups(4), weights.by_rows(4))
+    parts = analysis.twice(weight, analysis.by_groups(4), analysis.by_rows(4))
     exact = np.array(weight)
     first = np.array(mx.dequantize(*mx.quantize(weight, 64, 4), 64, 4))
     second = symmetric(first, 7)[0]
@@ -72,8 +72,8 @@ def test_the_parts_of_the_error_of_quantizing_twice_add_up():
 
 
 def test_codes_of_few_values_are_flagged_and_quantizing_alike_adds_nothing(model):
-    ways = {"4": weights.by_rows(4), "same": lambda weight: weight}
-    rows = {(row["first"], row["then"]): row for row in weights.twice_in_all_ways(model, ways)}
+    ways = {"4": analysis.by_rows(4), "same": lambda weight: weight}
+    rows = {(row["first"], row["then"]): row for row in analysis.twice_in_all_ways(model, ways)}
     assert rows["4", "4"]["flagged"]
     assert not rows["same", "4"]["flagged"]
     assert rows["4", "4"]["second"] < 1e-6 * rows["4", "4"]["original"]
@@ -122,17 +122,17 @@ def gearbox():
 
 def test_runs_take_turns_and_end_with_the_text(gearbox):
     low, high = gearbox.ladder
-    assert kv.runs_of([low, high], 10, 4) == [(0, 4, low), (4, 8, high), (8, 10, low)]
+    assert analysis.runs_of([low, high], 10, 4) == [(0, 4, low), (4, 8, high), (8, 10, low)]
 
 
 def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
     low, high = gearbox.ladder
-    rows = kv.kv_errors(gearbox, [TOKENS], [low, high], [8, 64])
+    rows = analysis.kv_errors(gearbox, [TOKENS], [low, high], [8, 64])
     assert [(row["length"], row["gear"], row["positions"]) for row in rows] == [
         (8, low.name, 24), (8, high.name, 16), (64, low.name, 40), (64, high.name, 0),
     ]  # fmt: skip
-    exact, logprobs = kv.written(gearbox, TOKENS, [(0, 40, high)])
-    made, changed = kv.written(gearbox, TOKENS, kv.runs_of([low, high], 40, 8))
+    exact, logprobs = analysis.written(gearbox, TOKENS, [(0, 40, high)])
+    made, changed = analysis.written(gearbox, TOKENS, analysis.runs_of([low, high], 40, 8))
     by_low = np.arange(40) // 8 % 2 == 0
     for row, wrote in zip(rows, (by_low, ~by_low)):
         for kind, name in enumerate(("keys", "values")):
@@ -147,6 +147,6 @@ def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
 
 def test_the_top_gear_alone_has_no_error_beyond_rounding(gearbox):
     high = gearbox.ladder[-1]
-    (row,) = kv.kv_errors(gearbox, [TOKENS], [high], [1])
+    (row,) = analysis.kv_errors(gearbox, [TOKENS], [high], [1])
     assert row["positions"] == 40
     assert max(row["keys"], row["values"]) < 1e-10

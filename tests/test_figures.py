@@ -1,10 +1,12 @@
-"""The pictures of the paper, made by the command."""
+"""The pictures of the paper, made by the study."""
 
 import csv
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import mlx.core as mx
@@ -13,9 +15,12 @@ import pytest
 from PIL import Image
 
 from gearbx_mlx import load
-from gearbx_mlx.evaluation.figures import PICTURES
-from gearbx_mlx.evaluation.figures.bandwidth_model import speedup
-from gearbx_mlx.evaluation.figures.reconstruction_error import errors
+from research.figures import PICTURES
+from research.figures.memory import errors
+from research.figures.routing import HARD
+from research.figures.times import speedup
+
+ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +34,8 @@ def linear_size():
 
 
 def figures(*arguments):
-    line = [sys.executable, "-m", "gearbx_mlx.figures", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+    line = [sys.executable, "-m", "research", "figures", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +76,6 @@ def test_every_picture_has_its_files_whole(made):
 
 def test_entropies_are_those_of_the_model(made):
     bits = data(made, "entropy_signal")["model"]["bits"]["hard text"]
-    from gearbx_mlx.evaluation.figures.workloads import HARD
-
     model, tokenizer = load(None)[:2]
     logits = np.array(model(mx.array(tokenizer.encode(HARD)[:24])[None])[0].astype(mx.float32), np.float64)
     p = np.exp(logits - logits.max(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The model that the pictures are made of, and what it says of a text."""
+"""The model that the pictures are made of, what it says of a text, and the style: fit for print, readable in grey."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...decoding.sampling import entropy_bits
-from ...gears.discovery import vocabulary
-from ...routing.gates import default_thresholds
+from gearbx_mlx.decoding.sampling import entropy_bits
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.gears.discovery import discover, vocabulary
+from gearbx_mlx.routing.gates import default_thresholds
 
 GEARS = (4, 8, 16)  # bits of low, mid and high: GEARBX 2
 NAMES = ("low", "mid", "high")
+LINES = ("-", "--", ":", "-.")
+HATCHES = ("", "//", "\\\\", "xx")
+GUIDE: dict[str, Any] = {"color": "0.35", "linestyle": "--", "linewidth": 0.8}
 
 
 @dataclass
@@ -54,3 +58,12 @@ class Subject:
         """Bits of the distribution after each token, teacher-forced, at full precision."""
         found: list[float] = entropy_bits(self.model(mx.array(tokens)[None])[0]).tolist()  # type: ignore[assignment]
         return found
+
+
+def matrices(subject: Subject) -> dict[str, nn.Linear]:
+    """Path to layer, of every dense linear layer that all formats can store. Raises GearbxError if there is none."""
+    managed, _ = discover(subject.model, "all", format="affine")
+    found = {layer.path: layer.module for layer in managed if isinstance(layer.module, nn.Linear)}
+    if not found:
+        raise GearbxError(f"{subject.name}: has no dense linear layer to quantize; choose an original model")
+    return found

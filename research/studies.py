@@ -1,0 +1,225 @@
+"""What studies share: how one is declared and started, times taken in turn, and tables that say where and when.
+
+A study is a function whose parameters are its flags, and which returns what it `Found`. Everything else is the same for
+all: `--write` puts tables and pictures into docs/, `--json FILE` keeps the figures.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pages import fill, table
+
+from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files.writing import write_text
+from gearbx_mlx.kernels import cpu
+
+from . import MODULES, ROOT
+
+DATA = ROOT / "research" / "data"
+HELD_OUT = ROOT / "tests" / "data" / "gsm8k_held_out.jsonl"
+TALES, OTHER_TALES = DATA / "tales.txt", DATA / "tales_calibrate.txt"
+IMAGES = ROOT / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a study found.
+
+    Attributes:
+        tables: Markdown by the name of the block in the page; or a function of the other words of the block's mark.
+        data: for JSON.
+        pictures: a function that draws into a path, by the name of a file in docs/images.
+    """
+
+    tables: Mapping[str, str | Callable[..., str]] = field(default_factory=dict)
+    data: Any = None
+    pictures: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """measure: its parameters are the flags. pages: those in docs/ that its tables stand in. minutes: on two cores."""
+
+    measure: Callable[..., Found | None]
+    pages: tuple[str, ...]
+    minutes: float
+    writes: str
+
+    @property
+    def name(self) -> str:
+        return self.measure.__name__.replace("_", "-")
+
+
+STUDIES: dict[str, Study] = {}
+
+
+def study(*pages: str, writes: str = "", minutes: float = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a study: the pages of its tables (`docs/x.md`), what else it writes, how long it takes on two cores."""
+
+    def declare(measure: Callable[..., Any]) -> Callable[..., Any]:
+        made = Study(measure, pages, minutes, writes)
+        STUDIES[made.name] = made
+        return measure
+
+    return declare
+
+
+def load_all() -> None:
+    for name in MODULES:
+        import_module(f"research.{name}")
+
+
+def listed() -> Iterator[str]:
+    """A line for each study: its name, how long it takes, what it measures, and what it writes."""
+    load_all()
+    for name, each in STUDIES.items():
+        about = inspect.getdoc(each.measure) or ""
+        writes = ", ".join(filter(None, [*each.pages, each.writes]))
+        yield f"{name:16} {each.minutes:3g} min  {about.partition(chr(10))[0]} [{writes}]"
+
+
+def start(name: str, arguments: Sequence[str]) -> None:
+    """Run a study with flags. Raises GearbxError for an unknown name."""
+    load_all()
+    if name not in STUDIES:
+        raise GearbxError(f"{name}: no such study; choose from {', '.join(STUDIES)}")
+    chosen = STUDIES[name]
+    flags = vars(parser_of(chosen).parse_args(arguments))
+    write, kept = flags.pop("write"), flags.pop("json")
+    found = chosen.measure(**flags) or Found()
+    publish(chosen, found, write, kept)
+
+
+def publish(chosen: Study, found: Found, write: bool, kept: Path | None = None) -> None:
+    """Show the tables; write them and the pictures into docs/ if `write`, and the figures into a JSON file."""
+    print(*(f"{name}\n{text}" for name, text in found.tables.items() if isinstance(text, str)), sep="\n")
+    if kept:
+        about = {"date": time.strftime("%Y-%m-%d"), "machine": machine_name()}
+        write_text(kept, json.dumps(about | as_dict(found.data), indent=2) + "\n")
+    if write:
+        makers = {name: as_maker(text) for name, text in found.tables.items()}
+        for page in chosen.pages:
+            fill(ROOT / page, makers)
+        for file, draw in found.pictures.items():
+            draw(IMAGES / file)
+
+
+def as_dict(data: Any) -> dict[str, Any]:
+    return data if isinstance(data, dict) else {"rows": data}
+
+
+def as_maker(text: str | Callable[..., str]) -> Callable[..., str]:
+    return (lambda *_: text) if isinstance(text, str) else text
+
+
+def parser_of(chosen: Study) -> argparse.ArgumentParser:
+    """The flags of a study. What stands under Args: in its docstring is their help."""
+    about = inspect.getdoc(chosen.measure) or ""
+    purpose, _, explained = about.partition("\nArgs:\n")
+    helps = dict(re.findall(r"^ +(\w+): (.+)$", explained, re.MULTILINE))
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m research {chosen.name}", description=purpose, formatter_class=form)
+    for parameter in inspect.signature(chosen.measure).parameters.values():
+        add_flag(parser, parameter, helps.get(parameter.name, ""))
+    parser.add_argument("--write", action="store_true", help=f"Write into {', '.join(chosen.pages) or 'docs/images'}.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Keep the figures.")
+    return parser
+
+
+def add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, explained: str) -> None:
+    kind, default = parameter.annotation, parameter.default
+    if NoneType in get_args(kind):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    options: dict[str, Any] = {"help": explained.replace("%", "%%")}
+    if kind is bool:
+        options["action"] = "store_true"
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    elif get_origin(kind) is list:
+        options |= {"nargs": "*", "type": get_args(kind)[0]}
+    else:
+        options["type"] = kind
+    if default is inspect.Parameter.empty:
+        parser.add_argument(parameter.name, **options)
+    else:
+        shown = "" if default in (None, False, []) else f" Default: {default}"
+        options["help"] += shown.replace("%", "%%")
+        parser.add_argument(f"--{parameter.name.replace('_', '-')}", default=default, **options)
+
+
+def in_turn(
+    works: Mapping[Any, Callable[[], object]],
+    trials: int,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], object] = lambda: None,
+) -> dict[Any, list[float]]:
+    """Seconds of each work in each trial. All take their turn in every trial, so that other load meets them alike.
+
+    Args:
+        clock: `time.process_time` counts all threads of this process and nothing of others.
+        before: called before each work, and not timed.
+
+    Returns:
+        lists as long as `trials`; a first round, the warm-up, is left out.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in works}
+    for trial in range(trials + 1):
+        for name, work in works.items():
+            before()
+            begun = clock()
+            work()
+            if trial:
+                seconds[name].append(clock() - begun)
+    return seconds
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Times over others of the same trials."""
+    return [a / b for a, b in zip(times, others, strict=True)]
+
+
+def spread(values: Iterable[float], digits: int = 2, quartiles: bool = False) -> str:
+    """The median, and the least and the most of some values, or their quartiles."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    if quartiles and len(ordered) > 1:
+        low, _, high = statistics.quantiles(ordered, n=4)
+    return f"{statistics.median(ordered):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def table_here(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table, and where and when its figures were measured."""
+    return f"{table(head, rows)}\n{machine_name()}, {time.strftime('%Y-%m-%d')}\n"
+
+
+def native_kernels() -> Any:
+    """The module of the CPU kernels. Raises GearbxError where there are none."""
+    module = cpu.native()
+    if module is None:
+        raise GearbxError(f"there are no native kernels: {cpu.why_not()}")
+    return module
+
+
+def run_python(*arguments: object, folder: Path = ROOT) -> None:
+    """Run Python in the root of the repository, or in another folder. Raises GearbxError if it fails."""
+    line = [sys.executable, *map(str, arguments)]
+    print("python", *arguments, flush=True)
+    if subprocess.run(line, cwd=folder).returncode:
+        raise GearbxError(f"{' '.join(line[1:])} failed")
+
+
+def read_report(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
