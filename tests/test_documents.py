@@ -154,7 +154,7 @@ def known_flags() -> set[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_that_a_page_names_exists(name):
     text = re.sub(r"^```.*?^```$", "", PAGES[name].read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    codes = [code for code in re.findall(r"`([^`]+)`", text) if not code.startswith(("python scripts/", "python -m research"))]
+    codes = [code for code in re.findall(r"`([^`]+)`", text) if not code.startswith("python scripts/")]
     named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
     families = {flag.rstrip("-") for flag in named if flag.endswith("-")}  # --xtc-*
     unknown = {flag for flag in named - known_flags() - OTHERS_FLAGS if flag.rstrip("-") not in families}
