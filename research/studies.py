@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pages import fill, table
 
-from gearbx_mlx.commands.benchmark.machine import machine_name
+from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels import cpu
