@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx.kernels import compiler, cpu
-from gearbx_mlx.kernels.compiler import Target
+from gearbx_mlx.kernels.compiler import CompileTarget
 
 NO_TOOLS = "the developer tools of macOS are not installed; run xcode-select --install"
 SYSCTL = """#include <cstdlib>
@@ -50,7 +50,7 @@ def mac(afresh, tmp_path):
     placeholders.mkdir()
     for name in ("c++", "clang++"):
         program(placeholders / name, f'echo "$@" >> {tmp_path / "log"}; echo "error: it ran" >&2; exit 1')
-    pretended = Target("darwin", "arm64", compiler.this_target().mlx)
+    pretended = CompileTarget("darwin", "arm64", compiler.this_target().mlx)
     afresh.setattr(compiler, "this_target", lambda: pretended)
     afresh.setattr(compiler, "PLACEHOLDERS", placeholders)
     afresh.setenv("PATH", f"{placeholders}:{tmp_path}:/bin:/usr/bin")
@@ -104,7 +104,7 @@ def test_a_library_serves_any_mac_and_only_the_same_processor_elsewhere(afresh):
         found = set()
         for features in ("Apple M1", "Apple M4 Max"):
             afresh.setattr(compiler, "processor_features", lambda named=features: named)
-            machine = Target(system, "arm64", compiler.this_target().mlx)
+            machine = CompileTarget(system, "arm64", compiler.this_target().mlx)
             found.add(compiler.hash_recipe(compiler.make_recipe([], machine)))
         return found
 

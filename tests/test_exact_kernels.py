@@ -10,6 +10,7 @@ from exact_reference import as_bf16, bits_of, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gearbx_mlx.formats import exact
 from gearbx_mlx.kernels import cpu
 
 CHECK = Path(__file__).parent / "native" / "check_exact.c"
@@ -38,6 +39,22 @@ def same(a: mx.array, b: mx.array) -> bool:
 
 
 special = st.sampled_from([0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF])
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("widths", FORMS, ids=str)
+def test_the_encoder_of_mlx_stores_what_the_native_one_does(native, widths, group):
+    """Also of groups that are stored whole: of numbers far apart, and of what is not finite."""
+    bits = gaussian(12, 4 * group)
+    bits[1, ::7], bits[2, 5], bits[3, group + 1], bits[4, :3] = 0x7F00, 0x7F80, 0x7FC1, (0, 0x8000, 1)
+    bits[5] = np.random.default_rng(1).integers(0, 2**16, 4 * group)
+    values = mx.array(bits)
+    planes = exact.quantize(values.view(mx.bfloat16), widths, group)
+    mx.eval(values, planes.arrays)
+    ours, theirs = native.exact_encode(values, *planes), exact.beside(values, planes)
+    assert not np.array(ours[0]).all()  # some groups are stored whole
+    for mine, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(np.array(mine), np.array(other))
 
 
 @settings(max_examples=80)

@@ -16,6 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import FORMATS, get_format
+from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
 from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
@@ -209,6 +210,35 @@ def test_bytes_read_are_those_of_the_arrays(name, ladder, dtype):
         arrays = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
         again = (len(module.widths) - 1) * module.scales.nbytes if isinstance(module, PlanesLinear) else 0
         assert get_format(name).bytes_read((64, 256), bits, ladder, GROUP, dtype.size) == arrays + again
+
+
+LADDERS = {  # of formats that have not those of `planes`
+    "exact": [(4, 16), (3, 16), (4, 8, 16)],
+    "rowwise": [(2, 4, 6, 8)],
+    "groupwise": [(4,)],
+    "codebook": [(2, 3, 4, 5, 6)],
+    "codebook-library": [(2, 3, 4)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ladder"), [(name, each) for name in FORMATS for each in LADDERS.get(name, [(4, 8), (2, 4, 5, 6, 8)])]
+)
+def test_a_module_has_the_arrays_that_a_file_is_said_to_have_and_is_made_of_them_again(name, ladder):
+    format = get_format(name)
+    dense = nn.Linear(256, 32, bias=False)
+    dense.weight = matrix(32, 256, dtype=mx.bfloat16)
+    for bits in ladder:
+        module = format.modules(dense, bits, ladder, GROUP, mx.bfloat16)[bits]
+        arrays = dict(tree_flatten(module.parameters()))
+        stored = format.stored_arrays((32, 256), bits, ladder, GROUP, mx.bfloat16)
+        assert arrays.keys() == stored.keys()
+        for name, array in arrays.items():
+            assert array.dtype == (mx.uint16 if name.split(".")[0] in format.viewed else stored[name].dtype)
+            assert all(known in (None, size) for size, known in zip(array.shape, stored[name].shape, strict=True))
+        again = format.module(dense, bits, arrays, ladder, GROUP)
+        assert type(again) is type(module)
+        assert mx.array_equal(dense_weight(again), dense_weight(module)).item()
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

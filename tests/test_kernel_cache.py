@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 from gearbx_mlx import GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu
@@ -64,6 +65,16 @@ class TestCompiledOnce:
         assert cache.load() == file
         assert cache.compilations() == 1
         assert set(cache.kept()) == {file, file.with_name(f"{file.name}.sha256")}
+
+    def test_and_a_process_that_waits_for_another_one_says_so(self, cache, afresh):
+        cache.directory.mkdir(mode=0o700, parents=True)
+        said, other = [], FileLock(cache.directory / BUILDING_LOCK, mode=0o600)
+        other.acquire()
+        afresh.setattr(cpu, "before_waiting", lambda: said.append("waits") or other.release())
+        cache.load()
+        cache.load()  # from the cache: nothing to wait for
+        assert said == ["waits"]
+        assert cache.compilations() == 1
 
     def test_and_loaded_again_whatever_the_umask(self, cache):
         before = os.umask(0)

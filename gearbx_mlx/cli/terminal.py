@@ -23,6 +23,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
+WAITING = "another process compiles the CPU kernels: this one waits for it"
 MEASURING = "measuring which kernels are fastest here"
 
 messages = Console(stderr=True, highlight=False)
@@ -118,6 +119,7 @@ def show_compiling() -> None:
     from ..kernels import cpu  # imports mlx, which --help does not wait for
 
     cpu.while_compiling = compiling
+    cpu.before_waiting = partial(note, WAITING)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ OWN = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
 NORMS = "row_norms"  # attribute of a linear layer under DoRA
 
 
-class Geared:
+class GearedAdapter:
     """An adapter whose layer changes gear."""
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
@@ -92,19 +92,19 @@ class Geared:
         raise GearbxError("an adapter cannot be fused into gears; fuse it into the original (mlx_lm.fuse), then shift")
 
 
-class GearedLoRALinear(Geared, LoRALinear):
+class GearedLoRALinear(GearedAdapter, LoRALinear):
     """A LoRALinear over a linear layer in any gear."""
 
 
-class GearedLoRASwitchLinear(Geared, LoRASwitchLinear):
+class GearedLoRASwitchLinear(GearedAdapter, LoRASwitchLinear):
     """A LoRASwitchLinear over experts in any gear."""
 
 
-class GearedLoRAEmbedding(Geared, LoRAEmbedding):
+class GearedLoRAEmbedding(GearedAdapter, LoRAEmbedding):
     """A LoRAEmbedding over a tied embedding whose head is in any gear."""
 
 
-class GearedDoRALinear(Geared, DoRALinear):
+class GearedDoRALinear(GearedAdapter, DoRALinear):
     """A DoRALinear over a linear layer (..., I) -> (..., O) in any gear: m * (x W + scale x A B) / norms + bias.
 
     The bias, which the norms do not touch, belongs to this module, and not to the layer inside.
@@ -118,7 +118,7 @@ class GearedDoRALinear(Geared, DoRALinear):
         return out + self["bias"] if "bias" in self else out
 
 
-class GearedDoRAEmbedding(Geared, DoRAEmbedding):
+class GearedDoRAEmbedding(GearedAdapter, DoRAEmbedding):
     """A DoRAEmbedding over a tied embedding, whose head is in any gear. The rows of input tokens are the original's."""
 
     def as_linear(self, x: mx.array) -> mx.array:

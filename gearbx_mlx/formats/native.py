@@ -12,7 +12,7 @@ from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import NATIVE as OURS
-from ..kernels.dispatch import OPERATIONS, Chosen, Kind
+from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind
 from ..kernels.products import dense_experts, dense_product, stack_experts, stack_product
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
@@ -27,7 +27,7 @@ class Native:
     """
 
     x_bits = 0
-    chosen: Chosen | None = None
+    chosen: ChosenKernels | None = None
 
     def kind(self) -> Kind | None:
         """What the speed of its products depends on; None if there is nothing to choose for it."""

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from ..errors import GearbxWarning
 from ..formats.base import Format, stored_bits
 from ..formats.native import Native, NativeSwitchLinear
-from ..kernels.dispatch import Choice
+from ..kernels.dispatch import KernelChoice
 from .activations import layer_bytes, stored_bytes
 from .adapters import holders_of, layers_of, own_arrays
 from .discovery import Layer, at_least, in_tower, is_table
@@ -120,7 +120,7 @@ class LayerPath:
         return f"{self.path}: {bits}; {self.kernels} ({self.why})"
 
 
-def kernels_of(module: nn.Module, choice: Choice, format: Format | None) -> tuple[str, str]:
+def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -> tuple[str, str]:
     """The kernels that a layer runs on, and the reason.
 
     Args:
@@ -352,7 +352,7 @@ class GearCosts:
     model: nn.Module
     ladder: Ladder
     format: Format
-    kernels: Choice
+    kernels: KernelChoice
     layers: list[Layer]
     unmanaged: dict[str, str]
     _embeddings: list[Layer]  # of which each token reads a row, in a precision that changes with the gear

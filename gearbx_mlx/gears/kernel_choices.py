@@ -18,7 +18,7 @@ from ..formats.block import forget_programs
 from ..formats.native import Native
 from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
-from ..kernels.dispatch import RECONSTRUCT, Choice, Chosen, Kind, always, choose
+from ..kernels.dispatch import RECONSTRUCT, ChosenKernels, KernelChoice, Kind, always, choose
 from ..kernels.tuner import Tuner
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
@@ -28,7 +28,7 @@ DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
 
 def choose_kernels(
     kernels: str, quantized: bool, activations: str, ours_alone: bool = False, rounds: bool = True
-) -> Choice:
+) -> KernelChoice:
     """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
     Args:
@@ -44,7 +44,7 @@ def choose_kernels(
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
     if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
-        return Choice(False, "the original weights alone stay mlx-lm bit for bit")
+        return KernelChoice(False, "the original weights alone stay mlx-lm bit for bit")
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
@@ -69,7 +69,7 @@ class KernelChoices:
         dtype: of the activations.
     """
 
-    def __init__(self, model: nn.Module, choice: Choice, dtype: mx.Dtype):
+    def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
         self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.anew)
         forget_programs(model)  # and what else an earlier gearbox chose
@@ -93,7 +93,7 @@ class KernelChoices:
         for kind, layers in alike.items():
             members = [weakref.ref(layer) for layer in layers]
             for layer, member in zip(layers, members):
-                layer.chosen = Chosen(partial(self._choose, member, kind, members))
+                layer.chosen = ChosenKernels(partial(self._choose, member, kind, members))
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
         """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""

@@ -13,7 +13,7 @@ from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
-from ..kernels.dispatch import Choice, native_operations
+from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
@@ -145,7 +145,7 @@ def quantized_widths(
     return quantized
 
 
-def use_kernels(model: nn.Module, choice: Choice) -> None:
+def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
     """Have the whole model run on the chosen kernels."""
     operations = native_operations(choice.ours_alone)
     for path, module in list(model.named_modules()):

@@ -1,7 +1,7 @@
 """Compile the CPU kernels in `cpu/` with the C++ compiler of this machine, as a Python extension over MLX.
 
 The kernels are compiled side by side, for speed. What binds them to MLX and Python takes longer to read than to
-compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A `Target` is
+compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A `CompileTarget` is
 what they are compiled for: a system, its processor, and the MLX that they are linked with.
 """
 
@@ -28,7 +28,7 @@ CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """A machine to compile for; usually this one.
 
     system, machine: as `sys.platform` and `platform.machine()` name them. mlx: the directory of its MLX.
@@ -50,9 +50,9 @@ class Target:
         return f"-mcpu={OLDEST_MAC}" if self.is_mac else "-mcpu=native"
 
 
-def this_target() -> Target:
+def this_target() -> CompileTarget:
     """This machine and its MLX."""
-    return Target(sys.platform, platform.machine(), Path(mx.__file__).parent)
+    return CompileTarget(sys.platform, platform.machine(), Path(mx.__file__).parent)
 
 
 def processor_model() -> str:
@@ -171,7 +171,7 @@ def ask_for_developer_tools(command: list[str]) -> None:
             raise Unavailable("the developer tools of macOS are not installed; run xcode-select --install")
 
 
-def make_recipe(compiler: list[str], target: Target | None = None) -> Recipe:
+def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Recipe:
     """The recipe for a machine and its MLX. Raises Unavailable where there can be none.
 
     Args:

@@ -31,8 +31,8 @@ from .compiler import (
     make_recipe,
 )
 from .library_cache import (
+    CachedLibrary,
     CacheUnusable,
-    Entry,
     find_entries,
     open_entry,
     private_directory,
@@ -122,6 +122,10 @@ def while_compiling(files: int) -> AbstractContextManager[Callable[[], None]]:
     return nullcontext(lambda: None)
 
 
+def before_waiting() -> None:
+    """Called before this process waits for another one's compilation: a command says so here."""
+
+
 def native() -> ModuleType | None:
     """The compiled kernels (`stack_matvec`, `dense_matvec`, ...), or None; the first call compiles or loads them."""
     return _kernels_or_reason()[0]
@@ -194,11 +198,11 @@ def _load_kept(reason: str) -> ModuleType:
     raise Unavailable(reason)
 
 
-def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:
+def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
     """The kernels of a cache entry, which is compiled if it is missing or damaged."""
     if kept := _load_whole(entry):
         return kept
-    with entry.building() as unfinished:
+    with entry.building(before_waiting) as unfinished:
         if kept := _load_whole(entry):  # another process compiled it in the meantime
             return kept
         _compile(recipe, unfinished)
@@ -211,7 +215,7 @@ def _load_cached(recipe: Recipe, entry: Entry) -> ModuleType:
     return _load(entry.library)
 
 
-def _load_whole(entry: Entry) -> ModuleType | None:
+def _load_whole(entry: CachedLibrary) -> ModuleType | None:
     """The kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
     if entry.is_whole():
         with suppress(Unavailable):

@@ -104,7 +104,7 @@ class CannotMeasure(Exception):
         self.instead = instead
 
 
-class Chosen:
+class ChosenKernels:
     """The candidate for a layer's products, by the number of vectors.
 
     `prepared`: the layer's launches of Metal kernels, without arrays, by the activations and whether there is a bias.
@@ -127,16 +127,16 @@ class Chosen:
                 found = now.instead
         return found
 
-    def __deepcopy__(self, memo: object) -> "Chosen":
+    def __deepcopy__(self, memo: object) -> "ChosenKernels":
         return self
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a layer that was pickled has nothing chosen
 
 
-def always(candidate: str) -> Chosen:
+def always(candidate: str) -> ChosenKernels:
     """The same candidate for any number of vectors."""
-    return Chosen(lambda vectors: candidate)
+    return ChosenKernels(lambda vectors: candidate)
 
 
 def is_tuning() -> bool:
@@ -173,7 +173,7 @@ MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Whether a model uses native kernels, and the reason in a few words.
 
     native: whether linear layers may run on our kernels, or on the fastest of several, as `ours_alone` says.
@@ -194,29 +194,29 @@ class Choice:
         return self.reason + how
 
 
-def choose(kernels: str, activations: str = "int16") -> Choice:
+def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     """Choose native kernels or MLX's for a model on this machine; compiles the CPU kernels if they are needed.
 
     Args:
         kernels: one of KERNELS. activations: one of ACTIVATIONS.
     """
     if kernels == "mlx":
-        return Choice(False, "as asked")
+        return KernelChoice(False, "as asked")
     how = {"ours_alone": kernels == "native", "anew": kernels == MEASURE}
     fastest = "the fastest as measured here" if is_tuning() else "those that should be fastest"
     on = device()
     if on == METAL:
         which = "ours" if kernels == "native" else fastest
-        return Choice(True, f"Metal: {which}, up to {metal.MAX_VECTORS} vectors; MLX beyond", **how)
+        return KernelChoice(True, f"Metal: {which}, up to {metal.MAX_VECTORS} vectors; MLX beyond", **how)
     if on == GPU and kernels != "native":
-        return Choice(True, f"MLX's kernels: {fastest}", **how)
+        return KernelChoice(True, f"MLX's kernels: {fastest}", **how)
     if on == GPU:
-        return Choice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
+        return KernelChoice(False, "native kernels are for the CPU and for Metal, and MLX computes on another GPU")
     reason = cpu.why_not()
     if reason is not None:
-        return Choice(False, reason)
+        return KernelChoice(False, reason)
     how_many = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
-    return Choice(True, how_many, ACTIVATIONS[activations], **how)
+    return KernelChoice(True, how_many, ACTIVATIONS[activations], **how)
 
 
 def on_cpu() -> bool:

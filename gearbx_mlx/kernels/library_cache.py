@@ -19,13 +19,13 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ..files.writing import lock
 
@@ -82,7 +82,7 @@ class CacheUnusable(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedLibrary:
     """One library of the cache, with its hash beside it; or, if it does not work, with the reason."""
 
     library: Path
@@ -111,16 +111,25 @@ class Entry:
         return reason if reason and reason.isprintable() else None
 
     @contextmanager
-    def building(self) -> Iterator[Path]:
+    def building(self, waiting: Callable[[], None]) -> Iterator[Path]:
         """A path for a new library, in a directory beside the cached ones that is removed afterwards.
 
         One process builds at a time. Those that wait for it should look again whether the library is whole.
+
+        Args:
+            waiting: called if another process builds now, before the wait for it.
         """
-        with (
-            FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600),
-            process_directory(self.library.parent, BUILDING) as directory,
-        ):
-            yield directory / self.library.name
+        lock = FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire()
+        try:
+            with process_directory(self.library.parent, BUILDING) as directory:
+                yield directory / self.library.name
+        finally:
+            lock.release()
 
     def store(self, unfinished: Path) -> None:
         """Move a library from `building` to its place, and its hash beside it."""
@@ -136,18 +145,18 @@ class Entry:
         replace(written, self.failure_file)
 
 
-def open_entry(name: str) -> Entry:
+def open_entry(name: str) -> CachedLibrary:
     """The entry for a library with this name. Raises CacheUnusable and OSError as `open_cache`."""
-    return checked(Entry(open_cache() / name))
+    return checked(CachedLibrary(open_cache() / name))
 
 
-def find_entries(pattern: str) -> list[Entry]:
+def find_entries(pattern: str) -> list[CachedLibrary]:
     """The entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as `open_cache`."""
     libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
-    return [checked(Entry(library)) for library in libraries]
+    return [checked(CachedLibrary(library)) for library in libraries]
 
 
-def checked(entry: Entry) -> Entry:
+def checked(entry: CachedLibrary) -> CachedLibrary:
     for file in (entry.library, entry.hash_file, entry.failure_file):
         check_owner(file)
     return entry

@@ -50,7 +50,7 @@ def definitions(macros: Mapping[str, object], dtype: mx.Dtype) -> str:
     return f"{defined}using T = {TYPES[dtype]};\n"
 
 
-class Kernel(Protocol):
+class MetalKernel(Protocol):
     """What `metal.build` needs of a kernel.
 
     name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. strided: whether it
@@ -75,7 +75,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class TextKernel:
-    """A kernel made of one text of metal/, its T and the macros that specialize it; other fields as in `Kernel`.
+    """A kernel made of one text of metal/, its T and the macros that specialize it; other fields as in `MetalKernel`.
 
     library: a second text of metal/, with functions that the first one calls; "" for none.
     """
@@ -98,7 +98,7 @@ class TextKernel:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """How a matrix is packed, as buffers and macros of metal/matvec.metal.
 
     name: unique. bits: of a code, all planes together. arrays: names of the buffers. macros: names and values.
@@ -205,7 +205,7 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
 
 
 @functools.cache
-def build(spec: Kernel) -> Any:
+def build(spec: MetalKernel) -> Any:
     """Make MLX's callable for a kernel. MLX compiles it at its first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
@@ -231,7 +231,7 @@ class Prepared:
         view: the type of the result, if the kernel writes its bits as whole numbers.
     """
 
-    spec: Kernel
+    spec: MetalKernel
     options: dict[str, Any]
     numbers: tuple[mx.array, ...] = ()
     few: tuple[int, ...] = ()
@@ -287,7 +287,7 @@ class Launch:
     inputs: tuple[Any, ...]
 
     @property
-    def spec(self) -> Kernel:
+    def spec(self) -> MetalKernel:
         return self.prepared.spec
 
     @property

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 from .bit_planes import plane_shifts
 from .exact import ExactMatrix
-from .metal import Launch, Layout, Prepared, Variant, options, places_of_few, source_text, variant_named
+from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text, variant_named
 from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
 EXACT_WIDTHS = ((3,), (4,), (4, 4))  # of the codes below a weight; with two planes there is a middle gear
@@ -25,11 +25,11 @@ DECODER = Variant("registers", 2, 1)
 
 
 @functools.cache
-def exact_layout(widths: tuple[int, ...], group_size: int) -> Layout:
+def exact_layout(widths: tuple[int, ...], group_size: int) -> PackedLayout:
     """The layout of exact weights over codes of these widths."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
-    return Layout(
+    return PackedLayout(
         name=f"exact_{'_'.join(map(str, widths))}_g{group_size}",
         bits=sum(widths) + LOW_BITS[len(widths)],
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes), "low", "high", "offsets"),
@@ -140,7 +140,7 @@ def _shape(matrix: ExactMatrix) -> tuple[int, int]:
     return rows, columns
 
 
-def _checked_layout(matrix: ExactMatrix) -> Layout:
+def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
     """The layout of a matrix. Raises GearbxError where a shape or type is not the format's, or has no kernel."""
     widths, scales, high = tuple(matrix.widths), matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:

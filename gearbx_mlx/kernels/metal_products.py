@@ -1,6 +1,6 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
-Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a `Layout`
+Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a `PackedLayout`
 has the macros that specialize the text for a format. A launch over codebooks (XFP 3.3, 3.4) copies those that a
 threadgroup needs into its memory as float32: those of its rows, or the whole library. Dense products have a text of
 their own, since MLX's change with the number of rows (metal/README.md).
@@ -24,7 +24,7 @@ from .metal import (
     TYPES,
     VARIANTS,
     Launch,
-    Layout,
+    PackedLayout,
     Prepared,
     TextKernel,
     Variant,
@@ -95,7 +95,7 @@ class Spec:
     it: Metal's compiler would have a kernel for each shape.
     """
 
-    layout: Layout
+    layout: PackedLayout
     vectors: int
     variant: Variant
     has_bias: bool
@@ -172,7 +172,7 @@ def threads(variant: Variant, rows: int) -> tuple[int, int]:
 
 def prepare(
     x: mx.array,
-    layout: Layout,
+    layout: PackedLayout,
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
@@ -227,11 +227,11 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
+def planes_layout(widths: tuple[int, ...], group_size: int) -> PackedLayout:
     """The layout of bit planes."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
-    return Layout(
+    return PackedLayout(
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes)),
@@ -248,9 +248,9 @@ def planes_layout(widths: tuple[int, ...], group_size: int) -> Layout:
 
 
 @functools.cache
-def rowwise_layout(bits: int) -> Layout:
+def rowwise_layout(bits: int) -> PackedLayout:
     """The layout of per-channel codes."""
-    return Layout(
+    return PackedLayout(
         name=f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
@@ -267,9 +267,9 @@ def rowwise_layout(bits: int) -> Layout:
 
 
 @functools.cache
-def groupwise_layout() -> Layout:
+def groupwise_layout() -> PackedLayout:
     """The layout of groupwise codes."""
-    return Layout(
+    return PackedLayout(
         name="groupwise",
         bits=GROUPWISE_BITS,
         arrays=("w0", "scales"),
@@ -391,9 +391,9 @@ INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
 
 
 @functools.cache
-def codebook_layout(bits: int) -> Layout:
+def codebook_layout(bits: int) -> PackedLayout:
     """The layout of codes with one codebook per row."""
-    return Layout(
+    return PackedLayout(
         name=f"codebook_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS),
@@ -421,9 +421,9 @@ def codebook_layout(bits: int) -> Layout:
 
 
 @functools.cache
-def library_layout(bits: int) -> Layout:
+def library_layout(bits: int) -> PackedLayout:
     """The layout of codes with a library of 32 codebooks."""
-    return Layout(
+    return PackedLayout(
         name=f"library_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),

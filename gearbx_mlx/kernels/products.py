@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from . import cpu, metal
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
-from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, Chosen, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
 from .exact import ExactMatrix, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
@@ -43,7 +43,7 @@ class SymmetricCodes(NamedTuple):
 
 
 def stack_product(
-    x: mx.array, planes: Planes, bias: mx.array | None = None, x_bits: int = 0, chosen: Chosen | None = None
+    x: mx.array, planes: Planes, bias: mx.array | None = None, x_bits: int = 0, chosen: ChosenKernels | None = None
 ) -> mx.array:
     """x (..., I) @ W^T + bias over a stack of bit planes, (..., O) of x's type, accumulated in float32.
 
@@ -66,7 +66,11 @@ def stack_product(
 
 
 def symmetric_product(
-    x: mx.array, codes: SymmetricCodes, bias: mx.array | None = None, x_bits: int = 0, chosen: Chosen | None = None
+    x: mx.array,
+    codes: SymmetricCodes,
+    bias: mx.array | None = None,
+    x_bits: int = 0,
+    chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
     """x (..., I) @ W^T + bias over symmetric codes, arguments as for `stack_product`.
 
@@ -88,7 +92,7 @@ def symmetric_product(
     return launched(launch, bias, chosen)
 
 
-def dense_product(x: mx.array, weight: mx.array, chosen: Chosen | None = None) -> mx.array:
+def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
     y = again(x, (weight,), None, chosen)
     if y is not None:
@@ -107,7 +111,7 @@ def codebook_product(
     bits: int,
     dense: Callable[[], mx.array],
     bias: mx.array | None = None,
-    chosen: Chosen | None = None,
+    chosen: ChosenKernels | None = None,
 ) -> mx.array:
     """x (..., I) @ W^T + bias over one codebook per row, or over a library of codebooks, of x's type.
 
@@ -130,7 +134,7 @@ def codebook_product(
 
 
 def exact_product(
-    x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None, chosen: Chosen | None = None
+    x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None, chosen: ChosenKernels | None = None
 ) -> mx.array:
     """x (..., I) @ W^T + bias over exact weights, of x's type. chosen: as for `kernel_for`."""
     y = again(x, matrix.arrays, bias, chosen)
@@ -205,7 +209,7 @@ def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorte
     return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
 
 
-def kernel_for(x: mx.array, chosen: Chosen | None) -> str:
+def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
     """The candidate that computes a linear layer's product with activations (..., I).
 
     Args:
@@ -242,7 +246,9 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
     return sorted_indices and not (metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS)
 
 
-def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: Chosen | None) -> mx.array | None:
+def again(
+    x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: ChosenKernels | None
+) -> mx.array | None:
     """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
 
     This is the way of every token on a Mac, where each microsecond counts.
@@ -255,7 +261,7 @@ def again(x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen
     return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
 
 
-def launched(launch: metal.Launch, bias: mx.array | None, chosen: Chosen | None) -> mx.array:
+def launched(launch: metal.Launch, bias: mx.array | None, chosen: ChosenKernels | None) -> mx.array:
     """The product by a Metal kernel, whose launch is kept for the layer."""
     if chosen is not None:
         x = launch.inputs[0]

@@ -8,7 +8,7 @@ import pytest
 import zig
 
 from gearbx_mlx.kernels import compiler
-from gearbx_mlx.kernels.compiler import Recipe, Target, compile_library, make_recipe
+from gearbx_mlx.kernels.compiler import CompileTarget, Recipe, compile_library, make_recipe
 
 from .mach_o import ARM64, Library, read_library
 from .wheels import Unobtainable, get_mlx
@@ -37,7 +37,7 @@ def mac(request, tmp_path_factory) -> Build:
         mlx = get_mlx(request.config.cache.mkdir("macos"))
     except Unobtainable as reason:
         pytest.skip(f"{NOT_CHECKED}: {reason}")
-    recipe = make_recipe(zig.compiler_for("aarch64-macos.14.0"), Target("darwin", "arm64", mlx))
+    recipe = make_recipe(zig.compiler_for("aarch64-macos.14.0"), CompileTarget("darwin", "arm64", mlx))
     file = tmp_path_factory.mktemp("macos") / "kernels.so"
     with pytest.MonkeyPatch.context() as patient:  # zig's first link compiles its C++ library
         patient.setattr(compiler, "SECONDS", 1200)
