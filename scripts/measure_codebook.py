@@ -87,7 +87,7 @@ def measure_error(rows: int) -> str:
                 start = time.perf_counter()
                 arrays = module.encode(weight, bits)
                 seconds = time.perf_counter() - start
-                made = module.decode(arrays, bits, WIDTH)
+                made = codebook.decode(arrays, bits, WIDTH)
                 error, effective = squared_error(made, weight), 8 * nbytes(arrays) / weight.size
                 share = Outliers.of(arrays).count() / weight.size
                 lower = below(error, curve, effective), below(error**0.5, roots, effective)

@@ -22,9 +22,8 @@ from gearbx_mlx import load
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.bit_selection.h_process import GarbageCheck
 from gearbx_mlx.files.writing import write_text
-from gearbx_mlx.formats import codebook_library
+from gearbx_mlx.formats import GROUPS, CodebookOptions, codebook, codebook_library
 from gearbx_mlx.formats.codebook import nbytes
-from gearbx_mlx.formats.codebook_options import GROUPS, CodebookOptions
 from gearbx_mlx.gears.discovery import discover
 
 HELD_OUT = Path(__file__).parent.parent / "tests" / "data" / "gsm8k_held_out.jsonl"
@@ -45,7 +44,7 @@ def remade(weight: mx.array, bits: int, options: CodebookOptions, along: str) ->
     """A matrix (O, I) after a library of codebooks, and the bytes that it takes."""
     matrix = weight if along == "inputs" else mx.contiguous(weight.T)
     arrays = codebook_library.encode(matrix, bits, options)
-    made = codebook_library.decode(arrays, bits, matrix.shape[-1])
+    made = codebook.decode(arrays, bits, matrix.shape[-1])
     return made if along == "inputs" else made.T, nbytes(arrays)
 
 

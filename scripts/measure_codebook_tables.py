@@ -20,10 +20,9 @@ from gearbx_mlx import load
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
 from gearbx_mlx.files.writing import write_text
-from gearbx_mlx.formats import codebook, codebook_library, get_format
+from gearbx_mlx.formats import CodebookOptions, codebook, get_format
 from gearbx_mlx.formats.codebook import Codebook, nbytes
 from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE
-from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.codebook_quality import Quality, compare, qualities
 from gearbx_mlx.gears.discovery import discover
 
@@ -92,7 +91,7 @@ def whole_row(format: Any, bits: int, weights: list[mx.array]) -> dict[str, Any]
     cosines, counted = [], sum(weight.size for weight in weights)
     for weight in weights:
         arrays = format.encode(weight, bits)
-        made = (codebook_library if "library" in arrays else codebook).decode(arrays, bits, weight.shape[-1])
+        made = codebook.decode(arrays, bits, weight.shape[-1])
         whole = weight.astype(mx.float32)
         size, off = size + nbytes(arrays), off + mx.square(made - whole).sum().item()
         square += mx.square(whole).sum().item()

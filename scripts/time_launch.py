@@ -20,8 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from pages import fill, table
 
-from gearbx_mlx.formats import codebook, codebook_library, get_format, groupwise, rowwise
-from gearbx_mlx.formats.codebook_options import CodebookOptions
+from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format, groupwise, rowwise
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.formats import codebook, codebook_library, get_format
+from gearbx_mlx.formats import CodebookOptions, changed_name, codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import (
     LAYOUT,
     Codebook,
@@ -36,7 +36,6 @@ from gearbx_mlx.formats.codebook_fitting import (
     take_out,
 )
 from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
-from gearbx_mlx.formats.codebook_options import CodebookOptions, changed_name
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
 CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
@@ -120,7 +119,7 @@ class TestOutliers:
         weight = heavy(32, 256).astype(mx.float16)
         mask = find_all(weight)
         assert mask.any()
-        made = MODULES[name].decode(MODULES[name].encode(weight, 2), 2, 256)
+        made = codebook.decode(MODULES[name].encode(weight, 2), 2, 256)
         assert np.array_equal(np.array(made)[mask], np.array(weight.astype(mx.float32))[mask])
         assert not np.array_equal(np.array(made)[~mask], np.array(weight.astype(mx.float32))[~mask])
 
@@ -234,7 +233,7 @@ class TestCodebooks:
     @pytest.mark.parametrize("bits", codebook_library.BITS)
     def test_a_library_is_no_worse_than_a_codebook_a_row(self, bits):
         weight = heavy(256, 1024)
-        made = {name: error(m.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
+        made = {name: error(codebook.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
         assert made["codebook-library"] < made["codebook"]
 
     def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
@@ -249,7 +248,7 @@ class TestCodebooks:
     @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (1, 4), (3, 130), (2, 4, 33)])
     def test_any_shape(self, name, bits, shape):
         weight = heavy(*shape)
-        made = MODULES[name].decode(MODULES[name].encode(weight, bits), bits, shape[-1])
+        made = codebook.decode(MODULES[name].encode(weight, bits), bits, shape[-1])
         assert made.shape == shape
         assert mx.abs(made - weight).max().item() <= mx.abs(weight).max().item() * 1.01
 
@@ -257,13 +256,13 @@ class TestCodebooks:
     def test_weights_of_few_values_are_kept(self, name, bits):
         values = mx.array([-0.5, 0.25, 0.25, 1.0])
         weight = values[(mx.arange(256) * 7 // 3 % 4)][None] * mx.ones((8, 1))
-        made = MODULES[name].decode(MODULES[name].encode(weight, bits), bits, 256)
+        made = codebook.decode(MODULES[name].encode(weight, bits), bits, 256)
         assert mx.allclose(made, weight, atol=2e-3).item()
 
     @pytest.mark.parametrize("name", MODULES)
     def test_rows_of_zeros_and_of_one_value(self, name):
         weight = mx.stack([mx.zeros(256), mx.full(256, 0.125)])
-        made = MODULES[name].decode(MODULES[name].encode(weight, 3), 3, 256)
+        made = codebook.decode(MODULES[name].encode(weight, 3), 3, 256)
         assert mx.array_equal(made, weight).item()
 
 
@@ -274,7 +273,7 @@ class TestModules:
     def test_a_linear_layer_computes_with_its_reconstruction(self, name, bits, bias):
         dense = linear(heavy(24, 200), bias)
         module = get_format(name).modules(dense, bits, (bits,), 64, mx.float32)[bits]
-        weight = MODULES[name].decode(MODULES[name].encode(dense.weight, bits), bits, 200)
+        weight = codebook.decode(MODULES[name].encode(dense.weight, bits), bits, 200)
         x = mx.random.normal((2, 3, 200))
         assert mx.allclose(module(x), x @ weight.T + (dense.bias if bias else 0), atol=1e-5).item()
         assert module(x.astype(mx.bfloat16)).dtype == mx.bfloat16 or bias
@@ -365,7 +364,7 @@ class TestOptions:
         assert format.stored_bytes(weight.shape, 3, find_all(weight).mean()) == codebook.nbytes(arrays)
         stored = format.stored_arrays(weight.shape, 3, (3,), 64, mx.float16)
         assert all(len(a.shape) == arrays[n].ndim for n, a in stored.items())
-        made = codebook_library.decode(arrays, 3, 384)
+        made = codebook.decode(arrays, 3, 384)
         assert (mx.square(made - weight).sum() / mx.square(weight).sum()).item() < 0.05
         assert not format.native
 
@@ -373,7 +372,7 @@ class TestOptions:
         weight = heavy(64, 512)
 
         def error(name):
-            made = codebook_library.decode(get_format(name).encode(weight, 2), 2, 512)
+            made = codebook.decode(get_format(name).encode(weight, 2), 2, 512)
             return mx.square(made - weight).sum().item()
 
         assert error("codebook-library:group=32") < error("codebook-library") < error("codebook-library:library=1")

@@ -35,7 +35,7 @@ def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(nat
     module, bits = case
     arrays = module.encode(mx.array(heavy(rows, width, seed=seed)), bits)
     x = mx.array(np.random.default_rng(seed).standard_normal((vectors, width)).astype(np.float32))
-    weight = np.array(module.decode(arrays, bits, width)).astype(np.float64)
+    weight = np.array(codebook.decode(arrays, bits, width)).astype(np.float64)
     exact, bound = np.array(x) @ weight.T, np.abs(np.array(x)) @ np.abs(weight).T
     found = kernel(native, module)(x, **arrays, bits=bits)
     assert (np.abs(np.array(found) - exact) <= 1e-5 * bound + 1e-6).all()
@@ -54,7 +54,7 @@ def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, mo
     values[1] = 0.5 * np.random.default_rng(1).standard_normal((9, 300))  # other tables, and fewer outliers
     values[2, 3, ::20] = 2.0
     arrays = module.encode(mx.array(values), bits)
-    weight = np.array(module.decode(arrays, bits, 300)).astype(np.float64)
+    weight = np.array(codebook.decode(arrays, bits, 300)).astype(np.float64)
     x = mx.random.normal((40, 1, 300))
     chosen = mx.random.randint(0, 4, (40, 2)).astype(mx.uint32)
     y = experts_kernel(native, module)(x[:, None], **arrays, indices=chosen, bits=bits)
@@ -90,7 +90,7 @@ def test_many_outliers_at_their_places(native, module, bits):
     for column in (0, 60, 999, 500):
         x = mx.zeros((1, 1000))
         x[0, column] = 1.0
-        expected = module.decode(arrays, bits, 1000)[:, column]
+        expected = codebook.decode(arrays, bits, 1000)[:, column]
         assert mx.allclose(kernel(native, module)(x, **arrays, bits=bits)[0], expected, atol=1e-6).item()
 
 

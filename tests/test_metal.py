@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook_options import CodebookOptions
+from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.metal import available, choose_variant
@@ -103,10 +102,10 @@ def test_other_formats_on_metal_itself(width, variant):
     codes = rowwise.unpack_symmetric_codes(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
     weight = groupwise.dequantize(codes, given["scales"], width)
     assert mx.allclose(groupwise_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
-    for kind, (module, launch) in CODEBOOKS.items():
+    for kind, (_, launch) in CODEBOOKS.items():
         for bits in (2, 3, 4):
             given = codebook_arguments(kind, 37, width, bits)
-            weight = module.decode(given["arrays"], bits, width)
+            weight = codebook.decode(given["arrays"], bits, width)
             assert mx.allclose(launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
 
 

@@ -154,7 +154,7 @@ def codebook_kernel(format: str, bits: int) -> MetalProduct:
         return [arrays[name] for name in names]
 
     def dense(a: Arrays, columns: int) -> mx.array:
-        return module.decode(dict(zip(names, a)), bits, columns)
+        return codebook.decode(dict(zip(names, a)), bits, columns)
 
     def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
         return launch(x, dict(zip(names, a)), bits, variant=variant).prepared

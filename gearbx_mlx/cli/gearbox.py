@@ -10,8 +10,7 @@ import mlx.nn as nn
 from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..errors import GearbxError, about
-from ..formats import RECONSTRUCTED, with_cache
-from ..formats.codebook_options import split_name
+from ..formats import RECONSTRUCTED, split_name, with_cache
 from ..gears.activations import stored_dtype
 from ..gears.discovery import Predicate, with_clamps
 from ..gears.gearbox import Gearbox, Observer

@@ -6,8 +6,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..bit_selection.defaults import Floors
 from ..errors import GearbxError
-from ..formats import CODEBOOKS, DEFAULT_FORMAT, FORMATS, RECONSTRUCTED, has_codebooks
-from ..formats.codebook_options import GROUPS, CodebookOptions, changed_name, check_option, split_name
+from ..formats import (
+    CODEBOOKS,
+    DEFAULT_FORMAT,
+    FORMATS,
+    GROUPS,
+    RECONSTRUCTED,
+    CodebookOptions,
+    changed_name,
+    check_option,
+    has_codebooks,
+    split_name,
+)
 from ..gears.ladder import (
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,

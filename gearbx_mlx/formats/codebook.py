@@ -26,8 +26,10 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import GearbxError
+from ..kernels.bit_planes import unpack_mlx_codes
 from ..kernels.dispatch import Kind
 from ..kernels.products import codebook_experts, codebook_product
+from . import CodebookOptions, name_with
 from .base import (
     Arrays,
     Copies,
@@ -52,7 +54,6 @@ from .codebook_fitting import (
     row_blocks,
     take_out,
 )
-from .codebook_options import CodebookOptions, name_with
 from .native import Native, with_expert_bias
 
 LAYOUT = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
@@ -137,13 +138,25 @@ def encode(
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier."""
-    codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
-    return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
+    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier.
+
+    Args:
+        arrays: as `encode` makes them, here or in codebook_library.py.
+    """
+    if "library" not in arrays:
+        codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
+        return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
+    codes = unpack_mlx_codes(arrays["weight"], bits).reshape(*arrays["entries"].shape, -1)
+    groups, library = codes.shape, arrays["library"].astype(mx.float32)
+    first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * library.shape[-2]
+    entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits
+    scales, midpoints = (arrays[name].astype(mx.float32)[..., None] for name in ("scales", "midpoints"))
+    weight = midpoints + scales * library.reshape(-1)[entry + codes.astype(mx.int32)]
+    return weight.reshape(*groups[:-2], -1)[..., :width]
 
 
 def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), outliers included, rounded once, to `dtype`."""
+    """The weights (..., O, width), outliers included, rounded once, to `dtype`; `arrays` as for `look_up`."""
     return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
 
 
@@ -171,13 +184,15 @@ class CodebookModule(Reconstructed):
         super().__init__(dense, bits, arrays, cache)
         self.bytes_read = nbytes(arrays)
 
-
-class _Rows(CodebookModule):
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
         return decode(arrays, self.bits, self.input_dims, dtype)
 
 
-class NativeProduct(Native, ReconstructedLinear):
+class CodebookLinear(CodebookModule, ReconstructedLinear):
+    """A linear layer over codebooks."""
+
+
+class NativeCodebookLinear(Native, CodebookLinear):
     """A linear layer over codebooks, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -189,7 +204,11 @@ class NativeProduct(Native, ReconstructedLinear):
         return Kind(f"{form} {self.bits}", self.weight_shape, stock=False, rounded=False)
 
 
-class NativeExperts(Native, ReconstructedSwitchLinear):
+class CodebookSwitchLinear(CodebookModule, ReconstructedSwitchLinear):
+    """A SwitchLinear over codebooks; each expert has its own."""
+
+
+class NativeCodebookSwitchLinear(Native, CodebookSwitchLinear):
     """A SwitchLinear over codebooks, with native kernels that read the packed rows of the experts in use."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -197,24 +216,8 @@ class NativeExperts(Native, ReconstructedSwitchLinear):
         return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
 
 
-class CodebookLinear(_Rows, ReconstructedLinear):
-    """A linear layer over one codebook per row."""
-
-
-class NativeCodebookLinear(_Rows, NativeProduct):
-    """A linear layer over one codebook per row, with native kernels."""
-
-
-class CodebookSwitchLinear(_Rows, ReconstructedSwitchLinear):
-    """A SwitchLinear over one codebook per row."""
-
-
-class NativeCodebookSwitchLinear(_Rows, NativeExperts):
-    """A SwitchLinear over one codebook per row, with native kernels."""
-
-
-class CodebookMultiLinear(_Rows, ReconstructedMultiLinear):
-    """A MultiLinear over one codebook per row."""
+class CodebookMultiLinear(CodebookModule, ReconstructedMultiLinear):
+    """A MultiLinear over codebooks; each head has its own."""
 
 
 class CodebookFormat(Copies, abc.ABC):
@@ -227,11 +230,6 @@ class CodebookFormat(Copies, abc.ABC):
 
     name: str
     layer_bits: tuple[int, ...]
-    linear: type[CodebookModule]
-    native_linear: type[CodebookModule]
-    experts: type[CodebookModule]
-    native_switch: type[CodebookModule]
-    heads: type[CodebookModule]
     native = native_experts = True
     rounds = False  # an entry of a table is fp16
     scales: frozenset[str] = frozenset()  # always float16
@@ -283,8 +281,10 @@ class CodebookFormat(Copies, abc.ABC):
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
         self.check_places(arrays, dense.weight.shape[-1])
         native = self.native and isinstance(dense, Native)
-        linear, experts = (self.native_linear, self.native_switch) if native else (self.linear, self.experts)
-        kind = kind_for(dense, linear, experts, self.heads)
+        linear, experts = CodebookLinear, CodebookSwitchLinear
+        if native:
+            linear, experts = NativeCodebookLinear, NativeCodebookSwitchLinear
+        kind: type[CodebookModule] = kind_for(dense, linear, experts, CodebookMultiLinear)
         return kind(dense, bits, arrays, self.cache)
 
     def bytes_read(
@@ -299,8 +299,6 @@ class Codebook(CodebookFormat):
 
     name = "codebook"
     layer_bits = tuple(LAYOUT)
-    linear, native_linear = CodebookLinear, NativeCodebookLinear
-    experts, native_switch, heads = CodebookSwitchLinear, NativeCodebookSwitchLinear, CodebookMultiLinear
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
         if (options.library, options.group) != (DEFAULTS.library, DEFAULTS.group):

@@ -22,8 +22,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GearbxError
+from . import CodebookOptions
 from .base import StoredArray
-from .codebook_options import CodebookOptions
 
 ROUNDS = 20
 STEP, PLAIN_ROUNDS = 1.9, 2

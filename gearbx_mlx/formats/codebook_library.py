@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import GearbxError
-from ..kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
-from .base import Arrays, ReconstructedLinear, ReconstructedMultiLinear, ReconstructedSwitchLinear, StoredArray
-from .codebook import ENTRY_SIZE, CodebookFormat, CodebookModule, NativeExperts, NativeProduct, bulk
+from ..kernels.bit_planes import pack_mlx_codes
+from . import CodebookOptions
+from .base import Arrays, StoredArray
+from .codebook import ENTRY_SIZE, CodebookFormat, bulk
 from .codebook_fitting import DEFAULTS, Outliers, SortedRows, find_all, lloyd, nearest, row_blocks, take_out
-from .codebook_options import CodebookOptions
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels
@@ -179,54 +179,11 @@ def encode(
     return arrays
 
 
-def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier."""
-    codes = unpack_mlx_codes(arrays["weight"], bits).reshape(*arrays["entries"].shape, -1)
-    groups, library = codes.shape, arrays["library"].astype(mx.float32)
-    first = mx.arange(math.prod(library.shape[:-2])).reshape(*library.shape[:-2], 1, 1) * library.shape[-2]
-    entry = (first + arrays["entries"].astype(mx.int32))[..., None] * 2**bits
-    scales, midpoints = (arrays[name].astype(mx.float32)[..., None] for name in ("scales", "midpoints"))
-    weight = midpoints + scales * library.reshape(-1)[entry + codes.astype(mx.int32)]
-    return weight.reshape(*groups[:-2], -1)[..., :width]
-
-
-def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), outliers included, rounded once, to `dtype`."""
-    return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
-
-
-class _Library(CodebookModule):
-    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        return decode(arrays, self.bits, self.input_dims, dtype)
-
-
-class LibraryLinear(_Library, ReconstructedLinear):
-    """A linear layer over a library of codebooks."""
-
-
-class NativeLibraryLinear(_Library, NativeProduct):
-    """A linear layer over a library of codebooks, with native kernels."""
-
-
-class LibrarySwitchLinear(_Library, ReconstructedSwitchLinear):
-    """A SwitchLinear with a library of codebooks for each expert."""
-
-
-class NativeLibrarySwitchLinear(_Library, NativeExperts):
-    """A SwitchLinear with a library of codebooks for each expert, with native kernels."""
-
-
-class LibraryMultiLinear(_Library, ReconstructedMultiLinear):
-    """A MultiLinear with a library of codebooks for each head."""
-
-
 class CodebookLibrary(CodebookFormat):
     """32 codebooks for a matrix instead of one for each row: a kernel keeps them in less memory."""
 
     name = "codebook-library"
     layer_bits = BITS
-    linear, native_linear = LibraryLinear, NativeLibraryLinear
-    experts, native_switch, heads = LibrarySwitchLinear, NativeLibrarySwitchLinear, LibraryMultiLinear
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
         super().__init__(cache, options)

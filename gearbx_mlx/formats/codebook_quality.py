@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from . import codebook_library
+from . import codebook, codebook_library
 from .codebook import Codebook, CodebookFormat
 from .codebook_fitting import SortedRows, find_all, lloyd
 
@@ -105,7 +105,7 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
         made = []
         for left_out in (np.array(outlying), np.zeros(outlying.shape, bool)):
             arrays = codebook_library.encode(rows, bits, format.options, left_out)
-            made.append(compare(rows, codebook_library.decode(arrays, bits, rows.shape[-1])))
+            made.append(compare(rows, codebook.decode(arrays, bits, rows.shape[-1])))
         yield bits, made[0], made[1]
 
 

@@ -1,8 +1,8 @@
 """Compile the CPU kernels in `cpu/` with the C++ compiler of this machine, as a Python extension over MLX.
 
 The kernels are compiled side by side, for speed. What binds them to MLX and Python takes longer to read than to
-compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A `CompileTarget` is
-what they are compiled for: a system, its processor, and the MLX that they are linked with.
+compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A
+`CompileTarget` is what they are compiled for: a system, its processor, and the MLX that they are linked with.
 """
 
 import hashlib

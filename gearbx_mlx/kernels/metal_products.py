@@ -1,9 +1,9 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
-Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a `PackedLayout`
-has the macros that specialize the text for a format. A launch over codebooks (XFP 3.3, 3.4) copies those that a
-threadgroup needs into its memory as float32: those of its rows, or the whole library. Dense products have a text of
-their own, since MLX's change with the number of rows (metal/README.md).
+Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a
+`PackedLayout` has the macros that specialize the text for a format. A launch over codebooks (XFP 3.3, 3.4) copies those
+that a threadgroup needs into its memory as float32: those of its rows, or the whole library. Dense products have a text
+of their own, since MLX's change with the number of rows (metal/README.md).
 
 Each launch checks its arrays first: with wrong ones a kernel would read beyond an array, or give wrong numbers.
 """

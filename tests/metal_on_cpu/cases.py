@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook_options import CodebookOptions
+from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.metal import Launch, Prepared, build

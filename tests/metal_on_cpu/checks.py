@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.formats import codebook_library, groupwise, rowwise
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import bit_planes
 from gearbx_mlx.kernels.bit_planes import plane_shifts
 from gearbx_mlx.kernels.metal import variant_named
@@ -73,9 +73,9 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 def codebook_weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """The same: a kernel adds what the code below an outlier stands for, takes it back, and adds the outlier."""
-    module, arrays = CODEBOOKS[case.format][0], codebook_arrays(case, p)
-    weight = exact(module.decode(arrays, case.bits, case.columns))
-    coded = exact(module.look_up(arrays, case.bits, case.columns))
+    arrays = codebook_arrays(case, p)
+    weight = exact(codebook.decode(arrays, case.bits, case.columns))
+    coded = exact(codebook.look_up(arrays, case.bits, case.columns))
     outlying = outlier_mask(case, p)
     size = np.abs(coded)
     if case.format == "codebook-library":  # scale * entry + mid-point, which may cancel each other
