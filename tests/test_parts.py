@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from gearbx_mlx import Gearbox, GearbxError, convert, load
+from gearbx_mlx.formats.holders import GatheredLinear, RankPart, SummedLinear
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import layers_of
 from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
@@ -151,6 +152,19 @@ def test_what_a_part_would_store_otherwise_stays_dense(format, gather, paths, re
     gearbox = Gearbox(model, SAVED[format], format=format)
     said = {path.rpartition(".")[2] for path, why in gearbox.unmanaged.items() if reason in why}
     assert paths <= said
+
+
+@pytest.mark.parametrize(("gather", "kind"), [(True, GatheredLinear), (False, SummedLinear)])
+def test_ranks_tell_each_other_inputs_or_sums_of_layers_whose_inputs_are_divided(gather, kind):
+    model, whole = divisible(), divisible()
+    divide(model, Ranks(rank(1), gather))
+    around = {path for path, module in model.named_modules() if isinstance(module, RankPart)}
+    assert around == {path for path, _ in whole.named_modules() if path.endswith(("o_proj", "down_proj"))}
+    assert {type(module) for path, module in model.named_modules() if path in around} == {kind}
+    weights = {path: module.weight.shape for path, module in layers_of(model).items() if path in around}
+    for path, shape in weights.items():
+        rows, columns = dict(whole.named_modules())[path].weight.shape
+        assert shape == ((rows // 2, columns) if gather else (rows, columns // 2))
 
 
 @pytest.mark.some(2)

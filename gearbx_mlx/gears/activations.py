@@ -21,45 +21,6 @@ from ..kernels.dispatch import on_cpu
 from .adapters import adapters_of, own_arrays
 from .ladder import DTYPES as DTYPE_NAMES
 
-
-class Typed:
-    """The type that a model is in now, by a parameter that no gear changes.
-
-    Args:
-        managed: the modules that are in gears.
-        dtype: of the model as it is.
-    """
-
-    def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):
-        of_gears = {*map(id, managed)}
-        own = (
-            (module, name)
-            for module in model.modules()
-            if id(module) not in of_gears and not isinstance(module, Native)
-            for name, value in module.items()
-            if isinstance(value, mx.array) and value.dtype == dtype
-        )
-        self._place = next(own, None)
-        self._made_in, self._changed = dtype, False
-
-    def follow(self, modules: Any) -> None:
-        """Put a tree of modules into the type of now. Native ones keep that of their arrays, and read any."""
-        if self._place is None:
-            return
-        module, name = self._place
-        dtype = module[name].dtype
-        if dtype == self._made_in and not self._changed:
-            return
-        self._changed = True
-        for _, module in tree_flatten(modules, is_leaf=lambda value: isinstance(value, nn.Module)):
-            if isinstance(module, TiedEmbedding | QuantizedTable):
-                module.dtype = dtype
-            if isinstance(module, NativeEmbedding):
-                module.activations = dtype
-            if not isinstance(linear_of(module), Native):
-                module.set_dtype(dtype)
-
-
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
@@ -144,3 +105,41 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
 def put_parameters(model: nn.Module, parameters: Iterable[tuple[str, mx.array]]) -> None:
     """`model.update` of the model's class, as in `put_modules`: of all gears the engaged one is converted alone."""
     type(model).update(model, tree_unflatten(list(parameters)))
+
+
+class Typed:
+    """The type that a model is in now, by a parameter that no gear changes.
+
+    Args:
+        managed: the modules that are in gears.
+        dtype: of the model as it is.
+    """
+
+    def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):
+        of_gears = {*map(id, managed)}
+        own = (
+            (module, name)
+            for module in model.modules()
+            if id(module) not in of_gears and not isinstance(module, Native)
+            for name, value in module.items()
+            if isinstance(value, mx.array) and value.dtype == dtype
+        )
+        self._place = next(own, None)
+        self._made_in, self._changed = dtype, False
+
+    def follow(self, modules: Any) -> None:
+        """Put a tree of modules into the type of now. Native ones keep that of their arrays, and read any."""
+        if self._place is None:
+            return
+        module, name = self._place
+        dtype = module[name].dtype
+        if dtype == self._made_in and not self._changed:
+            return
+        self._changed = True
+        for _, module in tree_flatten(modules, is_leaf=lambda value: isinstance(value, nn.Module)):
+            if isinstance(module, TiedEmbedding | QuantizedTable):
+                module.dtype = dtype
+            if isinstance(module, NativeEmbedding):
+                module.activations = dtype
+            if not isinstance(linear_of(module), Native):
+                module.set_dtype(dtype)

@@ -29,8 +29,7 @@ from .discovery import Layer, at_least, in_tower, is_table
 from .ladder import DENSE, Gear, Ladder
 from .manifest import GEARS_FILE, Manifest, read_manifest
 from .sharding import WeightPart, sharding_of
-from .sources import FromWeights, GearModules, Source
-from .streaming import StreamedFiles
+from .sources import GearModules, Source
 from .tensor_files import SIZES, TensorEntry, read_entries
 
 CHOSEN = (  # names for the number of experts that a router chooses
@@ -442,7 +441,7 @@ class GearCosts:
 
     def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
-        if not isinstance(self.source, StreamedFiles):
+        if not self.source.reads_disk:
             return 0
         modules, read = layers_of(self.model), 0.0
         for layer in self.layers:
@@ -465,7 +464,7 @@ class GearCosts:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
             format = None if {*bits} == {DENSE} else self.format
             runs_on, why = kernels_of(layer.module, self.kernels, format)
-            if isinstance(self.source, StreamedFiles) and self.source.disk_bytes(layer, bits[-1]):
+            if self.source.disk_bytes(layer, bits[-1]):
                 runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
             found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
@@ -488,12 +487,7 @@ class GearCosts:
         return "\n".join(lines)
 
     def costed_in(self, ladder: Ladder) -> "GearCosts":
-        """The same costs for another ladder; the result cannot shift.
-
-        A gear that stands alone has fewer planes to read than one of the same bits among others.
-        """
+        """The same costs for another ladder; the result cannot shift."""
         other = copy.copy(self)
-        other.ladder, other._token_bytes = ladder, {}
-        if isinstance(self.source, FromWeights):  # else what it stores does not depend on the ladder
-            other.source = dataclasses.replace(self.source, ladder=ladder)
+        other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
         return other

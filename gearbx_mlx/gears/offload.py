@@ -12,10 +12,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
-from .ladder import DENSE, RESIDENCIES
+from .ladder import DENSE
 from .saved import SavedGears
 
 Key = tuple[str, int]  # path of a layer, bits of one of its gears
+EMPTY = mx.zeros((0,))  # in the place of an array that was given up
 
 
 class Residency(Protocol):
@@ -104,7 +105,62 @@ class Host:
 
 
 class Disk:
-    """Drops the dense originals, and reads them back from the checkpoint when the top gear is entered.
+    """Drops idle gears, and reads them again from files when they are entered."""
+
+    name = "disk"
+
+    def __init__(self, dtypes: Mapping[str, mx.Dtype]):
+        self.dtypes = dtypes
+        self._dropped: dict[Key, list[str]] = {}
+
+    def has(self, key: Key) -> bool:
+        """Whether the files have the arrays of a gear."""
+        raise NotImplementedError
+
+    def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
+        """The arrays of gears by their flat names, in memory."""
+        raise NotImplementedError
+
+    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
+        in_use = arrays_in_use(model)
+        for key, module in idle.items():
+            names = list(idle_parameters(module, in_use)) if self.has(key) else []
+            if names:
+                self._dropped.setdefault(key, []).extend(names)
+                put(module, dict.fromkeys(names, EMPTY))
+
+    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
+        missing = {key: self._dropped[key] for key in needed if key in self._dropped}
+        for key, arrays in (self.read(missing) if missing else {}).items():
+            put(needed[key], arrays)
+            del self._dropped[key]
+
+
+class SavedDisk(Disk):
+    """Reads all gears from the files of a geared checkpoint.
+
+    Args:
+        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    """
+
+    def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
+        super().__init__(dtypes)
+        self._saved = saved
+
+    def has(self, key: Key) -> bool:
+        return True
+
+    def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
+        back = {
+            (path, bits): {name: self._saved.parameter(path, bits, name, self.dtypes[path]) for name in names}
+            for (path, bits), names in wanted.items()
+        }
+        self._saved.read(back)
+        return back
+
+
+class OriginalDisk(Disk):
+    """Reads the dense originals from the checkpoint of a model without gears; others stay in memory.
 
     Args:
         model: its class has the `sanitize` that maps the names in the files to the names of the model.
@@ -115,54 +171,41 @@ class Disk:
         GearbxError: no directory, or its safetensors do not have the weights of these layers.
     """
 
-    name = "disk"
-
     def __init__(self, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]):
+        super().__init__(dtypes)
         if checkpoint is None:
             raise GearbxError("residency 'disk' reads weights back from the checkpoint; give checkpoint=its directory")
         self.directory = Path(checkpoint)
         # Some models change themselves in `sanitize` (a tied gemma3 drops its head), so it runs on a blank model.
         self._blank = type(model)(model.args) if hasattr(model, "args") else copy.deepcopy(model)
         self._blank.apply(lambda array: EMPTY)
-        self._dtypes = dtypes
-        self._dropped: dict[Key, list[str]] = {}
         self._find(f"{path}.weight" for path in dtypes if path)
 
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        in_use = arrays_in_use(model)
-        for key, module in idle.items():
-            names = list(idle_parameters(module, in_use)) if key[1] == DENSE else []
-            if names:
-                self._dropped.setdefault(key, []).extend(names)
-                put(module, dict.fromkeys(names, EMPTY))
+    def has(self, key: Key) -> bool:
+        return key[1] == DENSE
 
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        missing = {key: self._dropped[key] for key in needed if key in self._dropped}
-        if not missing:
-            return
-        stored = self._read(f"{path}.{name}" for (path, _), names in missing.items() for name in names)
+    def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
+        stored = self._find(f"{path}.{name}" for (path, _), names in wanted.items() for name in names)
         back = {
-            (path, bits): {name: stored[f"{path}.{name}"].astype(self._dtypes[path]) for name in names}
-            for (path, bits), names in missing.items()
+            (path, bits): {name: stored[f"{path}.{name}"].astype(self.dtypes[path]) for name in names}
+            for (path, bits), names in wanted.items()
         }
-        mx.eval(list(back.values()))
-        for key, arrays in back.items():
-            put(needed[key], arrays)
-            del self._dropped[key]
+        try:
+            mx.eval(list(back.values()))
+        except RuntimeError as error:
+            raise self._unreadable(error) from error
+        return back
 
-    def _files(self) -> list[Path]:
+    def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
+        """The arrays of these names, unread."""
         files = sorted(self.directory.glob("model*.safetensors"))
         if not files:
             raise GearbxError(
                 f"{self.directory}: no model*.safetensors to read weights back from; restore the checkpoint"
             )
-        return files
-
-    def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
-        """The arrays of these names, unread."""
         weights: dict[str, mx.array] = {}
         try:
-            for file in self._files():
+            for file in files:
                 arrays = mx.load(str(file))
                 assert isinstance(arrays, dict)
                 weights.update(arrays)
@@ -174,19 +217,8 @@ class Disk:
         except (RuntimeError, ValueError) as error:
             raise self._unreadable(error) from error
 
-    def _read(self, names: Iterable[str]) -> dict[str, mx.array]:
-        found = self._find(names)
-        try:
-            mx.eval(found)
-        except RuntimeError as error:
-            raise self._unreadable(error) from error
-        return found
-
     def _unreadable(self, error: Exception) -> GearbxError:
         return GearbxError(f"{self.directory}: weights cannot be read back ({error}); restore the checkpoint")
-
-
-EMPTY = mx.zeros((0,))  # in the place of an array that was given up
 
 
 def arrays_in_use(model: nn.Module) -> set[int]:
@@ -218,47 +250,3 @@ def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
     """The inverse of `to_numpy`."""
     array = mx.array(values)
     return array.view(dtype) if array.dtype != dtype else array
-
-
-def make_residency(
-    name: str, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
-) -> Residency:
-    """The residency of this name. Raises GearbxError for a name that does not exist."""
-    if name == "disk":
-        return Disk(model, checkpoint, dtypes)
-    if name in ("resident", "host"):
-        return Resident() if name == "resident" else Host()
-    raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}")
-
-
-class SavedDisk:
-    """Drops idle gears, and reads them again from the files of the checkpoint when they are entered.
-
-    Args:
-        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
-    """
-
-    name = "disk"
-
-    def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
-        self._saved, self._dtypes = saved, dtypes
-        self._dropped: dict[Key, list[str]] = {}
-
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        in_use = arrays_in_use(model)
-        for key, module in idle.items():
-            names = list(idle_parameters(module, in_use))
-            if names:
-                self._dropped.setdefault(key, []).extend(names)
-                put(module, dict.fromkeys(names, EMPTY))
-
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        back = {
-            key: {name: self._saved.parameter(*key, name, self._dtypes[key[0]]) for name in self._dropped[key]}
-            for key in needed
-            if key in self._dropped
-        }
-        self._saved.read(back)
-        for key, arrays in back.items():
-            put(needed[key], arrays)
-            del self._dropped[key]

@@ -34,98 +34,6 @@ KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as m
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
     "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
-
-
-def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
-    """Compare a manifest with the arrays that the files contain.
-
-    Args:
-        gears, base: entries of gears.safetensors and of the files of the base, by name.
-
-    Raises:
-        GearbxError: an array that is missing, of another layer, parameter, dtype or shape, or that no gear uses.
-    """
-    entries = {**base, **gears}
-    used = set()
-    for path, layer in manifest.changing.items():
-        for bits, names in layer.gears.items():
-            place = f"{manifest.place_of(path)}.gears[{shown(str(bits))}]"
-            expected = stored_arrays(manifest, path, bits)
-            if names.keys() != expected.keys():
-                raise GearbxError(f"{MANIFEST}: {place} has {', '.join(map(shown, names))}, not {', '.join(expected)}")
-            check_gear(place, path, names, expected, entries)
-            used |= {*names.values()}
-    managed = {f"{path}.{name}" for path in manifest.changing for name in ("weight", "scales", "biases")}
-    unused = (gears.keys() | (managed & base.keys())) - used
-    if unused:
-        raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
-    if manifest.version > 1 and manifest.gears_hash is None:
-        raise GearbxError(f"{MANIFEST}: has no field 'gears_hash'")
-    if manifest.version > 1 and manifest.hashes.keys() != entries.keys():
-        differing = min(manifest.hashes.keys() ^ entries.keys())
-        raise GearbxError(f"{MANIFEST}: hashes and the files do not have the same arrays: {shown(differing)}")
-    if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):
-        raise GearbxError(f"{MANIFEST}: stock is {shown(manifest.stock)}, which the files of the base contradict")
-
-
-def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredArray]:
-    """The arrays that a gear of a layer or a table has."""
-    layer = manifest.changing[path]
-    dtype = DTYPES[layer.dtype]
-    stored = manifest.stored(path)
-    if bits == DENSE and DENSE not in stored:
-        return {"weight": StoredArray(dtype, layer.shape, DENSE, "weight")}
-    return manifest.format_of(path).stored_arrays(layer.shape, bits, stored, manifest.group_size, dtype)
-
-
-def check_gear(
-    place: str,
-    path: str,
-    names: Mapping[str, str],
-    expected: Mapping[str, StoredArray],
-    entries: Mapping[str, TensorEntry],
-) -> None:
-    """Raises GearbxError unless the arrays of one gear are what its format makes for the layer."""
-    free = set()  # lengths that the data decide, of which a gear has one
-    for parameter, array in expected.items():
-        name = names[parameter]
-        if name not in entries:
-            raise GearbxError(f"{GEARS_FILE}: has no {shown(name)[1:-1]}, which {MANIFEST} names")
-        own = f"{path}.{array.name}", f"{path}@{array.bits}.{array.name}"  # in the base, or beside it
-        if name not in own:
-            raise GearbxError(f"{MANIFEST}: {place}.{parameter} is {shown(name)}, not {shown(own[1])}")
-        entry = entries[name]
-        lengths = tuple(length for length, known in zip(entry.shape, array.shape) if known is None)
-        fits = len(entry.shape) == len(array.shape) and all(
-            length == known or (known is None and length > 0) for length, known in zip(entry.shape, array.shape)
-        )
-        free |= {*lengths}
-        if entry.dtype != NAMES[array.dtype] or not fits or len(free) > 1:
-            wanted = ["any" if length is None else length for length in array.shape]
-            raise GearbxError(
-                f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
-                f"{NAMES[array.dtype]} of {wanted}"
-            )
-
-
-def check_model(manifest: Manifest, model: nn.Module) -> None:
-    """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
-    modules = layers_of(model)
-    for path, layer in manifest.changing.items():
-        module = modules.get(path)
-        if not isinstance(module, KINDS[layer.kind]):
-            found = "no module" if module is None else f"a {type(module).__name__}"
-            field = "tables" if path in manifest.tables else "layers"
-            raise GearbxError(f"{MANIFEST}: {field} has the key {shown(path)}, and the model has {found} there")
-        shape = module.weight.shape
-        if not isinstance(module, KINDS[layer.kind][0]):
-            shape = (*shape[:-1], shape[-1] * 32 // module.bits)
-        if tuple(shape) != layer.shape:
-            raise GearbxError(
-                f"{MANIFEST}: {manifest.place_of(path)}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
-            )
-
-
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
 HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
@@ -139,73 +47,6 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
 def without_gears(model: nn.Module) -> bool:
     """Whether a model is quantized and its checkpoint has no gears, so that a `Gearbox` cannot make any."""
     return is_quantized(model) and saved_gears(model) is None
-
-
-def open_gears(directory: Path) -> "SavedGears | None":
-    """The gears of a directory, checked and unread; None where it has none.
-
-    Raises:
-        GearbxError: files that are missing, damaged, of a newer version, or not of this base.
-    """
-    manifest = read_manifest(directory)
-    if manifest is None:
-        return None
-    gears, places, found = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
-    if manifest.gears_hash not in (None, found):
-        raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
-    base: dict[str, TensorEntry] = {}
-    for name, expected in manifest.base.items():
-        entries, more, found = opened(directory / name, "missing, and the gears beside it need it")
-        if found != expected:
-            raise GearbxError(
-                f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
-            )
-        base |= entries
-        places |= more
-    try:
-        check_arrays(manifest, gears, base)
-    except GearbxError as error:
-        raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
-    return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
-
-
-def opened(file: Path, missing: str) -> tuple[dict[str, TensorEntry], dict[str, ArrayPlace], str]:
-    """The arrays of a file and their places, by name, and the file's hash; its header is read once.
-
-    Raises:
-        GearbxError: as `entries_of`.
-    """
-    entries, start = entries_of(file, missing)
-    return entries, array_places(file, entries, start), hash_with(file, entries, start)
-
-
-def array_places(file: Path, entries: Mapping[str, TensorEntry], start: int) -> dict[str, ArrayPlace]:
-    """Name of each array of a file to its place. start: of the data."""
-    return {
-        name: ArrayPlace(file, *(start + offset for offset in entry.data_offsets)) for name, entry in entries.items()
-    }
-
-
-def entries_of(file: Path, missing: str) -> tuple[dict[str, TensorEntry], int]:
-    """The arrays of a file, by name, and where its data begin.
-
-    Raises:
-        GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
-    """
-    try:
-        return read_entries(file)
-    except FileNotFoundError as error:
-        raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except GearbxError as error:
-        raise GearbxError(f"{error}; {RESTORE}") from error
-
-
-def names_in_every_gear(manifest: Manifest) -> set[str]:
-    """The arrays that no gear changes."""
-    gears = [names for layer in manifest.changing.values() for names in layer.gears.values()]
-    return {*manifest.hashes} - {name for names in gears for name in names.values()}
 
 
 class SavedGears:
@@ -384,3 +225,160 @@ class SavedGears:
             assert isinstance(arrays, dict)
             unread |= arrays
         return unread
+
+
+def open_gears(directory: Path) -> "SavedGears | None":
+    """The gears of a directory, checked and unread; None where it has none.
+
+    Raises:
+        GearbxError: files that are missing, damaged, of a newer version, or not of this base.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return None
+    gears, places, found = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    if manifest.gears_hash not in (None, found):
+        raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
+    base: dict[str, TensorEntry] = {}
+    for name, expected in manifest.base.items():
+        entries, more, found = opened(directory / name, "missing, and the gears beside it need it")
+        if found != expected:
+            raise GearbxError(
+                f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
+            )
+        base |= entries
+        places |= more
+    try:
+        check_arrays(manifest, gears, base)
+    except GearbxError as error:
+        raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
+    return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
+
+
+def opened(file: Path, missing: str) -> tuple[dict[str, TensorEntry], dict[str, ArrayPlace], str]:
+    """The arrays of a file and their places, by name, and the file's hash; its header is read once.
+
+    Raises:
+        GearbxError: as `entries_of`.
+    """
+    entries, start = entries_of(file, missing)
+    return entries, array_places(file, entries, start), hash_with(file, entries, start)
+
+
+def array_places(file: Path, entries: Mapping[str, TensorEntry], start: int) -> dict[str, ArrayPlace]:
+    """Name of each array of a file to its place. start: of the data."""
+    return {
+        name: ArrayPlace(file, *(start + offset for offset in entry.data_offsets)) for name, entry in entries.items()
+    }
+
+
+def entries_of(file: Path, missing: str) -> tuple[dict[str, TensorEntry], int]:
+    """The arrays of a file, by name, and where its data begin.
+
+    Raises:
+        GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
+    """
+    try:
+        return read_entries(file)
+    except FileNotFoundError as error:
+        raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except GearbxError as error:
+        raise GearbxError(f"{error}; {RESTORE}") from error
+
+
+def names_in_every_gear(manifest: Manifest) -> set[str]:
+    """The arrays that no gear changes."""
+    gears = [names for layer in manifest.changing.values() for names in layer.gears.values()]
+    return {*manifest.hashes} - {name for names in gears for name in names.values()}
+
+
+def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
+    """Compare a manifest with the arrays that the files contain.
+
+    Args:
+        gears, base: entries of gears.safetensors and of the files of the base, by name.
+
+    Raises:
+        GearbxError: an array that is missing, of another layer, parameter, dtype or shape, or that no gear uses.
+    """
+    entries = {**base, **gears}
+    used = set()
+    for path, layer in manifest.changing.items():
+        for bits, names in layer.gears.items():
+            place = f"{manifest.place_of(path)}.gears[{shown(str(bits))}]"
+            expected = stored_arrays(manifest, path, bits)
+            if names.keys() != expected.keys():
+                raise GearbxError(f"{MANIFEST}: {place} has {', '.join(map(shown, names))}, not {', '.join(expected)}")
+            check_gear(place, path, names, expected, entries)
+            used |= {*names.values()}
+    managed = {f"{path}.{name}" for path in manifest.changing for name in ("weight", "scales", "biases")}
+    unused = (gears.keys() | (managed & base.keys())) - used
+    if unused:
+        raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
+    if manifest.version > 1 and manifest.gears_hash is None:
+        raise GearbxError(f"{MANIFEST}: has no field 'gears_hash'")
+    if manifest.version > 1 and manifest.hashes.keys() != entries.keys():
+        differing = min(manifest.hashes.keys() ^ entries.keys())
+        raise GearbxError(f"{MANIFEST}: hashes and the files do not have the same arrays: {shown(differing)}")
+    if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):
+        raise GearbxError(f"{MANIFEST}: stock is {shown(manifest.stock)}, which the files of the base contradict")
+
+
+def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredArray]:
+    """The arrays that a gear of a layer or a table has."""
+    layer = manifest.changing[path]
+    dtype = DTYPES[layer.dtype]
+    stored = manifest.stored(path)
+    if bits == DENSE and DENSE not in stored:
+        return {"weight": StoredArray(dtype, layer.shape, DENSE, "weight")}
+    return manifest.format_of(path).stored_arrays(layer.shape, bits, stored, manifest.group_size, dtype)
+
+
+def check_gear(
+    place: str,
+    path: str,
+    names: Mapping[str, str],
+    expected: Mapping[str, StoredArray],
+    entries: Mapping[str, TensorEntry],
+) -> None:
+    """Raises GearbxError unless the arrays of one gear are what its format makes for the layer."""
+    free = set()  # lengths that the data decide, of which a gear has one
+    for parameter, array in expected.items():
+        name = names[parameter]
+        if name not in entries:
+            raise GearbxError(f"{GEARS_FILE}: has no {shown(name)[1:-1]}, which {MANIFEST} names")
+        own = f"{path}.{array.name}", f"{path}@{array.bits}.{array.name}"  # in the base, or beside it
+        if name not in own:
+            raise GearbxError(f"{MANIFEST}: {place}.{parameter} is {shown(name)}, not {shown(own[1])}")
+        entry = entries[name]
+        lengths = tuple(length for length, known in zip(entry.shape, array.shape) if known is None)
+        fits = len(entry.shape) == len(array.shape) and all(
+            length == known or (known is None and length > 0) for length, known in zip(entry.shape, array.shape)
+        )
+        free |= {*lengths}
+        if entry.dtype != NAMES[array.dtype] or not fits or len(free) > 1:
+            wanted = ["any" if length is None else length for length in array.shape]
+            raise GearbxError(
+                f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
+                f"{NAMES[array.dtype]} of {wanted}"
+            )
+
+
+def check_model(manifest: Manifest, model: nn.Module) -> None:
+    """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
+    modules = layers_of(model)
+    for path, layer in manifest.changing.items():
+        module = modules.get(path)
+        if not isinstance(module, KINDS[layer.kind]):
+            found = "no module" if module is None else f"a {type(module).__name__}"
+            field = "tables" if path in manifest.tables else "layers"
+            raise GearbxError(f"{MANIFEST}: {field} has the key {shown(path)}, and the model has {found} there")
+        shape = module.weight.shape
+        if not isinstance(module, KINDS[layer.kind][0]):
+            shape = (*shape[:-1], shape[-1] * 32 // module.bits)
+        if tuple(shape) != layer.shape:
+            raise GearbxError(
+                f"{MANIFEST}: {manifest.place_of(path)}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
+            )

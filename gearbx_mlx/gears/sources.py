@@ -1,4 +1,9 @@
-"""Sources make the modules of gears: from the loaded weights, or from the files of a geared checkpoint."""
+"""Sources make the modules of gears: from the loaded weights, from a geared checkpoint, or from another model.
+
+Formats whose top gear contains the original have all gears of a layer made at once, and the original dropped
+(`make_all`). Every module is made when it is first needed, and given up where memory is short (`GearModules`). Weights
+that were quantized before and widened again are warned of (GEARBX 6.4, 13.3).
+"""
 
 import collections
 import copy
@@ -6,10 +11,11 @@ import dataclasses
 import math
 import statistics
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,95 +40,45 @@ from .layout import Layout
 from .offload import EMPTY, Residency, Resident
 from .saved import SavedGears
 
-SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
-GROUP = 32  # the smallest group in use: a group of 4-bit codes has 16 values at most
-FEW_IN_GROUP = 16
-FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at most
-
-
-def distinct(values: np.ndarray) -> int:
-    """The number of different values."""
-    return len(np.unique(values))
-
-
-def looks_quantized(weights: Sequence[mx.array]) -> bool:
-    """Whether weights have so few different values that they must have been quantized.
-
-    Args:
-        weights: dense matrices (..., O, I); a few rows of some of them are read.
-
-    Returns:
-        True if the median group of 32 has at most 16 values, or the median row of 1024 or more at most 256.
-    """
-    in_group: list[int] = []
-    in_row: list[int] = []
-    for weight in weights[:: max(1, len(weights) // SAMPLED_LAYERS)]:
-        rows = weight.reshape(-1, weight.shape[-1])
-        sample = np.array(rows[:: max(1, rows.shape[0] // SAMPLED_ROWS)][:SAMPLED_ROWS].astype(mx.float32))
-        for row in sample:
-            in_group += [distinct(group) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
-            if len(row) >= LONG_ROW:
-                in_row.append(distinct(row))
-    few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
-    return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
-
-
-def warn_if_quantized(weights: Sequence[mx.array]) -> None:
-    """Warn if weights look quantized: quantizing them again loses more."""
-    if looks_quantized(weights):
-        warnings.warn(
-            "the weights have few different values, as if they had been quantized before: "
-            "quantizing them again adds to their error, most of all in the lowest gear",
-            GearbxWarning,
-            stacklevel=3,
-        )
-
-
 FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 
 
-class Source(Protocol):
-    """Makes the module of any layer at any of its bits."""
+class Source(ABC):
+    """Makes the module of any layer at any of its bits. reads_disk: whether a use of a layer does."""
 
+    reads_disk: ClassVar[bool] = False
+
+    @abstractmethod
     def widths(self, layer: Layer) -> tuple[int, ...]:
         """The bits that a layer can have, ascending."""
-        ...
 
+    @abstractmethod
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         """The bytes that one use of a layer reads, without its bias; all experts count. made: its module, if made."""
-        ...
 
+    @abstractmethod
     def rows_at(self, layer: Layer, bits: int) -> int:
         """The bits of the rows that input tokens read of a tied embedding whose head has `bits`."""
-        ...
 
+    @abstractmethod
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         """Bits to the module that takes the layer's place, with `bits` among them; not evaluated."""
-        ...
 
+    @abstractmethod
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
         """Evaluate modules: path to those that were made together. Raises GearbxError for bad weights."""
-        ...
 
+    def disk_bytes(self, layer: Layer, bits: int) -> int:
+        """The part of `bytes_read` that every use reads from the disk."""
+        return 0
 
-def bytes_of(
-    format: Format,
-    shape: tuple[int, ...],
-    bits: int,
-    stored: Sequence[int],
-    group_size: int,
-    size: int,
-    made: nn.Module | None,
-) -> int:
-    """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
-    if bits == DENSE and DENSE not in stored:
-        return math.prod(shape) * size
-    counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
-    return counted or format.bytes_read(shape, bits, stored, group_size, size)
+    def for_ladder(self, ladder: Ladder) -> "Source":
+        """The source of another ladder's gears."""
+        return self
 
 
 @dataclass(frozen=True)
-class FromWeights:
+class FromWeights(Source):
     """Makes gears from the original weights.
 
     storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
@@ -143,7 +99,12 @@ class FromWeights:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
         return stored_widths(layer, self.format, in_gears, self.further)
 
+    def for_ladder(self, ladder: Ladder) -> "FromWeights":
+        """A gear that stands alone has fewer planes to read than one of the same bits among others."""
+        return dataclasses.replace(self, ladder=ladder)
+
     def stored(self, layer: Layer) -> tuple[int, ...]:
+        """The bits at which the format stores a layer."""
         return stored_bits(self.format, self.widths(layer))
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
@@ -175,6 +136,22 @@ class FromWeights:
                 raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
 
 
+def bytes_of(
+    format: Format,
+    shape: tuple[int, ...],
+    bits: int,
+    stored: Sequence[int],
+    group_size: int,
+    size: int,
+    made: nn.Module | None,
+) -> int:
+    """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
+    if bits == DENSE and DENSE not in stored:
+        return math.prod(shape) * size
+    counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
+    return counted or format.bytes_read(shape, bits, stored, group_size, size)
+
+
 def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dtype) -> dict[int, nn.Module]:
     """Bits to embedding, from linear layers of which the one of 16 bits is exact.
 
@@ -191,7 +168,7 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
 
 
 @dataclass(frozen=True)
-class FromFiles:
+class FromFiles(Source):
     """Reads gears from a geared checkpoint.
 
     dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
@@ -217,6 +194,211 @@ class FromFiles:
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])
+
+
+AFFINE_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
+
+
+@dataclass(frozen=True)
+class ExternalLowGear(Source):
+    """A source whose lowest gear has the modules of another model.
+
+    others: makes the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes that
+    one use of this module reads, without its bias.
+    """
+
+    others: FromWeights
+    bits: int
+    layers: Mapping[str, nn.Module]
+    bytes: Mapping[str, int]
+
+    def widths(self, layer: Layer) -> tuple[int, ...]:
+        return tuple(sorted({self.bits, *self.others.widths(layer)}))
+
+    def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
+        return {bits: self.layers[layer.path]} if bits == self.bits else self.others.modules(layer, bits)
+
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        return self.bytes[layer.path] if bits == self.bits else self.others.bytes_read(layer, bits, made)
+
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        return bits if bits == self.bits else self.others.rows_at(layer, bits)
+
+    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
+        self.others.read(made)
+
+
+def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
+    """The source of a gearbox whose lowest gear is a quantized model.
+
+    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense.
+
+    Args:
+        model: of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it.
+        others: makes the other gears.
+
+    Raises:
+        GearbxError: a model that is not quantized, or has other layers; a residency other than resident.
+    """
+    if not isinstance(others, FromWeights):
+        raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
+    if residency != "resident":
+        raise GearbxError(
+            f"residency {residency} gives idle gears up, and those of another model would not come back; use resident"
+        )
+    if len(others.ladder) < 2:
+        raise GearbxError(f"gears {others.ladder} have none above the one that the other model is; give another")
+    if not is_quantized(model):
+        raise GearbxError("the model for the low gear is not quantized; give what a quantizer has written")
+    found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
+    for layer in layers:
+        module = found.get(layer.path)
+        if module is None or shape_of(module) != shape_of(layer.module):
+            problem = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
+            raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
+        low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
+    low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
+    read = {path: layer_bytes(found[path], storage) for path in low_layers}
+    read = {path: size - storage.size * found[path].get("bias", mx.zeros(0)).size for path, size in read.items()}
+    return ExternalLowGear(others.for_ladder(rest), low.bits, low_layers, read)
+
+
+def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
+    """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
+    if isinstance(module, AFFINE_LAYERS) and module.mode == "affine":
+        made = quantized_module(layer.module, affine_planes(module))
+        if "bias" in module:
+            made.bias = module.bias
+    else:
+        made = with_kernels(module, isinstance(layer.module, Native))
+    if not isinstance(made, Native):
+        cast(made, dtype)
+    return made
+
+
+def cast(module: nn.Module, dtype: mx.Dtype) -> None:
+    """Convert the floating parameters of a module to another type, in place."""
+    module.update(
+        tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
+    )
+
+
+def differing(
+    model: nn.Module, other: nn.Module, managed: Collection[str], dtype: mx.Dtype
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
+
+    Returns:
+        path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
+    """
+    before, after = layers_of(model), dict(other.named_modules())
+    parents = {path.rpartition(".")[0] for path in before}
+    changed = []
+    for path, module in before.items():
+        if path in parents or path in managed or path not in after or not module.parameters():
+            continue
+        own, its = (dict(tree_flatten(m.parameters())) for m in (module, after[path]))
+        if own.keys() != its.keys() or not all(mx.array_equal(own[n], its[n].astype(own[n].dtype)) for n in own):
+            cast(after[path], dtype)
+            after[path] = with_kernels(after[path], type(module) in FUSED.values())
+            changed.append(path)
+    return {path: before[path] for path in changed}, {path: after[path] for path in changed}
+
+
+def shape_of(module: nn.Module) -> tuple[int, ...]:
+    """The shape of a module's dequantized weight."""
+    *rows, width = module.weight.shape
+    return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)
+
+
+Bits = Mapping[str, int]
+"""Path of a layer to its bits."""
+
+
+class GearModules:
+    """Makes, keeps and gives up modules.
+
+    Args:
+        layers: the managed layers.
+        source: makes modules, or reads them.
+        residency: of modules that are not engaged.
+        made: path to the gears of a layer that exist already; None: a layer has its original alone.
+        kernels: chooses them for native layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        source: Source,
+        residency: Residency,
+        made: Mapping[str, dict[int, nn.Module]] | None,
+        kernels: KernelChoices,
+    ):
+        self.layers, self.source, self.residency, self.kernels = layers, source, residency, kernels
+        self.has_originals = made is None
+        self.keeps_all = isinstance(residency, Resident)
+        self.made: dict[str, dict[int, nn.Module]] = {
+            layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
+        }
+        self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
+        # Layers whose original belongs to no gear, and the bits that are made of it.
+        widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
+        self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
+
+    def make(self, bits: Bits) -> dict[str, nn.Module]:
+        """Path to module at these bits; modules that are missing are made, unevaluated."""
+        missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
+        if self.has_originals:
+            self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
+        for layer in missing:
+            made = self.source.modules(layer, bits[layer.path])
+            self._unread.setdefault(layer.path, []).extend(made.values())
+            self.made[layer.path] = made | self.made[layer.path]
+        chosen = {path: made[bits[path]] for path, made in self.made.items()}
+        self.kernels.take(chosen.values())
+        return chosen
+
+    def complete(self, bits: Bits) -> dict[str, nn.Module]:
+        """As `make`, evaluated."""
+        modules = self.make(bits)
+        unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
+        try:
+            self.source.read(unread)
+        except BaseException:
+            self._forget(unread)
+            raise
+        for path in unread:
+            del self._unread[path]
+        self.kernels.measure(modules.values())
+        return modules
+
+    def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:
+        """Drop modules that could not be read, so that other gears do not wait for them."""
+        for path, modules in unread.items():
+            dropped = {*map(id, modules)}
+            self.made[path] = {bits: module for bits, module in self.made[path].items() if id(module) not in dropped}
+            del self._unread[path]
+
+    def enter(self, bits: Bits) -> None:
+        """Bring modules back into memory that were given up."""
+        self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self.made.items()})
+
+    def give_up_originals(self) -> None:
+        """Give up the originals of which everything has been made and that belong to no gear."""
+        for path, widths in list(self._passing.items()):
+            if widths <= self.made[path].keys():
+                self.made[path][DENSE].weight = EMPTY
+                del self._passing[path]
+
+    def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
+        """Give up what is not engaged, as the residency says."""
+        idle = {
+            (path, bits): module
+            for path, made in self.made.items()
+            for bits, module in made.items()
+            if bits != engaged[path]
+        }
+        self.residency.leave(idle, model)
 
 
 Gears = dict[int, nn.Module]
@@ -311,206 +493,45 @@ def drop(module: nn.Module) -> None:
     module.weight = mx.zeros(module.weight.shape, module.weight.dtype)
 
 
-Bits = Mapping[str, int]
-"""Path of a layer to its bits."""
+SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
+GROUP = 32  # the smallest group in use: a group of 4-bit codes has 16 values at most
+FEW_IN_GROUP = 16
+FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at most
 
 
-class GearModules:
-    """Makes, keeps and gives up modules.
-
-    Args:
-        layers: the managed layers.
-        source: makes modules, or reads them.
-        residency: of modules that are not engaged.
-        made: path to the gears of a layer that exist already; None: a layer has its original alone.
-        kernels: chooses them for native layers.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        source: Source,
-        residency: Residency,
-        made: Mapping[str, dict[int, nn.Module]] | None,
-        kernels: KernelChoices,
-    ):
-        self.layers, self.source, self.residency, self.kernels = layers, source, residency, kernels
-        self.has_originals = made is None
-        self.keeps_all = isinstance(residency, Resident)
-        self.made: dict[str, dict[int, nn.Module]] = {
-            layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
-        }
-        self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
-        # Layers whose original belongs to no gear, and the bits that are made of it.
-        widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
-        self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
-
-    def make(self, bits: Bits) -> dict[str, nn.Module]:
-        """Path to module at these bits; modules that are missing are made, unevaluated."""
-        missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
-        if self.has_originals:
-            self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
-        for layer in missing:
-            made = self.source.modules(layer, bits[layer.path])
-            self._unread.setdefault(layer.path, []).extend(made.values())
-            self.made[layer.path] = made | self.made[layer.path]
-        chosen = {path: made[bits[path]] for path, made in self.made.items()}
-        self.kernels.take(chosen.values())
-        return chosen
-
-    def complete(self, bits: Bits) -> dict[str, nn.Module]:
-        """As `make`, evaluated."""
-        modules = self.make(bits)
-        unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
-        try:
-            self.source.read(unread)
-        except BaseException:
-            self._forget(unread)
-            raise
-        for path in unread:
-            del self._unread[path]
-        self.kernels.measure(modules.values())
-        return modules
-
-    def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Drop modules that could not be read, so that other gears do not wait for them."""
-        for path, modules in unread.items():
-            dropped = {*map(id, modules)}
-            self.made[path] = {bits: module for bits, module in self.made[path].items() if id(module) not in dropped}
-            del self._unread[path]
-
-    def enter(self, bits: Bits) -> None:
-        """Bring modules back into memory that were given up."""
-        self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self.made.items()})
-
-    def give_up_originals(self) -> None:
-        """Give up the originals of which everything has been made and that belong to no gear."""
-        for path, widths in list(self._passing.items()):
-            if widths <= self.made[path].keys():
-                self.made[path][DENSE].weight = EMPTY
-                del self._passing[path]
-
-    def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
-        """Give up what is not engaged, as the residency says."""
-        idle = {
-            (path, bits): module
-            for path, made in self.made.items()
-            for bits, module in made.items()
-            if bits != engaged[path]
-        }
-        self.residency.leave(idle, model)
+def distinct(values: np.ndarray) -> int:
+    """The number of different values."""
+    return len(np.unique(values))
 
 
-AFFINE_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
-
-
-@dataclass(frozen=True)
-class ExternalLowGear:
-    """A source whose lowest gear has the modules of another model.
-
-    others: makes the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes that
-    one use of this module reads, without its bias.
-    """
-
-    others: FromWeights
-    bits: int
-    layers: Mapping[str, nn.Module]
-    bytes: Mapping[str, int]
-
-    def widths(self, layer: Layer) -> tuple[int, ...]:
-        return tuple(sorted({self.bits, *self.others.widths(layer)}))
-
-    def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        return {bits: self.layers[layer.path]} if bits == self.bits else self.others.modules(layer, bits)
-
-    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        return self.bytes[layer.path] if bits == self.bits else self.others.bytes_read(layer, bits, made)
-
-    def rows_at(self, layer: Layer, bits: int) -> int:
-        return bits if bits == self.bits else self.others.rows_at(layer, bits)
-
-    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
-        self.others.read(made)
-
-
-def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
-    """The source of a gearbox whose lowest gear is a quantized model.
-
-    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense.
+def looks_quantized(weights: Sequence[mx.array]) -> bool:
+    """Whether weights have so few different values that they must have been quantized.
 
     Args:
-        model: of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it.
-        others: makes the other gears.
-
-    Raises:
-        GearbxError: a model that is not quantized, or has other layers; a residency other than resident.
-    """
-    if not isinstance(others, FromWeights):
-        raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
-    if residency != "resident":
-        raise GearbxError(
-            f"residency {residency} gives idle gears up, and those of another model would not come back; use resident"
-        )
-    if len(others.ladder) < 2:
-        raise GearbxError(f"gears {others.ladder} have none above the one that the other model is; give another")
-    if not is_quantized(model):
-        raise GearbxError("the model for the low gear is not quantized; give what a quantizer has written")
-    found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
-    for layer in layers:
-        module = found.get(layer.path)
-        if module is None or shape_of(module) != shape_of(layer.module):
-            problem = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
-            raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
-        low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
-    low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
-    read = {path: layer_bytes(found[path], storage) for path in low_layers}
-    read = {path: size - storage.size * found[path].get("bias", mx.zeros(0)).size for path, size in read.items()}
-    return ExternalLowGear(dataclasses.replace(others, ladder=rest), low.bits, low_layers, read)
-
-
-def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
-    """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
-    if isinstance(module, AFFINE_LAYERS) and module.mode == "affine":
-        made = quantized_module(layer.module, affine_planes(module))
-        if "bias" in module:
-            made.bias = module.bias
-    else:
-        made = with_kernels(module, isinstance(layer.module, Native))
-    if not isinstance(made, Native):
-        cast(made, dtype)
-    return made
-
-
-def cast(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Convert the floating parameters of a module to another type, in place."""
-    module.update(
-        tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
-    )
-
-
-def differing(
-    model: nn.Module, other: nn.Module, managed: Collection[str], dtype: mx.Dtype
-) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
+        weights: dense matrices (..., O, I); a few rows of some of them are read.
 
     Returns:
-        path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
+        True if the median group of 32 has at most 16 values, or the median row of 1024 or more at most 256.
     """
-    before, after = layers_of(model), dict(other.named_modules())
-    parents = {path.rpartition(".")[0] for path in before}
-    changed = []
-    for path, module in before.items():
-        if path in parents or path in managed or path not in after or not module.parameters():
-            continue
-        own, its = (dict(tree_flatten(m.parameters())) for m in (module, after[path]))
-        if own.keys() != its.keys() or not all(mx.array_equal(own[n], its[n].astype(own[n].dtype)) for n in own):
-            cast(after[path], dtype)
-            after[path] = with_kernels(after[path], type(module) in FUSED.values())
-            changed.append(path)
-    return {path: before[path] for path in changed}, {path: after[path] for path in changed}
+    in_group: list[int] = []
+    in_row: list[int] = []
+    for weight in weights[:: max(1, len(weights) // SAMPLED_LAYERS)]:
+        rows = weight.reshape(-1, weight.shape[-1])
+        sample = np.array(rows[:: max(1, rows.shape[0] // SAMPLED_ROWS)][:SAMPLED_ROWS].astype(mx.float32))
+        for row in sample:
+            in_group += [distinct(group) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
+            if len(row) >= LONG_ROW:
+                in_row.append(distinct(row))
+    few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
+    return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
 
 
-def shape_of(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a module's dequantized weight."""
-    *rows, width = module.weight.shape
-    return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)
+def warn_if_quantized(weights: Sequence[mx.array]) -> None:
+    """Warn if weights look quantized: quantizing them again loses more."""
+    if looks_quantized(weights):
+        warnings.warn(
+            "the weights have few different values, as if they had been quantized before: "
+            "quantizing them again adds to their error, most of all in the lowest gear",
+            GearbxWarning,
+            stacklevel=3,
+        )

@@ -28,14 +28,18 @@ from ..formats.native import Native, with_expert_bias
 from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
-from .ladder import DENSE
-from .offload import Residency, Resident, SavedDisk, make_residency
+from .ladder import DENSE, RESIDENCIES
+from .offload import Host, OriginalDisk, Residency, Resident, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
 from .strips import Bandwidth, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
+STREAM = "stream"
+SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
+REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
+NATIVE_EXACT = (NativeExactLinear, NativeExactSwitchLinear, NativeExactMultiLinear)
 
 
 class Streamed(nn.Module):
@@ -110,8 +114,8 @@ class Streamed(nn.Module):
         return with_blocks(self.matrix.flat, numbers, height, strips, low.view(self.low_type), high)
 
 
-class StreamedLinear(Streamed, ExactLinear):
-    """A linear layer (..., I) -> (..., O), with MLX's kernels."""
+class StreamedLinear(Streamed):
+    """A linear layer (..., I) -> (..., O)."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if only_shapes.get():
@@ -120,15 +124,11 @@ class StreamedLinear(Streamed, ExactLinear):
         y = mx.concatenate(self.by_strips(lambda matrix: product(x, matrix)), axis=-1)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
-
-class NativeStreamedLinear(StreamedLinear, NativeExactLinear):
-    """A linear layer with native kernels."""
-
     def kind(self) -> None:
-        """Nothing to choose: to measure would be to read the disk."""
+        """No kernels to choose: to measure would be to read the disk."""
 
 
-class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
+class StreamedSwitchLinear(Streamed):
     """A SwitchLinear. The experts that `indices` names are read, when their names are known: nothing is read ahead."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -144,26 +144,14 @@ class StreamedSwitchLinear(Streamed, ExactSwitchLinear):
         return y
 
 
-class NativeStreamedSwitchLinear(StreamedSwitchLinear, NativeExactSwitchLinear):
-    """A SwitchLinear with native kernels."""
+STREAMED: dict[Any, type[Streamed]] = {ExactLinear: StreamedLinear, ExactSwitchLinear: StreamedSwitchLinear}
 
 
-class StreamedMultiLinear(Streamed, ExactMultiLinear):
-    """A MultiLinear: a matrix for each head, decoded at every use."""
-
-
-class NativeStreamedMultiLinear(StreamedMultiLinear, NativeExactMultiLinear):
-    """A MultiLinear that a native kernel decodes."""
-
-
-KINDS: dict[Any, type[Streamed]] = {
-    ExactLinear: StreamedLinear,
-    NativeExactLinear: NativeStreamedLinear,
-    ExactSwitchLinear: StreamedSwitchLinear,
-    NativeExactSwitchLinear: NativeStreamedSwitchLinear,
-    ExactMultiLinear: StreamedMultiLinear,
-    NativeExactMultiLinear: NativeStreamedMultiLinear,
-}
+@functools.cache
+def streamed(kind: Any) -> type[nn.Module]:
+    """The class of streamed layers in the place of a class of exact layers, native or not."""
+    own = next((made for exact, made in STREAMED.items() if issubclass(kind, exact)), Streamed)
+    return type(f"Streamed{kind.__name__}", (own, kind), {})
 
 
 def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None:
@@ -172,22 +160,17 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
     Raises:
         GearbxError: a layer of a kind that cannot.
     """
-    kind = KINDS.get(type(module))
-    if kind is None:
+    if type(module) not in (*EXACT, *NATIVE_EXACT):
         raise GearbxError(
             f"residency stream cannot read a {type(module).__name__} from the disk; use another residency"
         )
     own = {"remainder": remainder, "reader": reader, "low_type": module["low"].dtype}
     for name in ("low", "high"):
         del module[name]
-    become(module, kind)
+    kind: Any = type(module)
+    become(module, streamed(kind))
     for name, value in own.items():
         object.__setattr__(module, name, value)  # not into the dictionary of parameters
-
-
-STREAM = "stream"
-SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
-REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 
 
 class Stream(Resident):
@@ -231,9 +214,9 @@ class StreamedFiles(FromFiles):
     """Reads the base from a geared checkpoint, and leaves the rest to a reader."""
 
     reader: StripReader
+    reads_disk = True
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
-        """The bytes that one use of a layer reads from the disk; all experts count."""
         if bits != DENSE or DENSE not in self.saved.manifest.stored(layer.path):
             return 0
         return remainder_of(self.saved, layer.path).nbytes
@@ -267,12 +250,12 @@ def residency_of(
     Raises:
         GearbxError: it does not exist, or not for this model.
     """
+    if name not in RESIDENCIES:
+        raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}")
     if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
         raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident or host")
-    if name == STREAM:
-        if saved is None:
-            raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")
-        return Stream(saved)
-    if saved is not None and name == "disk":
-        return SavedDisk(saved, dtypes)
-    return make_residency(name, model, checkpoint, dtypes)
+    if name == STREAM and saved is None:
+        raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")
+    if name == "disk":
+        return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
+    return Stream(saved) if saved is not None and name == STREAM else Host() if name == "host" else Resident()

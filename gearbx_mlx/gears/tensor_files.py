@@ -47,18 +47,6 @@ class TensorEntry(Struct, frozen=True):
     data_offsets: tuple[Count, Count]
 
 
-def end_of(entries: Mapping[str, TensorEntry]) -> int:
-    """The length of the data. Raises GearbxError unless the arrays come one after the other, each of its own size."""
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end_of_entry = entry.data_offsets
-        size = SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
-        if begin != end or end_of_entry - begin != size or entry.dtype not in SIZES:
-            raise GearbxError(f"{shown(name)} is not where the array before it ends, or is not of its own size")
-        end = end_of_entry
-    return end
-
-
 def read_entries(path: Path) -> tuple[dict[str, TensorEntry], int]:
     """The entries of a safetensors file, by name, and the place where its data begin.
 
@@ -74,6 +62,18 @@ def read_entries(path: Path) -> tuple[dict[str, TensorEntry], int]:
         return typed(header, dict[str, TensorEntry]), LENGTH.size + room
     except (SafetensorError, GearbxError) as error:
         raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
+
+
+def end_of(entries: Mapping[str, TensorEntry]) -> int:
+    """The length of the data. Raises GearbxError unless the arrays come one after the other, each of its own size."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end_of_entry = entry.data_offsets
+        size = SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
+        if begin != end or end_of_entry - begin != size or entry.dtype not in SIZES:
+            raise GearbxError(f"{shown(name)} is not where the array before it ends, or is not of its own size")
+        end = end_of_entry
+    return end
 
 
 def hash_of(path: Path) -> str:
@@ -99,42 +99,7 @@ def hash_with(path: Path, entries: Mapping[str, TensorEntry], start: int) -> str
     return digest.hexdigest()
 
 
-SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
-
-
-def fingerprint(model: nn.Module) -> str:
-    """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
-    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
-
-
-def with_adapters(base: str, model: nn.Module) -> str:
-    """The fingerprint of a model with its adapters, from that of the model without them."""
-    own = adapter_arrays(model)
-    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
-
-
-def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
-    """The fingerprint of parameters, by name."""
-    few = {name: sample(array) for name, array in arrays.items()}
-    mx.eval(few)
-    return fingerprint_of({name: (array.shape, np.array(few[name])) for name, array in arrays.items()})
-
-
-def sample(array: mx.array) -> mx.array:
-    """A few values of a parameter, in float32."""
-    return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
-
-
-def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
-    """The fingerprint of a model, from the shape and the sample of every parameter, by name."""
-    digest = hashlib.sha256()
-    for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())
-    return digest.hexdigest()[:32]
-
-
 K = TypeVar("K")
-
 AT_ONCE = 2**22  # bytes that are read and hashed at a time
 
 
@@ -232,3 +197,37 @@ class ArrayHashes:
         """
         for name, found in hash_places({name: self.places[name] for name in names}, remedy):
             yield name, found == self.expected[name]
+
+
+SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
+
+
+def fingerprint(model: nn.Module) -> str:
+    """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
+    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
+
+
+def with_adapters(base: str, model: nn.Module) -> str:
+    """The fingerprint of a model with its adapters, from that of the model without them."""
+    own = adapter_arrays(model)
+    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
+
+
+def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
+    """The fingerprint of parameters, by name."""
+    few = {name: sample(array) for name, array in arrays.items()}
+    mx.eval(few)
+    return fingerprint_of({name: (array.shape, np.array(few[name])) for name, array in arrays.items()})
+
+
+def sample(array: mx.array) -> mx.array:
+    """A few values of a parameter, in float32."""
+    return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
+
+
+def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
+    """The fingerprint of a model, from the shape and the sample of every parameter, by name."""
+    digest = hashlib.sha256()
+    for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
+        digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())
+    return digest.hexdigest()[:32]
