@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx import Gearbox, Ladder, load
-from gearbx_mlx.benchmark import measuring
+from gearbx_mlx.benchmark import measuring, token
 from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
@@ -98,6 +98,25 @@ def test_token(command, tmp_path):
     assert low["as blocks"]["operations_per_layer"] < low["products"]["operations_per_layer"] / 3
     assert "low, 4 bits" in texts_of(picture)
     assert "as blocks" in texts_of(picture)
+
+
+def test_each_bar_of_a_token_is_its_parts_milliseconds_one_after_the_other(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(token, "save", lambda figure, path: drawn.append(figure))
+    seconds = {"products": (0.004, 0.006), "attention": (0.001, 0.002), "rest (MLX)": (-0.001, 0.003)}
+    seconds |= {"as blocks": (0.003, 0.009)}
+    rows = [
+        {"gear": gear, "bits": bits, "part": part, "seconds": each[index]}
+        for index, (gear, bits) in enumerate((("low", 4), ("high", 16)))
+        for part, each in seconds.items()
+    ]
+    token.draw_token(rows, tmp_path / "token.svg")
+    (axes,) = drawn[0].axes
+    bars = [[(bar.get_x(), bar.get_width()) for bar in part] for part in axes.containers]
+    assert bars == [[(0, 4), (0, 6)], [(4, 1), (6, 2)], [(5, 0), (8, 3)]]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3, 9]]
+    pyplot.close(drawn[0])
 
 
 def texts_of(picture: Path) -> str:

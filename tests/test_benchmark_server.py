@@ -15,6 +15,7 @@ from gearbx_mlx.benchmark.server_clients import (
     CrowdOutcome,
     crowd,
     leave,
+    listens,
     prompts,
     random_requests,
 )
@@ -118,6 +119,16 @@ def test_latencies_are_ratios_round_by_round():
     median, longest = latency_rows("", rounds)
     assert (median["value"], median["spread"], median["reached"]) == (1, [0.5, 2], True)
     assert longest["value"] == 1
+
+
+def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert listens(url)
+    with Client(url) as client:
+        assert client.ask(ClientRequest(WORD_PROBLEM, 2)).tokens == 2
 
 
 def test_a_server_that_is_not_there_is_an_error():

@@ -224,7 +224,7 @@ def started(program: tuple[str, ...], *flags: object) -> Iterator[ServerProcess]
         server = ServerProcess(f"http://127.0.0.1:{port}", process.pid)
         until = time.monotonic() + START_PATIENCE
         try:
-            while not listens(server):
+            while not listens(server.url):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     said = " ".join(log.read().decode(errors="replace").split())[-500:] or "it said nothing"
@@ -235,9 +235,10 @@ def started(program: tuple[str, ...], *flags: object) -> Iterator[ServerProcess]
             end(process)
 
 
-def listens(server: ServerProcess) -> bool:
+def listens(url: str) -> bool:
+    """Whether a server answers; loopback needs no proxy."""
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{server.url}/health", trust_env=False, timeout=5).is_success
+        return httpx.get(f"{url}/health", trust_env=False, timeout=5).is_success
     return False
 
 
