@@ -31,7 +31,7 @@ from ..files.reading import Count, json_lines, read_json, read_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from .metrics import mcnemar, paired
-from .report import INCOMPLETE, Columns, kilobytes, markdown_table, percent
+from .report import Columns, kilobytes, markdown_table, page_of, percent
 from .text import NEXT_PROMPT, PROMPT, read_rows
 
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
@@ -342,9 +342,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         *group_tables(report["policies"]),
     ]
-    if not report["complete"]:
-        lines += [INCOMPLETE, ""]
-    return "\n".join(lines)
+    return page_of(lines, report)
 
 
 COLUMNS: Columns = {

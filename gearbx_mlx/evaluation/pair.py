@@ -28,263 +28,18 @@ from .answers import Attempt, Prompt, Task, attempt, group_tables, score
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .replay import Recording, load_shaped
 from .report import (
-    INCOMPLETE,
     Chance,
     Columns,
     against_chance,
     change_of_kl,
     kilobytes,
     markdown_table,
+    page_of,
     percent,
+    quality_arguments,
     three_digits,
 )
 from .session import EvaluationSession
-
-ReportRow = Mapping[str, Any]
-# Along a text, and writing answers: the score of Table 1, and one that tells models apart that get nothing right.
-ALONG_A_TEXT = {"top1_agreement": "same favourite as the large model", "perplexity": "perplexity"}
-WRITING = {"accuracy": "right answers", "same_answer_as_reference": "same answer as the large model"}
-
-
-@dataclass(frozen=True)
-class ThresholdPoint:
-    """A threshold in bits, the large model's share of the tokens and used parameters over its own, both parts of 1.
-
-    score: as in the report, with its standard error. coin: a coin's share and score; None if it was not tossed.
-    """
-
-    threshold: float
-    share: float
-    parameters: float
-    score: float
-    error: float
-    coin: tuple[float, float] | None
-
-
-def scores_of(report: ReportRow) -> dict[str, str]:
-    """The fields of a report's rows that are scores, the one of Table 1 first, and what they are called."""
-    return WRITING if "accuracy" in report["policies"][0] else ALONG_A_TEXT
-
-
-def points(report: ReportRow, score: str) -> list[ThresholdPoint]:
-    """A point for each threshold, the highest first, as in Table 1."""
-    rows = {row["name"]: row for row in report["policies"]}
-    found = []
-    for row in rows.values():
-        if row["policy"] == "pair":
-            control = row.get("against_random_same_share") or rows.get(row["name"].replace("pair", "random"))
-            coin = (control.get("share_top", row["share_top"]), control[score]) if control else None
-            error = row["standard_error"] if score == "accuracy" else 0.0
-            found.append(
-                ThresholdPoint(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], error, coin)
-            )
-    return sorted(found, key=lambda point: -point.threshold)
-
-
-def score_text(value: float, score: str) -> str:
-    """A score as text: "12.5 %", and a perplexity as it is."""
-    return f"{value:.3f}" if score == "perplexity" else percent(value)
-
-
-def table_1(report: ReportRow) -> list[str]:
-    """The lines of EAD's Table 1, and what part of the large model's score that is, as in its abstract."""
-    score, name = next(iter(scores_of(report).items()))
-    found = points(report, score)
-    best = found[-1].score if found[-1].share == 1 else 0.0  # the large model alone
-    columns: Columns = {
-        "entropy threshold, bits": lambda row: f"{row['threshold']:g}",
-        "large model usage": lambda row: percent(row["share"]),
-        name: lambda row: score_text(row["score"], score),
-        "of the large model's": lambda row: percent(row["score"] / best) if best else "",
-        "parameter ratio": lambda row: percent(row["parameters"]),
-        "a coin's": lambda row: score_text(row["coin"][1], score) if row["coin"] and 0 < row["share"] < 1 else "",
-    }
-    return markdown_table(columns, [vars(point) for point in found])
-
-
-REFERENCE = f"pair-{0:g}"  # the large model alone
-
-
-@dataclass(frozen=True)
-class PairAttempt(Attempt):
-    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up."""
-
-    large: Count = 0
-    caught_up: Count = 0
-
-
-def solve_in_turns(
-    small: nn.Module,
-    large: nn.Module,
-    tokenizer: Any,
-    task: Task,
-    prompts: Sequence[Prompt],
-    window: int,
-    gate_of: Callable[[int], tuple[Gate, int]],
-    number: int,
-) -> PairAttempt:
-    """The attempt of a gate at the prompt of this number.
-
-    Args:
-        gate_of: from a prompt's number to the gate and the model that begins.
-    """
-    tokens, length, answer = prompts[number]
-    gate, first = gate_of(number)
-    taken: list[GearResponse] = []
-    mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
-    responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
-    tried = attempt(task, noted(responses, taken), answer)
-    by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-    return PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))
-
-
-def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
-    """The responses, each added to `taken` as it passes."""
-    for response in responses:
-        taken.append(response)
-        yield response
-
-
-def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
-    return lambda number: (pair_gate(threshold, min_duration), first_model(threshold))
-
-
-def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
-    """The control: a coin for each prompt, whose tosses do not depend on the prompts before it."""
-
-    def gate_of(number: int) -> tuple[Gate, int]:
-        coin = Coin(share, min_duration, seed=1000 * seed + number)
-        return coin, coin.gear
-
-    return gate_of
-
-
-def share_of(attempts: Sequence[PairAttempt]) -> float:
-    """The share of tokens that the large model computed."""
-    return sum(a.large for a in attempts) / max(sum(a.tokens for a in attempts), 1)
-
-
-def answer_rows(
-    attempts: Mapping[str, Sequence[PairAttempt]], thresholds: Mapping[str, float], parameters: tuple[int, int]
-) -> list[dict[str, Any]]:
-    """The rows of `answers.score`, with the columns of EAD's Table 1."""
-    rows = score(attempts, REFERENCE)
-    for row in rows:
-        tried = attempts[row["policy"]]
-        row |= {
-            "name": row["policy"],
-            "policy": row["policy"].split("-")[0],
-            "threshold": thresholds[row["policy"]],
-            "share_top": share_of(tried),
-            "parameter_ratio": parameter_ratio(share_of(tried), parameters),
-            "caught_up_per_token": float(np.sum([a.caught_up for a in tried]) / max(row["tokens"], 1)),
-        }
-    return rows
-
-
-ANSWER_COLUMNS: Columns = {
-    **SCORES,
-    "policy": lambda row: row["name"],
-    "large": lambda row: percent(row["share_top"]),
-    "parameters": lambda row: percent(row["parameter_ratio"]),
-    "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
-}
-FIRST_OF_ANSWERS = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
-
-
-def answers_page(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    lines = [
-        f"# {report['small_model']} and {report['model']} on {report['data']}: final answers",
-        "",
-        f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
-        "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
-        "",
-        *markdown_table(ANSWER_COLUMNS, report["policies"]),
-        "",
-        "As in EAD's Table 1:",
-        "",
-        *table_1(report),
-        "",
-        *group_tables(report["policies"]),
-        "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
-        "",
-    ]
-    if not report["complete"]:
-        lines += [INCOMPLETE, ""]
-    return "\n".join(lines)
-
-
-COIN = "0.45"  # a grey of its own lightness, with hollow markers and a dashed line besides
-PARAMETERS_USED = "parameters used, % of the large model's"
-APART = 5  # in per cent of the axis: labels of thresholds that are nearer than that are left out
-
-
-def draw_pair(report: Mapping[str, Any], path: Path) -> None:
-    """A panel for each score of the report, a marker for each threshold with its bits beside it, the coin's dashed.
-
-    Args:
-        report: the content of evaluation.json, of a pair.
-        path: a png or svg file, which is replaced.
-    """
-    pyplot = get_pyplot()
-    scores = scores_of(report)
-    figure, panels = pyplot.subplots(1, len(scores), figsize=(5.4 * len(scores), 4.6), layout="constrained")
-    for axes, (figure_of, name) in zip(panels, scores.items()):
-        found, falls = points(report, figure_of), figure_of == "perplexity"
-        draw_panel(axes, found, pyplot.get_cmap("viridis"), 1 if falls else 100)
-        label(axes, found, 1 if falls else 100, (-6, -13) if falls else (-6, 5))
-        axes.set_ylabel(name if falls else f"{name}, %")
-    panels[0].legend(frameon=False)
-    small, large, data = (Path(report[name]).name for name in ("small_model", "model", "data"))
-    figure.suptitle(f"{small} and {large} on {data}; labels: entropy threshold, bits")
-    save(figure, path)
-
-
-def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[float], Any], scale: float) -> None:
-    """The points of one score, with a second axis for the parameters that are used.
-
-    Args:
-        color_of: from 0 (the highest threshold) to 1; ascends in lightness.
-        scale: 100 for a part of 1.
-    """
-    coins = [point.coin or (point.share, point.score) for point in found if point.coin or point.share in (0, 1)]
-    line: dict[str, Any] = {"linestyle": "--", "marker": "D", "markerfacecolor": "white", "label": "a coin"}
-    axes.plot([100 * share for share, _ in coins], [scale * score for _, score in coins], color=COIN, **line)
-    axes.plot([100 * point.share for point in found], [scale * point.score for point in found], color="0.2", zorder=2)
-    style = {"marker": "o", "markersize": 8, "markeredgecolor": "0.2", "capsize": 3, "zorder": 3}
-    for index, point in enumerate(found):
-        place, error = (100 * point.share, scale * point.score), scale * point.error
-        color = color_of(0.95 * index / max(len(found) - 1, 1))
-        axes.errorbar(*place, error, color=color, ecolor="0.5", label=None if index else "entropy", **style)
-    axes.set(xlabel="tokens by the large model, %", xlim=(-8, 104))
-    axes.margins(y=0.12)
-    axes.spines["right"].set_visible(False)
-    axes.secondary_xaxis("top", functions=both_ways(ratio_of_small(found))).set_xlabel(PARAMETERS_USED)
-
-
-def ratio_of_small(found: Sequence[ThresholdPoint]) -> float:
-    """The small model's parameters over the large one's, P_S / P_L, by any point at which it computes tokens."""
-    point = min(found, key=lambda point: point.share)
-    return (point.parameters - point.share) / (1 - point.share) if point.share < 1 else 0.0
-
-
-def both_ways(least: float) -> tuple[Callable, Callable]:
-    """From the large model's share to the parameters that are used, and back; all in per cent."""
-    return lambda share: 100 * least + (1 - least) * share, lambda ratio: (ratio - 100 * least) / (1 - least)
-
-
-def label(axes: Any, found: Sequence[ThresholdPoint], scale: float, offset: tuple[int, int]) -> None:
-    """Write the threshold beside each point that has room for it.
-
-    Args:
-        offset: in points, to the side of the curve on which there is room.
-    """
-    last = -math.inf
-    for point in found:
-        if 100 * abs(point.share - last) >= APART:
-            place, last = (100 * point.share, scale * point.score), point.share
-            axes.annotate(f"{point.threshold:g}", place, offset, textcoords="offset points", ha="right", fontsize=8)
 
 
 @dataclass(frozen=True)
@@ -452,8 +207,7 @@ def sweep(
     for threshold in thresholds:
         gears = turns(recording, threshold, window, min_duration)
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
-        tokens = {name: getattr(run, name) for name in ("nll", "kl", "kl_reverse", "agree")}
-        tokens["reference_nll"] = recording.large.nll
+        tokens = quality_arguments(run, recording.large.nll)
         control = against_chance(run, chance, share)
         control["perplexity"] = float(np.exp(chance.at(share, "nll").mean()))
         rows.append(
@@ -514,3 +268,248 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+REFERENCE = f"pair-{0:g}"  # the large model alone
+
+
+@dataclass(frozen=True)
+class PairAttempt(Attempt):
+    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up."""
+
+    large: Count = 0
+    caught_up: Count = 0
+
+
+def solve_in_turns(
+    small: nn.Module,
+    large: nn.Module,
+    tokenizer: Any,
+    task: Task,
+    prompts: Sequence[Prompt],
+    window: int,
+    gate_of: Callable[[int], tuple[Gate, int]],
+    number: int,
+) -> PairAttempt:
+    """The attempt of a gate at the prompt of this number.
+
+    Args:
+        gate_of: from a prompt's number to the gate and the model that begins.
+    """
+    tokens, length, answer = prompts[number]
+    gate, first = gate_of(number)
+    taken: list[GearResponse] = []
+    mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
+    responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
+    tried = attempt(task, noted(responses, taken), answer)
+    by_large = sum(response.gear == NAMES[LARGE] for response in taken)
+    return PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))
+
+
+def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
+    """The responses, each added to `taken` as it passes."""
+    for response in responses:
+        taken.append(response)
+        yield response
+
+
+def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
+    return lambda number: (pair_gate(threshold, min_duration), first_model(threshold))
+
+
+def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
+    """The control: a coin for each prompt, whose tosses do not depend on the prompts before it."""
+
+    def gate_of(number: int) -> tuple[Gate, int]:
+        coin = Coin(share, min_duration, seed=1000 * seed + number)
+        return coin, coin.gear
+
+    return gate_of
+
+
+def share_of(attempts: Sequence[PairAttempt]) -> float:
+    """The share of tokens that the large model computed."""
+    return sum(a.large for a in attempts) / max(sum(a.tokens for a in attempts), 1)
+
+
+def answer_rows(
+    attempts: Mapping[str, Sequence[PairAttempt]], thresholds: Mapping[str, float], parameters: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """The rows of `answers.score`, with the columns of EAD's Table 1."""
+    rows = score(attempts, REFERENCE)
+    for row in rows:
+        tried = attempts[row["policy"]]
+        row |= {
+            "name": row["policy"],
+            "policy": row["policy"].split("-")[0],
+            "threshold": thresholds[row["policy"]],
+            "share_top": share_of(tried),
+            "parameter_ratio": parameter_ratio(share_of(tried), parameters),
+            "caught_up_per_token": float(np.sum([a.caught_up for a in tried]) / max(row["tokens"], 1)),
+        }
+    return rows
+
+
+ANSWER_COLUMNS: Columns = {
+    **SCORES,
+    "policy": lambda row: row["name"],
+    "large": lambda row: percent(row["share_top"]),
+    "parameters": lambda row: percent(row["parameter_ratio"]),
+    "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
+}
+FIRST_OF_ANSWERS = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
+
+
+def answers_page(report: Mapping[str, Any]) -> str:
+    """The report as a Markdown page."""
+    lines = [
+        f"# {report['small_model']} and {report['model']} on {report['data']}: final answers",
+        "",
+        f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
+        "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
+        "",
+        *markdown_table(ANSWER_COLUMNS, report["policies"]),
+        "",
+        "As in EAD's Table 1:",
+        "",
+        *table_1(report),
+        "",
+        *group_tables(report["policies"]),
+        "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
+        "",
+    ]
+    return page_of(lines, report)
+
+
+ReportRow = Mapping[str, Any]
+# Along a text, and writing answers: the score of Table 1, and one that tells models apart that get nothing right.
+ALONG_A_TEXT = {"top1_agreement": "same favourite as the large model", "perplexity": "perplexity"}
+WRITING = {"accuracy": "right answers", "same_answer_as_reference": "same answer as the large model"}
+
+
+@dataclass(frozen=True)
+class ThresholdPoint:
+    """A threshold in bits, the large model's share of the tokens and used parameters over its own, both parts of 1.
+
+    score: as in the report, with its standard error. coin: a coin's share and score; None if it was not tossed.
+    """
+
+    threshold: float
+    share: float
+    parameters: float
+    score: float
+    error: float
+    coin: tuple[float, float] | None
+
+
+def scores_of(report: ReportRow) -> dict[str, str]:
+    """The fields of a report's rows that are scores, the one of Table 1 first, and what they are called."""
+    return WRITING if "accuracy" in report["policies"][0] else ALONG_A_TEXT
+
+
+def points(report: ReportRow, score: str) -> list[ThresholdPoint]:
+    """A point for each threshold, the highest first, as in Table 1."""
+    rows = {row["name"]: row for row in report["policies"]}
+    found = []
+    for row in rows.values():
+        if row["policy"] == "pair":
+            control = row.get("against_random_same_share") or rows.get(row["name"].replace("pair", "random"))
+            coin = (control.get("share_top", row["share_top"]), control[score]) if control else None
+            error = row["standard_error"] if score == "accuracy" else 0.0
+            found.append(
+                ThresholdPoint(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], error, coin)
+            )
+    return sorted(found, key=lambda point: -point.threshold)
+
+
+def score_text(value: float, score: str) -> str:
+    """A score as text: "12.5 %", and a perplexity as it is."""
+    return f"{value:.3f}" if score == "perplexity" else percent(value)
+
+
+def table_1(report: ReportRow) -> list[str]:
+    """The lines of EAD's Table 1, and what part of the large model's score that is, as in its abstract."""
+    score, name = next(iter(scores_of(report).items()))
+    found = points(report, score)
+    best = found[-1].score if found[-1].share == 1 else 0.0  # the large model alone
+    columns: Columns = {
+        "entropy threshold, bits": lambda row: f"{row['threshold']:g}",
+        "large model usage": lambda row: percent(row["share"]),
+        name: lambda row: score_text(row["score"], score),
+        "of the large model's": lambda row: percent(row["score"] / best) if best else "",
+        "parameter ratio": lambda row: percent(row["parameters"]),
+        "a coin's": lambda row: score_text(row["coin"][1], score) if row["coin"] and 0 < row["share"] < 1 else "",
+    }
+    return markdown_table(columns, [vars(point) for point in found])
+
+
+COIN = "0.45"  # a grey of its own lightness, with hollow markers and a dashed line besides
+PARAMETERS_USED = "parameters used, % of the large model's"
+APART = 5  # in per cent of the axis: labels of thresholds that are nearer than that are left out
+
+
+def draw_pair(report: Mapping[str, Any], path: Path) -> None:
+    """A panel for each score of the report, a marker for each threshold with its bits beside it, the coin's dashed.
+
+    Args:
+        report: the content of evaluation.json, of a pair.
+        path: a png or svg file, which is replaced.
+    """
+    pyplot = get_pyplot()
+    scores = scores_of(report)
+    figure, panels = pyplot.subplots(1, len(scores), figsize=(5.4 * len(scores), 4.6), layout="constrained")
+    for axes, (figure_of, name) in zip(panels, scores.items()):
+        found, falls = points(report, figure_of), figure_of == "perplexity"
+        draw_panel(axes, found, pyplot.get_cmap("viridis"), 1 if falls else 100)
+        label(axes, found, 1 if falls else 100, (-6, -13) if falls else (-6, 5))
+        axes.set_ylabel(name if falls else f"{name}, %")
+    panels[0].legend(frameon=False)
+    small, large, data = (Path(report[name]).name for name in ("small_model", "model", "data"))
+    figure.suptitle(f"{small} and {large} on {data}; labels: entropy threshold, bits")
+    save(figure, path)
+
+
+def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[float], Any], scale: float) -> None:
+    """The points of one score, with a second axis for the parameters that are used.
+
+    Args:
+        color_of: from 0 (the highest threshold) to 1; ascends in lightness.
+        scale: 100 for a part of 1.
+    """
+    coins = [point.coin or (point.share, point.score) for point in found if point.coin or point.share in (0, 1)]
+    line: dict[str, Any] = {"linestyle": "--", "marker": "D", "markerfacecolor": "white", "label": "a coin"}
+    axes.plot([100 * share for share, _ in coins], [scale * score for _, score in coins], color=COIN, **line)
+    axes.plot([100 * point.share for point in found], [scale * point.score for point in found], color="0.2", zorder=2)
+    style = {"marker": "o", "markersize": 8, "markeredgecolor": "0.2", "capsize": 3, "zorder": 3}
+    for index, point in enumerate(found):
+        place, error = (100 * point.share, scale * point.score), scale * point.error
+        color = color_of(0.95 * index / max(len(found) - 1, 1))
+        axes.errorbar(*place, error, color=color, ecolor="0.5", label=None if index else "entropy", **style)
+    axes.set(xlabel="tokens by the large model, %", xlim=(-8, 104))
+    axes.margins(y=0.12)
+    axes.spines["right"].set_visible(False)
+    axes.secondary_xaxis("top", functions=both_ways(ratio_of_small(found))).set_xlabel(PARAMETERS_USED)
+
+
+def ratio_of_small(found: Sequence[ThresholdPoint]) -> float:
+    """The small model's parameters over the large one's, P_S / P_L, by any point at which it computes tokens."""
+    point = min(found, key=lambda point: point.share)
+    return (point.parameters - point.share) / (1 - point.share) if point.share < 1 else 0.0
+
+
+def both_ways(least: float) -> tuple[Callable, Callable]:
+    """From the large model's share to the parameters that are used, and back; all in per cent."""
+    return lambda share: 100 * least + (1 - least) * share, lambda ratio: (ratio - 100 * least) / (1 - least)
+
+
+def label(axes: Any, found: Sequence[ThresholdPoint], scale: float, offset: tuple[int, int]) -> None:
+    """Write the threshold beside each point that has room for it.
+
+    Args:
+        offset: in points, to the side of the curve on which there is room.
+    """
+    last = -math.inf
+    for point in found:
+        if 100 * abs(point.share - last) >= APART:
+            place, last = (100 * point.share, scale * point.score), point.share
+            axes.annotate(f"{point.threshold:g}", place, offset, textcoords="offset points", ha="right", fontsize=8)

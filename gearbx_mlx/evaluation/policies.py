@@ -22,22 +22,7 @@ from .replay import Policy, Recording, Reference, positions_of, targets_of
 ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
 
-class OnePass:
-    """A policy that decides before a token is computed, and never computes it again."""
-
-    takes_back = False
-
-    def begin(self) -> None:
-        pass
-
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        return None
-
-    def after(self, logprobs: np.ndarray) -> None:
-        pass
-
-
-class StaticPolicy(OnePass):
+class StaticPolicy(Policy):
     """One gear for every token."""
 
     def __init__(self, gear: Gear):
@@ -47,7 +32,7 @@ class StaticPolicy(OnePass):
         return self.gear
 
 
-class Planned(OnePass):
+class Planned(Policy):
     """A gear for every token that is fixed beforehand: at random, or by position alone."""
 
     def __init__(self, gears: Sequence[Gear]):
@@ -57,7 +42,7 @@ class Planned(OnePass):
         return self.gears[place]
 
 
-class RoutePolicy(OnePass):
+class RoutePolicy(Policy):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
     Args:
@@ -82,7 +67,7 @@ class RoutePolicy(OnePass):
 
 
 @dataclass
-class SameToken:
+class SameToken(Policy):
     """Computes a token in `low`, and again in `high` where a signal of the token itself is above the threshold.
 
     With its entropy as the signal that is kickdown, with minus its entropy the inverted gate, with its true KL the
@@ -95,17 +80,11 @@ class SameToken:
     threshold: float
     takes_back = True
 
-    def begin(self) -> None:
-        pass
-
     def first(self, place: int) -> Gear:
         return self.low
 
     def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
         return self.high if gear == self.low and self.signal(place, logprobs) > self.threshold else None
-
-    def after(self, logprobs: np.ndarray) -> None:
-        pass
 
 
 def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> Planned:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -29,29 +29,27 @@ REMAKE = "remove it, and the same command makes it again"
 AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
-class Policy(Protocol):
+class Policy:
     """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
 
     `takes_back`: tokens may be computed again, so that the KV cache is put back.
     """
 
-    takes_back: bool
+    takes_back = False
 
     def begin(self) -> None:
         """Start a new window, with an empty KV cache."""
-        ...
 
     def first(self, place: int) -> Gear:
         """The gear that computes this token first."""
-        ...
+        raise NotImplementedError
 
     def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
         """The higher gear that computes the token again, given its log-probabilities (V,); or None."""
-        ...
+        return None
 
     def after(self, logprobs: np.ndarray) -> None:
         """Take the log-probabilities (V,) of the last pass."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,156 @@ from .metrics import blocks_of, by_bucket, paired, quality
 from .policies import COUNTED, SHIFTING, PolicyRow
 from .replay import Recording, Reference
 
+Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
+Draw = Callable[[Mapping[str, Any], Path], None]  # draws the content of a report into a file
+
+INCOMPLETE = "Not complete: the run was interrupted. Give the same command again, and it continues."
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of an evaluation.
+
+    content: plain values, one row for each policy in `policies`. page: Markdown. columns: of the rows.
+    first: the columns that matter most, for a narrow terminal. pictures: name of a file to what draws it.
+    """
+
+    content: dict[str, Any]
+    page: str
+    columns: Columns
+    first: Sequence[str]
+    pictures: Mapping[str, Draw] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return self.content["policies"]
+
+    @property
+    def complete(self) -> bool:
+        return self.content["complete"]
+
+    @property
+    def json(self) -> str:
+        return as_json(finite(self.content))
+
+
+def finite(value: Any) -> Any:
+    """Plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|{' --- |' * len(columns)}",
+        *(f"| {' | '.join(show(row) for show in columns.values())} |" for row in rows),
+    ]
+
+
+def page_of(lines: Sequence[str], report: Mapping[str, Any]) -> str:
+    """The lines as a page, which says where the report is not complete."""
+    return "\n".join([*lines, *([] if report["complete"] else [INCOMPLETE, ""])])
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits; "0" for what is below the resolution of float32."""
+    return "0" if value < 1e-9 else f"{value:.3g}"
+
+
+def percent(part: float, digits: int = 1) -> str:
+    """0.25 -> "25.0 %"."""
+    return f"{100 * part:.{digits}f} %"
+
+
+def kilobytes(row: Mapping[str, Any]) -> str:
+    """Weight bytes per token in kB."""
+    return f"{row['weight_bytes_per_token'] / 1000:.0f}"
+
+
+def change_of_kl(control: Mapping[str, Any] | None) -> str:
+    """By how much mean KL differs from a control's, such as "-35 ± 2 %"; empty where there is no control."""
+    if not control or control["kl_mean_change"] is None:
+        return ""
+    error = control["kl_mean_change_error"]
+    shown = "" if math.isnan(error) else f" ± {100 * error:.0f}"
+    return f"{100 * control['kl_mean_change']:+.0f}{shown} %"
+
+
+SCHEMA, VERSION = "gearbx-mlx evaluation", 1
+
+
+class RecordingCosts:
+    """What a recording read, from its passes.
+
+    Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
+    store it in planes that other gears share.
+
+    Args:
+        used: the gears that the recording has passes in.
+    """
+
+    def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
+        ladder = Ladder([gear.bits for gear in used])
+        alone = gearbox.costed_in(ladder)
+        costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
+        self.gear_bytes, self.gear_bits = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
+
+    def weight_bytes(self, recording: Recording) -> float:
+        """Bytes of weights per token."""
+        return float((recording.passes @ self.gear_bytes).mean())
+
+    def effective_bits(self, recording: Recording) -> float:
+        """Bits read per weight of the managed layers and token; a token that is computed twice reads them twice."""
+        return float((recording.passes @ self.gear_bits).mean())
+
+
+def gear_shares(recording: Recording, ladder: Ladder) -> dict[str, float]:
+    """Gear to the share of tokens whose distribution it computed."""
+    return {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
+
+
+def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[str, np.ndarray]:
+    """The arguments of metrics.quality."""
+    fields = {name: getattr(recording, name) for name in ("nll", "kl", "kl_reverse", "agree")}
+    return fields | {"reference_nll": reference_nll}
+
+
+def row_of(
+    entry: PolicyRow, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
+) -> dict[str, Any]:
+    """A row of the report.
+
+    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
+    """
+    ladder = gearbox.ladder
+    if entry.policy == "static":
+        used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
+    elif entry.policy == "kv":
+        used = (ladder.top,)
+    else:
+        used = between if entry.policy in SHIFTING else (between[0], ladder.top)
+    tokens, shares = quality_arguments(recording, reference.nll), gear_shares(recording, ladder)
+    costs = RecordingCosts(gearbox, used)
+    return {
+        "policy": entry.policy,
+        "name": entry.name,
+        "share_wanted": entry.share,
+        "share_top": shares[between[1].name if entry.policy in SHIFTING else ladder.top.name],
+        "gear_shares": shares,
+        "effective_bits": costs.effective_bits(recording),
+        "weight_bytes_per_token": costs.weight_bytes(recording),
+        "counted": COUNTED[entry.policy],
+        **quality(**tokens),
+        "buckets": by_bucket(reference.top_probability, tokens),
+    }
+
 
 class Chance:
     """The random gate at any share or cost: between the runs of a random gate and the two static gears.
@@ -86,81 +236,74 @@ def compare_with_chance(
         )
 
 
-Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
-Draw = Callable[[Mapping[str, Any], Path], None]  # draws the content of a report into a file
+def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to every row the best static gear, if any, that reads no more and is no further from the reference.
 
-INCOMPLETE = "Not complete: the run was interrupted. Give the same command again, and it continues."
-
-
-@dataclass(frozen=True)
-class Report:
-    """The report of an evaluation.
-
-    content: plain values, one row for each policy in `policies`. page: Markdown. columns: of the rows.
-    first: the columns that matter most, for a narrow terminal. pictures: name of a file to what draws it.
+    A row over a KV cache in gears has none: it reads less of the cache, which the bytes of weights do not show.
     """
-
-    content: dict[str, Any]
-    page: str
-    columns: Columns
-    first: Sequence[str]
-    pictures: Mapping[str, Draw] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        return self.content["policies"]
-
-    @property
-    def complete(self) -> bool:
-        return self.content["complete"]
-
-    @property
-    def json(self) -> str:
-        return as_json(finite(self.content))
+    static = [row for row in rows if row["policy"] == "static"]
+    for row in rows:
+        better = [
+            other
+            for other in static
+            if other is not row
+            and row["policy"] != "kv"
+            and other["weight_bytes_per_token"] <= row["weight_bytes_per_token"]
+            and other["kl_mean"] <= row["kl_mean"]
+        ]
+        row["better_static"] = min(better, key=lambda other: other["kl_mean"])["name"] if better else None
 
 
-def finite(value: Any) -> Any:
-    """Plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+COLUMNS: Columns = {
+    "policy": lambda row: row["name"],
+    "share": lambda row: f"{row['share_top']:.3f}",
+    "bits": lambda row: f"{row['effective_bits']:.2f}",
+    "kB/token": kilobytes,
+    "perplexity": lambda row: f"{row['perplexity']:.3f}",
+    "KL mean": lambda row: three_digits(row["kl_mean"]),
+    "median": lambda row: three_digits(row["kl_median"]),
+    "99 %": lambda row: three_digits(row["kl_p99"]),
+    "agreement": lambda row: f"{row['top1_agreement']:.4f}",
+    "vs chance": lambda row: change_of_kl(row.get("against_random_same_share")),
+    "at its bytes": lambda row: change_of_kl(row.get("against_random_same_bytes")),
+    "better static": lambda row: row.get("better_static") or "",
+}
+FIRST = ("policy", "share", "kB/token", "KL mean", "agreement", "vs chance", "better static")
 
 
-def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [
-        f"| {' | '.join(columns)} |",
-        f"|{' --- |' * len(columns)}",
-        *(f"| {' | '.join(show(row) for show in columns.values())} |" for row in rows),
+def markdown(report: Mapping[str, Any]) -> str:
+    """The report as a Markdown page."""
+    floor, reference, (low, high) = report["noise_floor"], report["reference"], report["between"]
+    known = reference["perplexity"] is not None  # else the run was interrupted before
+    perplexity = f", whose perplexity is {reference['perplexity']:.3f}" if known else ""
+    lines = [
+        f"# {report['model']} on {report['data']}",
+        "",
+        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens, one "
+        f"token at a time on a KV cache, against the {reference['bits']}-bit gear{perplexity}. "
+        f"Policies shift between {low} and {high} bits. KL in nats.",
+        "",
+        *markdown_table(COLUMNS, report["policies"]),
+        "",
     ]
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits; "0" for what is below the resolution of float32."""
-    return "0" if value < 1e-9 else f"{value:.3g}"
-
-
-def percent(part: float, digits: int = 1) -> str:
-    """0.25 -> "25.0 %"."""
-    return f"{100 * part:.{digits}f} %"
-
-
-def kilobytes(row: Mapping[str, Any]) -> str:
-    """Weight bytes per token in kB."""
-    return f"{row['weight_bytes_per_token'] / 1000:.0f}"
-
-
-def change_of_kl(control: Mapping[str, Any] | None) -> str:
-    """By how much mean KL differs from a control's, such as "-35 ± 2 %"; empty where there is no control."""
-    if not control or control["kl_mean_change"] is None:
-        return ""
-    error = control["kl_mean_change_error"]
-    shown = "" if math.isnan(error) else f" ± {100 * error:.0f}"
-    return f"{100 * control['kl_mean_change']:+.0f}{shown} %"
+    if floor:
+        lines += [
+            f"Noise floor (the reference again, with every layer's output off by up to bfloat16's roundoff): KL mean "
+            f"{three_digits(floor['kl_mean'])}, 99 % {three_digits(floor['kl_p99'])}, "
+            f"agreement {floor['top1_agreement']:.4f}.",
+            "",
+        ]
+    lines += [
+        "**vs chance**: mean KL against a random gate's at the same share, with its standard error; **at its bytes**: "
+        "against the mean KL of a random gate that reads as many bytes. **better static**: a static gear that reads no "
+        "more and is no further from the reference.",
+        "",
+        "The passes that each policy counts:",
+        "",
+        *dict.fromkeys(f"- {row['policy']}: {row['counted']}" for row in report["policies"]),
+        "",
+    ]
+    return page_of(lines, report)
 
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
@@ -228,154 +371,3 @@ def draw_policy(axes: Any, rows: list[Mapping[str, Any]], policy: str, style: tu
 def point_of(row: Mapping[str, Any]) -> tuple[float, float]:
     """x, y."""
     return row["weight_bytes_per_token"] / 1e6, max(row["kl_mean"], NOTHING)
-
-
-SCHEMA, VERSION = "gearbx-mlx evaluation", 1
-
-
-class RecordingCosts:
-    """What a recording read, from its passes.
-
-    Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
-    store it in planes that other gears share.
-
-    Args:
-        used: the gears that the recording has passes in.
-    """
-
-    def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
-        ladder = Ladder([gear.bits for gear in used])
-        alone = gearbox.costed_in(ladder)
-        costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
-        self.gear_bytes, self.gear_bits = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
-
-    def weight_bytes(self, recording: Recording) -> float:
-        """Bytes of weights per token."""
-        return float((recording.passes @ self.gear_bytes).mean())
-
-    def effective_bits(self, recording: Recording) -> float:
-        """Bits read per weight of the managed layers and token; a token that is computed twice reads them twice."""
-        return float((recording.passes @ self.gear_bits).mean())
-
-
-def gear_shares(recording: Recording, ladder: Ladder) -> dict[str, float]:
-    """Gear to the share of tokens whose distribution it computed."""
-    return {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
-
-
-def quality_arguments(recording: Recording, reference: Reference) -> dict[str, np.ndarray]:
-    """The arguments of metrics.quality."""
-    return {
-        "nll": recording.nll,
-        "kl": recording.kl,
-        "kl_reverse": recording.kl_reverse,
-        "agree": recording.agree,
-        "reference_nll": reference.nll,
-    }
-
-
-def row_of(
-    entry: PolicyRow, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
-) -> dict[str, Any]:
-    """A row of the report.
-
-    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
-    """
-    ladder = gearbox.ladder
-    if entry.policy == "static":
-        used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
-    elif entry.policy == "kv":
-        used = (ladder.top,)
-    else:
-        used = between if entry.policy in SHIFTING else (between[0], ladder.top)
-    tokens, shares = quality_arguments(recording, reference), gear_shares(recording, ladder)
-    costs = RecordingCosts(gearbox, used)
-    return {
-        "policy": entry.policy,
-        "name": entry.name,
-        "share_wanted": entry.share,
-        "share_top": shares[between[1].name if entry.policy in SHIFTING else ladder.top.name],
-        "gear_shares": shares,
-        "effective_bits": costs.effective_bits(recording),
-        "weight_bytes_per_token": costs.weight_bytes(recording),
-        "counted": COUNTED[entry.policy],
-        **quality(**tokens),
-        "buckets": by_bucket(reference.top_probability, tokens),
-    }
-
-
-def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row the best static gear, if any, that reads no more and is no further from the reference.
-
-    A row over a KV cache in gears has none: it reads less of the cache, which the bytes of weights do not show.
-    """
-    static = [row for row in rows if row["policy"] == "static"]
-    for row in rows:
-        better = [
-            other
-            for other in static
-            if other is not row
-            and row["policy"] != "kv"
-            and other["weight_bytes_per_token"] <= row["weight_bytes_per_token"]
-            and other["kl_mean"] <= row["kl_mean"]
-        ]
-        row["better_static"] = min(better, key=lambda other: other["kl_mean"])["name"] if better else None
-
-
-COLUMNS: Columns = {
-    "policy": lambda row: row["name"],
-    "share": lambda row: f"{row['share_top']:.3f}",
-    "bits": lambda row: f"{row['effective_bits']:.2f}",
-    "kB/token": kilobytes,
-    "perplexity": lambda row: f"{row['perplexity']:.3f}",
-    "KL mean": lambda row: three_digits(row["kl_mean"]),
-    "median": lambda row: three_digits(row["kl_median"]),
-    "99 %": lambda row: three_digits(row["kl_p99"]),
-    "agreement": lambda row: f"{row['top1_agreement']:.4f}",
-    "vs chance": lambda row: change_of_kl(row.get("against_random_same_share")),
-    "at its bytes": lambda row: change_of_kl(row.get("against_random_same_bytes")),
-    "better static": lambda row: row.get("better_static") or "",
-}
-FIRST = ("policy", "share", "kB/token", "KL mean", "agreement", "vs chance", "better static")
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    floor, reference, (low, high) = report["noise_floor"], report["reference"], report["between"]
-    known = reference["perplexity"] is not None  # else the run was interrupted before
-    perplexity = f", whose perplexity is {reference['perplexity']:.3f}" if known else ""
-    lines = [
-        f"# {report['model']} on {report['data']}",
-        "",
-        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens, one "
-        f"token at a time on a KV cache, against the {reference['bits']}-bit gear{perplexity}. "
-        f"Policies shift between {low} and {high} bits. KL in nats.",
-        "",
-        *markdown_table(COLUMNS, report["policies"]),
-        "",
-    ]
-    if floor:
-        lines += [
-            f"Noise floor (the reference again, with every layer's output off by up to bfloat16's roundoff): KL mean "
-            f"{three_digits(floor['kl_mean'])}, 99 % {three_digits(floor['kl_p99'])}, "
-            f"agreement {floor['top1_agreement']:.4f}.",
-            "",
-        ]
-    lines += [
-        "**vs chance**: mean KL against a random gate's at the same share, with its standard error; **at its bytes**: "
-        "against the mean KL of a random gate that reads as many bytes. **better static**: a static gear that reads no "
-        "more and is no further from the reference.",
-        "",
-        "The passes that each policy counts:",
-        "",
-        *(f"- {policy}: {passes}" for policy, passes in counted(report).items()),
-        "",
-    ]
-    if not report["complete"]:
-        lines += [INCOMPLETE, ""]
-    return "\n".join(lines)
-
-
-def counted(report: Mapping[str, Any]) -> dict[str, str]:
-    """Policy to the passes that are counted for it."""
-    return {row["policy"]: row["counted"] for row in report["policies"]}

@@ -27,48 +27,6 @@ from .replay import Recording, Reference, ReplayStep, best_rule, drafted, driven
 from .report import SCHEMA, VERSION, compare_with_chance, compare_with_static, quality_arguments, row_of
 from .session import EvaluationSession
 
-UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
-
-
-class Noisy(nn.Module):
-    """A layer that changes each of its outputs by a random relative error, uniform within bfloat16's unit roundoff."""
-
-    def __init__(self, layer: nn.Module, seed: int):
-        super().__init__()
-        self.layer = layer
-        self._key = mx.random.key(seed)
-
-    def __call__(self, *args, **kwargs) -> mx.array:
-        return self.blur(self.layer(*args, **kwargs))
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """The product of an embedding that is the output head as well."""
-        return self.blur(self.layer.as_linear(x))
-
-    def dense_weight(self) -> mx.array:
-        """The weight (O, I), whose norms an adapter may need."""
-        return dense_weight(self.layer)
-
-    def blur(self, y: mx.array) -> mx.array:
-        self._key, key = mx.random.split(self._key)
-        return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
-
-
-@contextlib.contextmanager
-def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
-    """The top gear with noise on the output of every managed layer; do not shift inside the context."""
-    gearbox.shift(gearbox.ladder.top)
-    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
-    engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
-    wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
-    put_modules(gearbox.model, tree_of(wrapped, places))
-    try:
-        with gearbox.compiled.aside():
-            yield
-    finally:
-        put_modules(gearbox.model, tree_of(engaged, places))
-
-
 NOISE = "noise"
 
 Track = Callable[[Iterable[ReplayStep], int, str], Iterable[ReplayStep]]
@@ -178,7 +136,7 @@ class Runs:
         recordings = {entry.name: recording for entry, recording in self.recordings.items()}
         compare_with_chance(rows, recordings, low.bits, high.bits)
         compare_with_static(rows)
-        noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference))
+        noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference.nll))
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -207,10 +165,52 @@ class Runs:
         }
         if top is None:
             return about
-        exact = quality_arguments(top, self.reference)
+        exact = quality_arguments(top, self.reference.nll)
         buckets = by_bucket(self.reference.top_probability, exact)
         return about | {
             "kl_mean_of_itself": float(top.kl.mean()),
             "perplexity": quality(**exact)["perplexity"],
             "tokens_by_top_probability": [{key: b[key] for key in ("top_probability", "tokens")} for b in buckets],
         }
+
+
+UNIT_ROUNDOFF = 2.0**-8  # of bfloat16: the most by which rounding to it changes a number, relatively
+
+
+class Noisy(nn.Module):
+    """A layer that changes each of its outputs by a random relative error, uniform within bfloat16's unit roundoff."""
+
+    def __init__(self, layer: nn.Module, seed: int):
+        super().__init__()
+        self.layer = layer
+        self._key = mx.random.key(seed)
+
+    def __call__(self, *args, **kwargs) -> mx.array:
+        return self.blur(self.layer(*args, **kwargs))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The product of an embedding that is the output head as well."""
+        return self.blur(self.layer.as_linear(x))
+
+    def dense_weight(self) -> mx.array:
+        """The weight (O, I), whose norms an adapter may need."""
+        return dense_weight(self.layer)
+
+    def blur(self, y: mx.array) -> mx.array:
+        self._key, key = mx.random.split(self._key)
+        return y * (1 + mx.random.uniform(-UNIT_ROUNDOFF, UNIT_ROUNDOFF, y.shape, key=key)).astype(y.dtype)
+
+
+@contextlib.contextmanager
+def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
+    """The top gear with noise on the output of every managed layer; do not shift inside the context."""
+    gearbox.shift(gearbox.ladder.top)
+    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
+    engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
+    wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
+    put_modules(gearbox.model, tree_of(wrapped, places))
+    try:
+        with gearbox.compiled.aside():
+            yield
+    finally:
+        put_modules(gearbox.model, tree_of(engaged, places))

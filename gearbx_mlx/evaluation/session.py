@@ -32,6 +32,9 @@ from ..files.writing import (
 from ..loading import DEMO_MODEL, find
 
 F = TypeVar("F")
+T = TypeVar("T")
+INPUTS, PARTS = "inputs.json", "recordings"
+SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet
 REMOVE = "remove it, and the same command begins anew"
 REMOVE_LINE = "remove this line, and the same command goes on"
@@ -144,9 +147,6 @@ def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], holder: s
             )
 
 
-T = TypeVar("T")
-
-
 class Saved(Protocol):
     """Results that a file of arrays holds."""
 
@@ -154,22 +154,6 @@ class Saved(Protocol):
 
 
 S = TypeVar("S", bound=Saved)
-
-INPUTS, PARTS = "inputs.json", "recordings"
-SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
-
-
-def fingerprint(*files: Path) -> str:
-    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
-            digest.update(opened.read(SAMPLE))
-    return digest.hexdigest()[:16]
 
 
 class EvaluationSession:
@@ -246,6 +230,19 @@ def remove_session(directory: Path) -> None:
     with contextlib.suppress(OSError):
         (directory / INPUTS).unlink()
         directory.rmdir()
+
+
+def fingerprint(*files: Path) -> str:
+    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(SAMPLE))
+            opened.seek(max(size - SAMPLE, 0))
+            digest.update(opened.read(SAMPLE))
+    return digest.hexdigest()[:16]
 
 
 def model_contents(model: str | None) -> str:
