@@ -327,7 +327,7 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     mx.eval(weight, x)
     read_bandwidth = bandwidth_meter(total)
     seconds, bandwidths = {}, []
-    dense = cases_of(FLOAT32, 32, [weight], total, {NATIVE: dense_product}, [NATIVE])
+    dense = cases_of(FLOAT32, 32, weight, total, {NATIVE: dense_product}, [NATIVE])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):
         row = time_case(case, x, REPEATS, read_bandwidth)
         seconds[FLOAT32 if row["bits"] == 32 else NAMES[row["path"]]] = row["seconds"]

@@ -8,14 +8,16 @@ from itertools import chain
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..formats import groupwise, rowwise
 from ..formats.planes import split
 from ..kernels import metal
-from ..kernels.bit_planes import Planes, planes_matmul
+from ..kernels.bit_planes import planes_matmul
 from ..kernels.dispatch import on_cpu
+from ..kernels.metal import Launch
 from ..kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
 from ..kernels.products import SymmetricCodes, dense_product, stack_product, symmetric_product
 from ..kernels.tuner import seconds_of
@@ -91,30 +93,31 @@ class ProductCase:
 
 
 def cases_of(
-    name: str, bits: int, arrays: Sequence[Any], total: int, products: dict[str, Product], paths: Sequence[str]
+    name: str, bits: int, matrix: Any, total: int, products: dict[str, Product], paths: Sequence[str]
 ) -> Iterator[ProductCase]:
     """A case for each path that there is a product for.
 
     Args:
-        arrays: of one matrix, arguments of a product after x; lists of arrays among them.
+        matrix: an array, or a record of arrays.
         total: bytes of all copies together.
-        products: path to a function of x and the arrays.
+        products: path to a function of x and the matrix.
     """
-    sizes = {id(a): a.nbytes for part in arrays for a in (part if isinstance(part, list) else [part])}
-    size = sum(sizes.values())
-    copies = [[copied(part) for part in arrays] for _ in range(max(1, total // size))]
+    arrays = [array for _, array in tree_flatten(matrix) if isinstance(array, mx.array)]
+    size = sum({id(array): array.nbytes for array in arrays}.values())
+    copies = [tree_map(copied, matrix) for _ in range(max(1, total // size))]
     mx.eval(copies)
     for path in paths:
         if path in products:
 
             def make(x: mx.array, product: Product = products[path]) -> Many:
-                return [product(x, *arrays) for arrays in copies]
+                return [product(x, copy) for copy in copies]
 
             yield ProductCase({"format": name, "bits": bits, "path": path}, make, size, len(copies))
 
 
 def copied(part: Any) -> Any:
-    return [array + 0 for array in part] if isinstance(part, list) else part + 0
+    """An array at another address; sizes of a record as they are."""
+    return part + 0 if isinstance(part, mx.array) else part
 
 
 def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
@@ -124,7 +127,7 @@ def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
         if dtype == mx.float32 or not on_cpu():
             products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
         name = f"dense {str(dtype).rpartition('.')[2]}"
-        yield from cases_of(name, 8 * dtype.size, [weight.astype(dtype)], total, products, paths)
+        yield from cases_of(name, 8 * dtype.size, weight.astype(dtype), total, products, paths)
 
 
 def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
@@ -137,65 +140,51 @@ def cases_of_stack(
     weight: mx.array, widths: tuple[int, ...], total: int, paths: Sequence[str]
 ) -> Iterator[ProductCase]:
     """A stack of planes of these widths."""
-    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
-
-    def product(x: mx.array, w: Many, s: mx.array, b: Many, x_bits: int = 0) -> mx.array:
-        return stack_product(x, Planes(w, s, b, widths, GROUP), x_bits=x_bits)
-
-    def launch(x: mx.array, w: Many, s: mx.array, b: Many, variant: str) -> mx.array:
-        return planes_launch(x, Planes(w, s, b, widths, GROUP), variant=variant).run()
-
-    def own(x: mx.array, w: Many, s: mx.array, b: Many) -> mx.array:
-        return planes_matmul(x, Planes(w, s, b, widths, GROUP))
-
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-    arrays = list(planes[:3])
-    products = by_activations(product) | by_variant(launch) | {MLX: own}
-    yield from cases_of(name, sum(widths), arrays, total, products, paths)
+    products = products_of(stack_product, lambda x, planes, variant: planes_launch(x, planes, variant=variant))
+    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
+    yield from cases_of(name, sum(widths), planes, total, products | {MLX: planes_matmul}, paths)
 
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Rowwise and groupwise codes, which MLX has no kernels for."""
-    width = weight.shape[1]
+    products = products_of(symmetric_product, lambda x, codes, variant: rowwise_launch(x, *codes, variant=variant))
     for bits in sorted(rowwise.Q_MAX):
-
-        def rows(x: mx.array, codes: mx.array, scales: mx.array, bits: int = bits, x_bits: int = 0) -> mx.array | None:
-            return symmetric_product(x, SymmetricCodes(codes, scales, bits, width), x_bits=x_bits)
-
-        def launch(x: mx.array, codes: mx.array, scales: mx.array, variant: str, bits: int = bits) -> mx.array:
-            return rowwise_launch(x, codes, scales, bits, width, variant=variant).run()
-
-        codes, scales = rowwise.quantize(weight.astype(mx.bfloat16), bits)
-        arrays = [rowwise.pack_symmetric_codes(codes, bits), scales]
-        yield from cases_of("rowwise", bits, arrays, total, by_activations(rows) | by_variant(launch), paths)
-
+        matrix = codes_of(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
+        yield from cases_of("rowwise", bits, matrix, total, products, paths)
     yield from groupwise_cases(weight, total, paths)
 
 
 def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codes of 4 bits with a scale for 32 inputs."""
-    width = weight.shape[1]
 
-    def groups(x: mx.array, w: mx.array, s: mx.array, x_bits: int = 0) -> mx.array | None:
-        return symmetric_product(x, SymmetricCodes(w, s, groupwise.BITS, width), x_bits=x_bits)
+    def launch(x: mx.array, codes: SymmetricCodes, variant: str) -> Launch:
+        return groupwise_launch(x, codes.weight, codes.scales, codes.width, variant=variant)
 
-    def launch_groups(x: mx.array, w: mx.array, s: mx.array, variant: str) -> mx.array:
-        return groupwise_launch(x, w, s, width, variant=variant).run()
-
-    codes, scales = groupwise.quantize(weight)
-    arrays = [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
-    products = by_activations(groups) | by_variant(launch_groups)
-    yield from cases_of("groupwise", groupwise.BITS, arrays, total, products, paths)
+    matrix = codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
+    yield from cases_of("groupwise", groupwise.BITS, matrix, total, products_of(symmetric_product, launch), paths)
 
 
-def by_activations(product: Product) -> dict[str, Product]:
-    """The paths of a product: activations as they are, and rounded."""
-    return {path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()}
+def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
+    """Quantized codes, packed."""
+    return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
 
-def by_variant(launch: Callable[..., mx.array]) -> dict[str, Product]:
-    """The paths of a product with Metal, one for each variant."""
-    return {f"{METAL} {name}": functools.partial(launch, variant=name) for name in metal.VARIANTS}
+def products_of(product: Product, launch: Callable[[mx.array, Any, str], Launch]) -> dict[str, Product]:
+    """The paths of a product of x and a matrix: activations as they are, rounded, and each variant with Metal.
+
+    Args:
+        product: of the CPU, which takes `x_bits` of rounded activations.
+        launch: of x, a matrix and a variant.
+    """
+    rounded: dict[str, Product] = {
+        path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()
+    }
+
+    def run_launch(x: mx.array, matrix: Any, variant: str) -> mx.array:
+        return launch(x, matrix, variant).run()
+
+    return rounded | {f"{METAL} {name}": functools.partial(run_launch, variant=name) for name in metal.VARIANTS}
 
 
 def time_case(case: ProductCase, x: mx.array, trials: int, read_bandwidth: BandwidthMeter) -> dict[str, Any]:
@@ -225,17 +214,11 @@ def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) ->
     """
     names = [name for name, *_ in paths_here()]
     if METAL in names:
-        names = [*metal_paths(cols, vectors, dtype), MLX]
+        fits = metal.fits_threadgroup(cols, vectors, dtype)
+        variants = [f"{METAL} {name}" for name in metal.VARIANTS if name != "threadgroup" or fits]
+        names = [METAL, *variants, MLX] if vectors <= metal.MAX_VECTORS else [MLX]
     if ours_alone:
         names.remove(MLX)
     if not names:
         raise GearbxError("there are no native kernels for these products here; leave --native-only out")
     return names
-
-
-def metal_paths(cols: int, vectors: int, dtype: mx.Dtype) -> list[str]:
-    """The paths with Metal that take this many vectors and columns."""
-    if vectors > metal.MAX_VECTORS:
-        return []
-    fits = metal.fits_threadgroup(cols, vectors, dtype)
-    return [METAL, *(f"{METAL} {name}" for name in metal.VARIANTS if name != "threadgroup" or fits)]
