@@ -148,7 +148,11 @@ def cases_of_stack(
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Rowwise and groupwise codes, which MLX has no kernels for."""
-    products = products_of(symmetric_product, lambda x, codes, variant: rowwise_launch(x, *codes, variant=variant))
+
+    def launch(x: mx.array, codes: SymmetricCodes, variant: str) -> Launch:
+        return rowwise_launch(x, codes.weight, codes.scales, codes.bits, codes.width, variant=variant)
+
+    products = products_of(symmetric_product, launch)
     for bits in sorted(rowwise.Q_MAX):
         matrix = codes_of(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
         yield from cases_of("rowwise", bits, matrix, total, products, paths)
