@@ -1,12 +1,12 @@
 """What tests of the page at / share: a server, a browser that shows its page, and answers that a test writes itself."""
 
 import pytest
-from fastapi.responses import StreamingResponse
 from http_server import served
 from page_in_browser import Page, chromium
 
 from gearbx_mlx.serving import app
 from gearbx_mlx.serving.answers import event_text
+from gearbx_mlx.serving.web import event_stream
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def scripted(monkeypatch):
         async def complete(here, request, dialect):
             asked.append(request.model_dump(exclude_unset=True))
             events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
-            return StreamingResponse(iter(events), headers=app.STREAM_HEADERS)
+            return event_stream(iter(events))
 
         monkeypatch.setattr(app, "complete", complete)
         return asked

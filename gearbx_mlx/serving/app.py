@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
@@ -30,12 +30,10 @@ from .messages import (
 from .metrics import EXPOSED, Metrics
 from .requests import BaseRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
-from .web import Guard, JsonRoute, Refused, application, page, refusal
+from .web import Guard, JsonRoute, Refused, application, event_stream, page, refusal
 
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
-EVENTS = "text/event-stream"
-STREAM_HEADERS = {"Content-Type": EVENTS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ EVENT = {  # of a stream; its data is JSON, or [DONE]
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-STREAMED = also(EVENTS, EVENT)
+STREAMED = also("text/event-stream", EVENT)
 router = APIRouter(route_class=JsonRoute, responses=failing(Error))
 keyed = APIRouter(
     route_class=JsonRoute,
@@ -218,7 +216,7 @@ async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Res
     answer = Answer(asked, begun)
     if request.stream:
         dialect.begin(answer.usage)
-        return StreamingResponse(stream(answer, came, dialect), headers=STREAM_HEADERS)
+        return event_stream(stream(answer, came, dialect))
     async with aclosing(came):
         return JSONResponse(dialect.whole(await answer.whole(came)))
 

@@ -1,13 +1,14 @@
 """What a server counts, for Prometheus: requests, tokens, gears, drafts, times. No label has text of a client in it."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ..telemetry.summary import Tally
 from ..telemetry.trace import Token
 
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -39,16 +40,6 @@ class Speed:
     def read(self) -> float:
         now = int(self._clock())
         return sum(count for second, count in list(self._counts) if now - WINDOW <= second < now) / WINDOW
-
-
-class Share:
-    """A gauge of the parts of a whole: `count` adds to a part, and `read` is its share."""
-
-    def __init__(self) -> None:
-        self.part, self.whole = 0, 0
-
-    def read(self) -> float:
-        return self.part / self.whole if self.whole else 0.0
 
 
 class Metrics:
@@ -85,10 +76,9 @@ class Metrics:
         self.speed = Speed(clock)
         said = f"Tokens of answers per second, over the last {WINDOW} seconds"
         Gauge("tokens_per_second", said, **own).set_function(self.speed.read)
-        self.gears: dict[str, int] = {}
-        self.sources = {"draft": Share(), "lookup": Share()}
-        for source, share in self.sources.items():
-            acceptance.labels(source).set_function(share.read)
+        self.tally = tally = Tally(defaultdict(int), {})
+        acceptance.labels("draft").set_function(lambda: share(tally.accepted, tally.drafted))
+        acceptance.labels("lookup").set_function(lambda: share(tally.from_lookup, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request.
@@ -113,25 +103,23 @@ class Metrics:
             response: the token's GearResponse.
             seconds: since the token before; since the request, for the first one.
         """
+        self.tally.add(response)
         self.tokens.labels(response.gear).inc()
-        self.gears[response.gear] = self.gears.get(response.gear, 0) + 1
-        total = sum(self.gears.values())
-        for gear, count in self.gears.items():
-            self.gear_share.labels(gear).set(count / total)
+        for gear, count in self.tally.gear_tokens.items():
+            self.gear_share.labels(gear).set(self.tally.mean(count))
         self.shifts.inc(response.shifted)
         self.weight_bytes.inc(response.weight_bytes)
-        self.proposed("draft", response.drafted, response.from_draft)
-        self.proposed("lookup", response.looked_up, response.source == "lookup")
+        self.drafted.labels("draft").inc(response.drafted)
+        self.accepted.labels("draft").inc(response.from_draft)
+        self.drafted.labels("lookup").inc(response.looked_up)
+        self.accepted.labels("lookup").inc(response.source == "lookup")
         self.speed.count()
         (self.first if first else self.others).observe(seconds)
-
-    def proposed(self, source: str, made: int, kept: int) -> None:
-        """Count tokens that were proposed, and those that were accepted."""
-        self.drafted.labels(source).inc(made)
-        self.accepted.labels(source).inc(kept)
-        share = self.sources[source]
-        share.whole, share.part = share.whole + made, share.part + kept
 
     def text(self) -> bytes:
         """Everything that was counted, in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

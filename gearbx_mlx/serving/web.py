@@ -12,7 +12,7 @@ import hmac
 import logging
 import re
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -115,34 +115,28 @@ EXPECTED = {  # by pydantic's type of an error
 
 
 def misfit(errors: Any, body: Any) -> Refused:
-    """The first field that is wrong, its value, and what it is not; `errors` are pydantic's, of this body."""
+    """The field that is wrong, its value, and what it is not; `errors` are pydantic's, of this body."""
     found = [(*field_of(error, body), error) for error in errors]
     field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
-    if not field:
-        return Refused(400, "the body is no JSON object" if error["type"] != "missing" else lacks("the body", error))
-    param = re.split(r"[.\[]", field)[0]
+    context, kind, said = error.get("ctx", {}), error["type"], f"{field} is {shown(value)}"
     kinds = [EXPECTED[other["type"]] for name, _, other in found if name == field and other["type"] in EXPECTED]
-    context = error.get("ctx", {})
-    if error["type"] == "missing":
-        return Refused(400, lacks(field, error), param=param)
-    if error["type"] == "value_error":
-        return Refused(400, str(context["error"]), param=param)
-    if error["type"] == "union_tag_not_found":
-        return Refused(400, f"{field} has no field {context['discriminator']}", param=param)
-    if error["type"] == "union_tag_invalid":
+    if kind.startswith("union_tag"):
         tag = context["discriminator"].strip("'")
-        if not isinstance(value.get(tag), str):
-            return Refused(400, f"{field}.{tag} is {shown(value.get(tag))}, not text", param=param)
-        expected = context["expected_tags"].replace("'", "")
-        return Refused(400, f"{field}.{tag} is {shown(value[tag])}, not one of {expected}", param=param)
-    said = f"{field} is {shown(value)}"
-    if kinds:
-        return Refused(400, f"{said}, not {' or '.join(dict.fromkeys(kinds))}", param=param)
-    return Refused(400, f"{said}: {error['msg'][:1].lower()}{error['msg'][1:]}", param=param)
-
-
-def lacks(field: str, error: Any) -> str:
-    return f"{field} has no field '{error['loc'][-1]}'" if error["loc"] != ("body",) else "the body is no JSON object"
+        given = value.get(tag)
+        said = f"{field}.{tag} is {shown(given)}, not one of {context.get('expected_tags', '').replace(chr(39), '')}"
+        if not isinstance(given, str):
+            said = f"{field} has no field '{tag}'" if given is None else f"{field}.{tag} is {shown(given)}, not text"
+    elif kind == "missing":
+        said = f"{field or 'the body'} has no field '{error['loc'][-1]}'"
+    elif kind == "value_error":
+        said = str(context["error"])
+    elif kinds:
+        said += f", not {' or '.join(dict.fromkeys(kinds))}"
+    else:
+        said += f": {error['msg'][:1].lower()}{error['msg'][1:]}"
+    if not field and error["loc"] in ((), ("body",)):
+        said = "the body is no JSON object"
+    return Refused(400, said, param=re.split(r"[.\[]", field)[0] or None)
 
 
 def field_of(error: Any, body: Any) -> tuple[str, Any]:
@@ -318,6 +312,12 @@ def application(
     app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
     app.add_middleware(CORSMiddleware, allow_origins=guard.allowed_origins, allow_methods=METHODS, allow_headers=["*"])
     return app
+
+
+def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
+    """An answer of server-sent events, each sent at once."""
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, headers=headers)
 
 
 # The page.

@@ -9,17 +9,15 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
-from ..web import Guard, JsonRoute, Refused, application, escaped, page
+from ..web import Guard, JsonRoute, Refused, application, escaped, event_stream, page
 from .judging import CHAT, TEXT
 from .route import Between, Route
-from .upstream import EVENTS, Declined, Failed, Upstream
-
-STREAM_HEADERS = {"Content-Type": EVENTS, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+from .upstream import Declined, Failed, Upstream
 
 log = logging.getLogger("gearbx_mlx.server")
 
@@ -148,7 +146,7 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     except Failed as error:
         raise failure(error) from error
     if isinstance(first, bytes):
-        return StreamingResponse(events(first, parts), headers=STREAM_HEADERS)
+        return event_stream(events(first, parts))
     async for _ in parts:
         pass
     return JSONResponse(first)

@@ -4,6 +4,7 @@ Until the first part of the answer has been sent, a server that fails is replace
 """
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,8 +135,8 @@ class HandOver:
 class Route:
     """One request and its answer.
 
-    path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways:
-    to ask for log-probabilities that may still work for it.
+    path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways: to
+    ask for log-probabilities that may still work for it. judged: tokens that were. held: the small server's stream.
     """
 
     between: Between
@@ -147,6 +148,8 @@ class Route:
     uncounted: list[int] = field(default_factory=list)
     tags: "Tags | None" = None
     ways: list[OpenAIWay] = field(default_factory=list)
+    judged: int = 0
+    held: AsyncIterator[bytes] | None = None
 
     @property
     def begun(self) -> bool:
@@ -159,20 +162,22 @@ class Route:
             Failed: no server answers, or the one that had begun cuts its answer short.
             Declined: a server refuses the request itself.
         """
-        self.decision = self.without_tokens()
-        self.ways = [] if self.decision else self.between.ways.known(self.path)
-        while self.decision is None:
-            if not self.ways:
-                self.decision = Decision(LARGE, "no logprobs")
-            elif (way := self.ways[0]).streamed and judged_by_stream(self.body):
-                async for part in self.judged_stream(way):
-                    yield part
-                if self.begun:
+        async with AsyncExitStack() as self.open:
+            self.decision = self.without_tokens()
+            self.ways = [] if self.decision else self.between.ways.known(self.path)
+            while self.decision is None:
+                await self.judge()
+            while True:
+                server = self.decision.server
+                try:
+                    async for part in self.answer_of(self.decision):
+                        yield part
                     return
-            else:
-                await self.judged_whole(way)
-        async for part in self.decided(self.decision):
-            yield part
+                except Failed as error:
+                    if self.begun:
+                        self.note(server, error)
+                        raise
+                    self.decision = self.instead_of(server, error)
 
     def without_tokens(self) -> Decision | None:
         """What is decided before any token is written."""
@@ -183,59 +188,61 @@ class Route:
 
     # By the first tokens of the small server.
 
-    async def judged_stream(self, way: OpenAIWay) -> Parts:
-        """Read the small server's stream until its tokens have decided, and give it all if it is to answer."""
-        small = self.between.servers[SMALL]
+    async def judge(self) -> None:
+        """Ask the small server in the way that is best now, and decide by its first tokens, or learn from its answer.
+
+        Where the client asks for a stream, this is the stream that it gets if the small server is to answer.
+        """
+        if not self.ways:
+            self.decision = Decision(LARGE, "no logprobs")
+            return
+        way, small = self.ways[0], self.between.servers[SMALL]
+        streamed = way.streamed and judged_by_stream(self.body)
         try:
-            async with small.events(self.path, {**self.body, **way.fields}) as events:
-                held = [event async for event in self.first_events(events, way)]
-                if self.decision is not None and self.decision.server == SMALL:
-                    async for part in self.tagged(after(held, events), self.decision, without_logprobs=True):
-                        yield part
+            if streamed:
+                events = await self.open.enter_async_context(small.events(self.path, {**self.body, **way.fields}))
+                held: list[bytes] = []
+                await self.decide(self.held_chunks(events, held), way)
+                self.held = after(held, events)
+            else:
+                answer = await small.ask(self.path, self.asked_whole(way.fields))
+                await self.decide(only(answer), way)
         except Failed as error:
-            if self.begun:
-                self.note(SMALL, error)
-                raise
             self.decision = self.instead_of(SMALL, error)
         except Declined as error:
-            await self.learn_from(error, way, self.body)
+            await self.learn_from(error, way, self.body if streamed else self.asked_whole({}))
+        if self.decision is None or self.decision.server != SMALL:
+            self.held = None
+            await self.open.aclose()
 
-    async def first_events(self, events: AsyncIterator[bytes], way: OpenAIWay) -> AsyncIterator[bytes]:
-        """The events up to the decision, which is made then; none where the server streams no log-probabilities."""
-        first, text, plain = FirstTokens(self.between.rule), "", True
+    async def held_chunks(self, events: AsyncIterator[bytes], held: list[bytes]) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream, whose events are kept."""
         small = self.between.servers[SMALL]
-        async for event in small.with_tokens(events, lambda: first.seen):
-            yield event
-            chunk = chunk_of(event, small)
-            if chunk is None:
-                continue
+        async for event in small.with_tokens(events, lambda: self.judged):
+            held.append(event)
+            if (chunk := chunk_of(event, small)) is not None:
+                yield chunk
+        raise small.failed("cut its stream short")
+
+    async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: OpenAIWay) -> None:
+        """Decide by the first tokens, unless they have no log-probabilities: then other ways are left."""
+        first, text, plain = FirstTokens(self.between.rule), "", True
+        part = None
+        async for chunk in chunks:
             part = self.part(chunk, way)
             if part.spoken and not part.bounds:
                 self.silent(way, part, first)
                 return
-            self.take(first, part, way)
+            for bounds in part.bounds:
+                first.add(bounds)
+            if part.bounds:
+                self.between.ways.prove(self.path, way)
+            self.judged = first.seen
             text, plain = text + part.text, plain and part.plain
             if part.finish is not None or first.complete:
-                self.decision = self.by(first, text if plain else "", part.finish)
-                return
-        raise small.failed("cut its stream short")
-
-    async def judged_whole(self, way: OpenAIWay) -> None:
-        """Ask the small server for its first tokens alone, and decide by them."""
-        small, first = self.between.servers[SMALL], FirstTokens(self.between.rule)
-        try:
-            part = self.part(await small.ask(self.path, self.asked_whole(way.fields)), way)
-        except Failed as error:
-            self.decision = self.instead_of(SMALL, error)
-            return
-        except Declined as error:
-            await self.learn_from(error, way, self.asked_whole({}))
-            return
-        if part.spoken and not part.bounds:
-            self.silent(way, part, first)
-            return
-        self.take(first, part, way)
-        self.decision = self.by(first, part.text if part.plain else "", part.finish)
+                break
+        assert part is not None
+        self.decision = self.by(first, text if plain else "", part.finish)
 
     def part(self, answer: dict[str, Any], way: OpenAIWay) -> Part:
         """Raises Failed for log-probabilities that no distribution has."""
@@ -261,13 +268,6 @@ class Route:
 
     def asked_whole(self, fields: dict[str, Any]) -> dict[str, Any]:
         return asked_whole(self.body, self.between.rule.min_gear_duration, fields)
-
-    def take(self, first: FirstTokens, part: Part, way: OpenAIWay) -> None:
-        """Judge by the tokens of a part too."""
-        for bounds in part.bounds:
-            first.add(bounds)
-        if part.bounds:
-            self.between.ways.prove(self.path, way)
 
     def silent(self, way: OpenAIWay, part: Part, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
@@ -300,25 +300,6 @@ class Route:
 
     # The answer.
 
-    async def decided(self, decision: Decision) -> Parts:
-        """The answer of the server that was chosen, or of the other one where it fails."""
-        try:
-            async for part in self.answer_of(decision):
-                yield part
-        except Failed as error:
-            if self.begun:
-                self.note(decision.server, error)
-                raise
-            self.decision = self.instead_of(decision.server, error)
-            try:
-                async for part in self.answer_of(self.decision):
-                    yield part
-            except Failed as second:
-                self.note(self.decision.server, second)
-                if self.begun:
-                    raise
-                raise Failed(f"{error}; {second}") from second
-
     async def answer_of(self, decision: Decision) -> Parts:
         """The answer of a server, which goes on with the text of the small one if it can."""
         going_on = None
@@ -338,20 +319,22 @@ class Route:
 
     async def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> Parts:
         server = self.between.servers[decision.server]
-        if self.body.get("stream") is True:
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.tags = Tags(server, decision.as_json(0), without_logprobs=True)
+            async for part in self.tagged(held, self.tags):
+                yield part
+        elif self.body.get("stream") is True:
             async with server.events(self.path, body) as events:
-                async for part in self.tagged(events, decision, text):
+                self.tags = Tags(server, decision.as_json(self.handed_over), text)
+                async for part in self.tagged(events, self.tags):
                     yield part
-            return
-        self.tags = Tags(server, decision.as_json(self.handed_over), text)
-        yield self.tags.whole(await server.ask(self.path, body))
+        else:
+            self.tags = Tags(server, decision.as_json(self.handed_over), text)
+            yield self.tags.whole(await server.ask(self.path, body))
 
-    async def tagged(
-        self, events: AsyncIterator[bytes], decision: Decision, text: str = "", without_logprobs: bool = False
-    ) -> Parts:
+    async def tagged(self, events: AsyncIterator[bytes], tags: "Tags") -> Parts:
         """The events as the client receives them. Raises Failed for a stream that ends before the answer does."""
-        server = self.between.servers[decision.server]
-        self.tags = tags = Tags(server, decision.as_json(self.handed_over), text, without_logprobs)
         early = b""  # comments before the first chunk, which wait for it: the answer has not begun
         async for event in events:
             early += tags.event(event)
@@ -359,7 +342,7 @@ class Route:
                 yield early
                 early = b""
         if not (tags.begun and tags.finished):
-            raise server.failed("cut its stream short")
+            raise tags.server.failed("cut its stream short")
 
     def instead_of(self, server: int, error: Failed) -> Decision:
         """The other server answers. Raises Failed where it must not, or failed too."""
@@ -373,6 +356,11 @@ class Route:
         """A server failed, which is to be counted."""
         self.failed[server] = str(error)
         self.uncounted.append(server)
+
+
+async def only(answer: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """A whole answer as its only chunk."""
+    yield answer
 
 
 async def after(held: list[bytes], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
