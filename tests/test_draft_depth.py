@@ -1,6 +1,7 @@
 """How many steps of a draft are queued ahead: measured once on a GPU, never where it would cost more than it gives."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,13 @@ class TestIsNotMeasured:
 
         monkeypatch.setattr(Drafter, "draft", draft)
         assert depth(Gearbox(tiny_model(), "4,16")) == 1
+
+
+def test_the_seconds_of_rounds_are_those_that_pass(tiny):
+    gearbox = Gearbox(tiny, "4,16")
+    begun = time.perf_counter()
+    found = round_times(gearbox, gearbox.ladder[0], 4, trials=2, drafted=2)
+    passed = time.perf_counter() - begun
+    assert found.keys() == {*DEPTHS}
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
+    assert sum(map(sum, found.values())) < passed

@@ -135,6 +135,19 @@ class TestWhatIsLookedUp:
         assert rounds.looked_up(LONGEST, 4) == 4
         assert rounds.looked_up(0, 15) == 0
 
+    def test_a_single_token_is_proposed_where_no_more_may_follow(self):
+        rounds = Rounds(costs())
+        learned(rounds.agreement, 1.0)
+        assert rounds.looked_up(LONGEST, 1) == 1
+
+    def test_several_texts_pay_a_row_each_for_a_token_of_one(self):
+        """With rows that cost as much as passes nothing is proposed in company, where a text alone might."""
+        agreement = LookupAgreement()
+        learned(agreement, 1.0)
+        found = [Rounds(costs(row=0.15), texts=texts, agreement=agreement).looked_up(8, 15) for texts in (1, 4, 8)]
+        assert found[0] == found[1] == 15
+        assert found[2] == 0
+
     def test_what_is_never_right_is_not_proposed(self):
         rounds = Rounds(costs(row=0.01))
         learned(rounds.agreement, 0.0)
@@ -185,6 +198,11 @@ def spent_on(rounds, drafted, accepted, tokens=2000):
 
 
 class TestNeverMuchSlower:
+    @pytest.mark.parametrize("texts", [1, 4])
+    def test_before_any_draft_a_token_costs_what_the_top_gear_alone_costs(self, texts):
+        rounds = Rounds(costs(first=3.0), texts=texts)
+        assert rounds.with_drafts() == rounds.alone() == 3.0 / texts
+
     @pytest.mark.parametrize(("draft", "row"), [(1.2, 0.05), (0.9, 0.4), (0.3, 1.0)])
     @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6])
     def test_drafts_that_lose_are_tried_once_in_a_while(self, draft, row, accepted):
@@ -277,3 +295,12 @@ class TestLearnedCosts:
                     length += 1
             lengths.append(length)
         assert lengths[0] > 2 * lengths[1]
+
+    @pytest.mark.parametrize("texts", [1, 3])
+    def test_before_any_measurement_drafts_of_texts_end_where_half_of_them_are_likely_wrong(self, texts):
+        rule = CostRule(lambda entropy: 1.0 - entropy, LearnedCosts(texts=texts))
+        rule.begin(texts)
+        assert rule.goes_on(*[0.4] * texts)  # 0.6 for each text
+        assert not rule.goes_on(*[0.4] * texts)  # 0.36
+        rule.begin(2)
+        assert not rule.goes_on(0.4, None)  # nothing may follow the other text

@@ -148,6 +148,10 @@ class TestThresholds:
             (0.06 * 15, 0.12 * 15)
         )
 
+    def test_a_band_that_is_just_wide_enough_stays_as_it_is(self):
+        band = 0.3
+        assert calibration.widen(0.0101, 0.0101 + band, band) == (0.0101, 0.0101 + band)
+
     def test_percentile_band_is_widened_around_its_centre(self):
         low, high = calibration.percentile_thresholds([0.5] * 10, 3, VOCABULARY)
         assert (low, high) == pytest.approx((0.4, 0.6))

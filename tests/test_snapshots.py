@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 from gearbx_mlx import Gearbox
+from gearbx_mlx.decoding import rows as rows_module
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.kickdown import GearedModel
 from gearbx_mlx.decoding.lossless_model import LosslessModel
@@ -153,6 +154,15 @@ class TestRows:
         following = plain(model, [3, 4], other)
         for each in (cache, second, loaded):
             assert mx.allclose(plain(model, [3, 4], each), following, atol=1e-5)
+
+    @pytest.mark.parametrize(("architecture", "tokens"), [("llama", 4), ("mamba", 1)])
+    def test_layers_note_nothing_where_no_state_may_have_to_be_computed(self, architecture, tokens, monkeypatch):
+        def noted(*_):
+            raise AssertionError("outputs of layers are kept in vain")
+
+        monkeypatch.setattr(rows_module, "LayerOutputs", noted)
+        model = tiny_model(architecture)
+        rows_of(model, TOKENS[:tokens], begun(model, 3))
 
     @pytest.mark.parametrize("architecture", STATES)
     def test_earlier_states_are_computed_without_the_weights_of_linear_layers(self, architecture):
