@@ -108,8 +108,9 @@ class StagedGenerator(BatchGenerator):
         GearbxError: versions of mlx-lm that are not tested.
     """
 
+    _old_wired_limit: Any = None  # mlx-lm looks at it at the end, and it may never come to be set
+
     def __init__(self, model: nn.Module, **settings: Any):
-        self._old_wired_limit = None  # mlx-lm looks at it at the end, and it may never come to be set
         check_tested("a batch of texts")
         super().__init__(model, **settings)
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,9 +34,10 @@ from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
-from ..routing.gates import BatchPolicy, Gate, Monitor, Reading
+from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import parts
-from .response import BatchGearResponse, Step, seen_of, single_pass
+from .mode import Mode
+from .response import DRAFT, BatchGearResponse, Step, seen_of, single_pass
 from .sampling import Chooser, Entropy, Processor, Sampler, check_finite, fast_entropy, sampled_rows
 from .texts import check_known, turn, vocabulary_of
 
@@ -47,27 +48,25 @@ SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) -
 
 
 class SeenPass:
-    """One pass over B rows. step: how it came about; entropies: (B,), bits."""
+    """One pass over rows. step: how it came about; entropies: (B,), bits; texts: that shared it."""
 
-    def __init__(self, step: Step, entropies: mx.array | np.ndarray):
-        self.step, self._entropies = step, entropies
+    def __init__(self, step: Step, entropies: mx.array | np.ndarray, texts: int):
+        self.step, self._entropies, self.texts = step, entropies, texts
 
     @cached_property
     def entropies(self) -> np.ndarray:
         """(B,), in bits; waits until they are computed."""
         return np.array(self._entropies).reshape(-1)
 
-    def __len__(self) -> int:
-        return self._entropies.size
-
 
 @dataclass(frozen=True)
 class SeenRow:
-    """One row of a pass, and the gear that its sequence wanted then."""
+    """One row of a pass, and the gear that its sequence wanted then. near_tie: rounding may have decided its token."""
 
     seen: SeenPass
     row: int
     wish: Gear
+    near_tie: bool = False
 
     @property
     def entropy(self) -> float:
@@ -94,12 +93,18 @@ class BatchText:
         self.gate.reset(self.first.index)
 
 
-class OfOneText(Protocol):
+@dataclass(frozen=True)
+class SharedMode(Mode):
     """A mode whose texts share passes."""
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What a text has of its own, by the tokens of its prompt."""
-        ...
+        raise NotImplementedError
+
+    def batch_generator(
+        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
+    ) -> "BatchGenerator":
+        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class RowSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.entropy(logprobs)
-        seen = SeenPass(self.step(len(logprobs)), entropies)
+        seen = SeenPass(self.step(len(logprobs)), entropies, len(logprobs))
         for row, each in enumerate(self._sequences):
             each.rows.append(SeenRow(seen, row, each.wish))
         sampled = sampled_rows([each.chooser for each in self._sequences], logprobs)
@@ -167,7 +172,7 @@ class BatchGenerator(StagedGenerator):
         model: nn.Module,
         tokenizer: Any,
         gearbox: Gearbox | Observer,
-        mode: OfOneText,
+        mode: SharedMode,
         policy: BatchPolicy,
         sampler: Sampler | None = None,
         **settings: Any,
@@ -196,7 +201,7 @@ class BatchGenerator(StagedGenerator):
         stop_sequences: list[Any] | None = None,
         *,
         seeds: Sequence[int | None] | None = None,
-        modes: Sequence[OfOneText] | None = None,
+        modes: Sequence[SharedMode] | None = None,
     ) -> list[int]:
         """Add sequences, as mlx-lm's method does; returns their ids.
 
@@ -303,14 +308,15 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
-        step, together, error = seen.seen.step, len(seen.seen), None
+        step, together, error = seen.seen.step, seen.seen.texts, None
         try:
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:
             error = each.chooser.error or not_finite
         shown = seen_of(step, seen.entropy, reading.mean, each.before)
-        share = {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
-        return BatchGearResponse(**vars(token), **{**shown, **share}, error=error)
+        shown |= {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
+        shown |= {"from_draft": step.source == DRAFT, "near_tie": seen.near_tie}
+        return BatchGearResponse(**vars(token), **shown, error=error)
 
 
 @dataclass(frozen=True)

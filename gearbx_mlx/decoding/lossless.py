@@ -14,20 +14,20 @@ from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
 from ..routing.rounds import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
-from .batches import BatchText
+from .batches import BatchText, SharedMode
 from .draft_plans import DraftPlans, drafting_gear, find_file, find_rule
 from .draft_trials import default_depth, depth_here, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
 from .lossless_model import LosslessModel
-from .mode import Mode, refuse_draft_model
+from .mode import refuse_draft_model
 from .response import GearResponse
 from .texts import encoded, vocabulary_of
 from .wrapper import stream_wrapped
 
 
 @dataclass(frozen=True)
-class Lossless(Mode):
+class Lossless(SharedMode):
     """Write the top gear's text, and read fewer bytes of weights for it.
 
     Args:

@@ -11,7 +11,6 @@ does, running ahead.
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,32 +22,14 @@ from ..compat.arrays import OwnRandomState
 from ..compat.batches import GearedTokens, Pass
 from ..compat.caches import drop_rows
 from ..errors import GearbxWarning, one_line
-from ..routing.gates import Reading, highest
+from ..routing.gates import highest
 from ..routing.lookup import Lookup
-from .batches import BatchGenerator, BatchText, OfOneText, RowSampler, SeenPass, SeenRow
+from .batches import BatchGenerator, BatchText, RowSampler, SeenPass, SeenRow, SharedMode
 from .caches import Cache, Snapshot, parts
 from .draft_plans import DraftPlan, DraftPlans
 from .drafting import Accepted, Drafter, Proposals, Writer, accept
-from .response import DRAFT, BatchGearResponse, Step
 from .rows import Verifier
 from .sampling import Sampler
-
-
-class VerifiedToken(SeenPass):
-    """What was seen of a token that was computed in one pass with others of its sequence.
-
-    Args:
-        entropy: (1,), bits.
-        near_tie: whether rounding may have decided it.
-        together: sequences that shared the pass.
-    """
-
-    def __init__(self, step: Step, entropy: np.ndarray, near_tie: bool, together: int):
-        super().__init__(step, entropy)
-        self.near_tie, self._together = near_tie, together
-
-    def __len__(self) -> int:
-        return self._together
 
 
 class LosslessTokens(GearedTokens):
@@ -179,9 +160,8 @@ class LosslessTokens(GearedTokens):
         """Note how each accepted token of a sequence came about."""
         text, steps = self.sequences[self.uids[row]], self._drafter.steps_of(proposals, row)
         for place, (token, step) in enumerate(zip(accepted.tokens, steps)):
-            entropy, near_tie = accepted.entropies[place : place + 1], bool(accepted.near_ties[place])
-            seen = VerifiedToken(step.with_token(token), entropy, near_tie, len(self))
-            text.rows.append(SeenRow(seen, 0, text.wish))
+            seen = SeenPass(step.with_token(token), accepted.entropies[place : place + 1], len(self))
+            text.rows.append(SeenRow(seen, 0, text.wish, bool(accepted.near_ties[place])))
 
 
 def other_than_rows(cache: Cache) -> str:
@@ -225,7 +205,7 @@ class LosslessGenerator(BatchGenerator):
     """
 
     def __init__(
-        self, tokenizer: Any, mode: OfOneText, plans: DraftPlans, sampler: Sampler | None = None, **settings: Any
+        self, tokenizer: Any, mode: SharedMode, plans: DraftPlans, sampler: Sampler | None = None, **settings: Any
     ):
         gearbox = plans.gearbox
         super().__init__(gearbox.model, tokenizer, gearbox, mode, highest, sampler, **settings)
@@ -239,10 +219,3 @@ class LosslessGenerator(BatchGenerator):
             if chooser.random is None and not chooser.greedy:
                 chooser.random = OwnRandomState(np.array(mx.random.randint(0, 2**31 - 1)).item())
         return uids
-
-    def _response(
-        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
-    ) -> BatchGearResponse:
-        response, verified = super()._response(token, each, seen, reading), seen.seen
-        near_tie = isinstance(verified, VerifiedToken) and verified.near_tie
-        return replace(response, from_draft=response.source == DRAFT, near_tie=near_tie)

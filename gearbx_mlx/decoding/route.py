@@ -36,7 +36,6 @@ from ..routing.gates import (
     DEFAULT_HYSTERESIS,
     DEFAULT_MIN_GEAR_DURATION,
     DEFAULT_WINDOW,
-    BatchPolicy,
     Gate,
     Monitor,
     OneGear,
@@ -44,13 +43,12 @@ from ..routing.gates import (
     check_thresholds,
     default_thresholds,
     first_gear,
-    highest,
 )
 from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .batches import BatchGenerator, BatchText
+from .batches import BatchText, SharedMode
 from .caches import check_draftable
 from .governor import Governor
-from .mode import AUTO, Mode, of_model
+from .mode import AUTO, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
 from .sampling import Source, entropy_bits, fast_entropy, geared_responses, sampled
@@ -58,7 +56,35 @@ from .texts import encoded, vocabulary_of
 
 
 @dataclass(frozen=True)
-class Route(Mode):
+class InEngagedGear(SharedMode):
+    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears."""
+
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
+        """The gate and the monitor of a text, and the gear that it begins in."""
+        raise NotImplementedError
+
+    def stream(
+        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
+    ) -> Iterator[GearResponse]:
+        text = self.text(gearbox, tokenizer, prompt)
+        gearbox.shift(text.first)
+        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
+        return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.first)
+
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+        """What one text of a batch has of its own; of a gate that was given, a copy."""
+        text = self.text(gearbox, tokenizer, prompt)
+        return replace(text, gate=deepcopy(text.gate))
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
+
+    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return draft_rows(summary)
+
+
+@dataclass(frozen=True)
+class Route(InEngagedGear):
     """Shift by the rolling entropy.
 
     Args:
@@ -81,27 +107,10 @@ class Route(Mode):
     initial_gear: str | int = AUTO
     gate: Gate | None = None
 
-    def stream(
-        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
-    ) -> Iterator[GearResponse]:
-        mode = self.settled(gearbox, tokenizer, prompt)
-        gate, monitor = mode.gate_for(gearbox), Monitor(vocabulary_of(gearbox), self.window)
-        first = self.first_gear(gearbox, tokenizer, prompt)
-        gate.reset(first.index)
-        gearbox.shift(first)
-        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return geared_responses(source, gearbox, monitor, controller, gate, first)
-
-    def batch_generator(
-        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
-    ) -> BatchGenerator:
-        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
-
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """What one text of a batch has of its own; of a gate that was given, a copy."""
-        monitor = Monitor(vocabulary_of(gearbox), self.window)
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
-        return BatchText(deepcopy(gate), monitor, self.first_gear(gearbox, tokenizer, prompt))
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
+        return BatchText(gate, monitor, self.first_gear(gearbox, tokenizer, prompt))
 
     def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
         if self.thresholds != AUTO or self.gate is not None:
@@ -130,15 +139,9 @@ class Route(Mode):
             return ladder[first_gear(prompt_text(tokenizer, prompt), len(ladder))]
         return ladder.find(self.initial_gear)
 
-    def summary(self, tally: Tally) -> dict[str, Any]:
-        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
-
-    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary)
-
 
 @dataclass(frozen=True)
-class Static(Mode):
+class Static(InEngagedGear):
     """Stay in one gear.
 
     Args:
@@ -152,34 +155,13 @@ class Static(Mode):
     gear: str | int | None = None
     window: int = DEFAULT_WINDOW
 
-    def stream(
-        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
-    ) -> Iterator[GearResponse]:
-        gear = self.gear_of(gearbox)
-        gearbox.shift(gear)
-        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        monitor = Monitor(vocabulary_of(gearbox), self.window)
-        return geared_responses(source, gearbox, monitor, controller, OneGear(gear.index), gear)
-
-    def batch_generator(
-        self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
-    ) -> BatchGenerator:
-        return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
-
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """What one text of a batch has of its own."""
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gear = self.gear_of(gearbox)
         return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
 
     def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
         return gearbox.ladder.top if self.gear is None else gearbox.ladder.find(self.gear)
-
-    def summary(self, tally: Tally) -> dict[str, Any]:
-        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
-
-    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary)
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str,
     """Name to mode of each policy; every static gear is always among them, the top one first."""
     modes: dict[str, Mode] = {f"static-{gear.bits}": Static(gear.name) for gear in reversed(ladder)}
     bits = None if isinstance(route.thresholds, str) else route.thresholds  # "auto" is found for mode route alone
-    shifting = {"route": route, "kickdown": Kickdown(bits), "lossless": DRAFTS}
+    shifting: dict[str, Mode] = {"route": route, "kickdown": Kickdown(bits), "lossless": DRAFTS}
     if len(ladder) < 2:
         del shifting["lossless"]
     return modes | {name: mode for name, mode in shifting.items() if name in policies}

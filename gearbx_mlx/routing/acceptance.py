@@ -11,9 +11,9 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct, to_builtins
@@ -217,24 +217,34 @@ def best_bound(
     top_bytes: float,
 ) -> tuple[float, float]:
     """The bound on the product of a(H) with which a token reads the fewest weight bytes, and these bytes."""
-    costs = {
-        bound: replay_drafts(sequences, ProductRule(curve, bound)).weight_bytes_per_token(draft_bytes, top_bytes)
-        for bound in BOUNDS
-    }
-    best = min(costs, key=lambda bound: costs[bound])
-    return best, costs[best]
+    rules = {bound: ProductRule(curve, bound) for bound in BOUNDS}
+    return cheapest(sequences, rules, draft_bytes, top_bytes)
 
 
 def best_length(
     sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, top_bytes: float
 ) -> tuple[int, float]:
     """The fixed draft length with which a token reads the fewest weight bytes, and these bytes."""
-    costs = {
-        length: replay_drafts(sequences, FixedLength(length)).weight_bytes_per_token(draft_bytes, top_bytes)
-        for length in range(1, MOST_DRAFTED + 1)
+    rules = {length: FixedLength(length) for length in range(1, MOST_DRAFTED + 1)}
+    return cheapest(sequences, rules, draft_bytes, top_bytes)
+
+
+Setting = TypeVar("Setting", int, float)
+
+
+def cheapest(
+    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
+    rules: Mapping[Setting, DraftRule],
+    draft_bytes: float,
+    top_bytes: float,
+) -> tuple[Setting, float]:
+    """The setting whose rule reads the fewest weight bytes for a token, and these bytes."""
+    read = {
+        setting: replay_drafts(sequences, rule).weight_bytes_per_token(draft_bytes, top_bytes)
+        for setting, rule in rules.items()
     }
-    best = min(costs, key=lambda length: costs[length])
-    return best, costs[best]
+    best = min(read, key=lambda setting: read[setting])
+    return best, read[best]
 
 
 SCHEMA, VERSION = "gearbx-mlx drafting", 1

@@ -30,7 +30,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -308,24 +307,6 @@ class Rounds:
         self._counts.add(drafted, tokens, discarded)
 
 
-class JointRule(Protocol):
-    """Decides when the drafts of texts end that share their passes: of one text, or of several."""
-
-    longest: int
-    """Tokens of a draft that are never exceeded."""
-
-    def begin(self, texts: int = 1) -> None:
-        """Start new drafts of so many texts."""
-        ...
-
-    def goes_on(self, *entropies: float | None) -> bool:
-        """Whether to draft one more token for all, after tokens whose distributions have these entropies (bits).
-
-        None stands for a text that nothing more may follow.
-        """
-        ...
-
-
 class EachRule:
     """Drafts that go on while a rule for single texts wants to, for any of the texts."""
 
@@ -389,6 +370,15 @@ class CostRule:
             of_text = self._counts.spent(self.costs) / self._counts.tokens
         saved = of_text * self._mean.value
         return of_one_more(self.costs, self._drafted) / saved if saved else math.inf
+
+
+JointRule = EachRule | CostRule
+"""Decides when the drafts of texts end that share their passes: of one text, or of several.
+
+`longest` is a number of tokens that no draft exceeds. `begin` starts new drafts of so many texts. `goes_on` says
+whether to draft one more token for all, after tokens whose distributions have these entropies (bits); None stands for
+a text that nothing more may follow.
+"""
 
 
 def joint_rule(rule: DraftRule) -> JointRule:
