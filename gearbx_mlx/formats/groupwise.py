@@ -6,28 +6,27 @@ partial last group is filled with zeros.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from ..kernels.dispatch import Kind
-from ..kernels.products import SymmetricCodes, symmetric_product
 from .base import (
     Arrays,
-    Copies,
     Reconstructed,
     ReconstructedLinear,
     ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
     StoredArray,
-    kind_for,
 )
-from .native import Native, NativeDense
-from .rowwise import pack_symmetric_codes, unpack_symmetric_codes
+from .rowwise import (
+    NativeSymmetric,
+    SymmetricFormat,
+    pack_symmetric_codes,
+    symmetric_part,
+    unpack_symmetric_codes,
+)
 
 BITS, Q_MAX, GROUP = 4, 7, 32
 GROUP_BYTES = GROUP * BITS // 8
@@ -56,62 +55,43 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
     return groups.reshape(*scales.shape[:-1], -1)[..., :width].astype(dtype)
 
 
-class _Groupwise(Reconstructed):
+class GroupwiseModule(Reconstructed):
+    """A layer over groupwise codes."""
+
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
         codes = unpack_symmetric_codes(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
         return dequantize(codes, arrays["scales"], self.input_dims, dtype)
 
 
-class GroupwiseLinear(_Groupwise, ReconstructedLinear):
+class GroupwiseLinear(GroupwiseModule, ReconstructedLinear):
     """A linear layer over groupwise codes."""
 
 
-class NativeGroupwiseLinear(Native, GroupwiseLinear):
-    """A linear layer over groupwise codes, with native kernels that read the packed rows."""
+class NativeGroupwiseLinear(NativeSymmetric, GroupwiseLinear):
+    """A linear layer over groupwise codes, with native kernels."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        codes = SymmetricCodes(self["weight"], self["scales"], BITS, self.input_dims)
-        y = symmetric_product(x, codes, self.get("bias"), self.x_bits, self.chosen)
-        return super().__call__(x) if y is None else y
-
-    def kind(self) -> Kind:
-        return Kind(f"groupwise {BITS}", self.weight_shape, stock=False)
-
-    def part(self, kernels: ModuleType) -> Any:
-        return kernels.symmetric_part(
-            self["weight"], self["scales"], self.input_dims, BITS, self.x_bits, self.get("bias")
-        )
+    form, part = "groupwise", symmetric_part
 
 
-class GroupwiseSwitchLinear(_Groupwise, ReconstructedSwitchLinear):
+class GroupwiseSwitchLinear(GroupwiseModule, ReconstructedSwitchLinear):
     """A SwitchLinear over groupwise codes."""
 
 
-class GroupwiseMultiLinear(_Groupwise, ReconstructedMultiLinear):
+class GroupwiseMultiLinear(GroupwiseModule, ReconstructedMultiLinear):
     """A MultiLinear over groupwise codes."""
 
 
-class Groupwise(Copies):
-    """One gear of 4 bits; with the scales, 5 bits per weight.
-
-    Args:
-        cache: keep reconstructed weights until the gear is left.
-    """
+class Groupwise(SymmetricFormat):
+    """One gear of 4 bits; with the scales, 5 bits per weight. A partial last group is filled with zeros."""
 
     name = "groupwise"
-    layer_bits: tuple[int, ...] = ()
-    native, native_experts, rounds = True, False, True
     scales: frozenset[str] = frozenset()  # always float32
-
-    def __init__(self, cache: bool = False):
-        self.cache = cache
+    linear, native_linear = GroupwiseLinear, NativeGroupwiseLinear
+    experts, heads = GroupwiseSwitchLinear, GroupwiseMultiLinear
 
     def check(self, bits: int) -> None:
         if bits != BITS:
             raise GearbxError(f"format 'groupwise' has no gear of {bits} bits; choose from 4, 16")
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return None  # a partial last group is filled with zeros
 
     def span(self, group_size: int) -> int | None:
         return GROUP
@@ -120,19 +100,8 @@ class Groupwise(Copies):
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         codes, scales = quantize(dense.weight)
-        return {
-            BITS: self.module(
-                dense, BITS, {"weight": pack_symmetric_codes(codes, BITS), "scales": scales}, ladder, group_size
-            )
-        }
-
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
-        kind: type[_Groupwise] = kind_for(dense, GroupwiseLinear, GroupwiseSwitchLinear, GroupwiseMultiLinear)
-        if isinstance(dense, NativeDense):
-            kind = NativeGroupwiseLinear
-        return kind(dense, BITS, arrays, self.cache)
+        arrays = {"weight": pack_symmetric_codes(codes, BITS), "scales": scales}
+        return {BITS: self.module(dense, BITS, arrays, ladder, group_size)}
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype

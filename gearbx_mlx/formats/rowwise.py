@@ -105,61 +105,93 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
     return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
 
 
-class _Rowwise(Reconstructed):
+def symmetric_part(module: "NativeSymmetric", kernels: ModuleType) -> Any:
+    """`Native.part` of linear layers over symmetric codes."""
+    weight, scales, bits, width = module.codes
+    return kernels.symmetric_part(weight, scales, width, bits, module.x_bits, module.get("bias"))
+
+
+class NativeSymmetric(Native, ReconstructedLinear):
+    """What native kernels add to a linear layer over symmetric codes: they read the packed rows."""
+
+    form = ""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = symmetric_product(x, self.codes, self.get("bias"), self.x_bits, self.chosen)
+        return super().__call__(x) if y is None else y
+
+    @property
+    def codes(self) -> SymmetricCodes:
+        """The arrays as they are now."""
+        return SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
+
+    def kind(self) -> Kind:
+        return Kind(f"{self.form} {self.bits}", self.weight_shape, stock=False)
+
+
+class RowwiseModule(Reconstructed):
+    """A layer over per-channel codes."""
+
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
         return dequantize(unpack_symmetric_codes(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
 
 
-class RowwiseLinear(_Rowwise, ReconstructedLinear):
+class RowwiseLinear(RowwiseModule, ReconstructedLinear):
     """A linear layer over per-channel codes."""
 
 
-class NativeRowwiseLinear(Native, RowwiseLinear):
-    """A linear layer over per-channel codes, with native kernels that read the packed rows."""
+class NativeRowwiseLinear(NativeSymmetric, RowwiseLinear):
+    """A linear layer over per-channel codes, with native kernels."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        codes = SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
-        y = symmetric_product(x, codes, self.get("bias"), self.x_bits, self.chosen)
-        return super().__call__(x) if y is None else y
-
-    def kind(self) -> Kind:
-        return Kind(f"rowwise {self.bits}", self.weight_shape, stock=False)
-
-    def part(self, kernels: ModuleType) -> Any:
-        return kernels.symmetric_part(
-            self["weight"], self["scales"], self.input_dims, self.bits, self.x_bits, self.get("bias")
-        )
+    form, part = "rowwise", symmetric_part
 
 
-class RowwiseSwitchLinear(_Rowwise, ReconstructedSwitchLinear):
+class RowwiseSwitchLinear(RowwiseModule, ReconstructedSwitchLinear):
     """A SwitchLinear over per-channel codes."""
 
 
-class RowwiseMultiLinear(_Rowwise, ReconstructedMultiLinear):
+class RowwiseMultiLinear(RowwiseModule, ReconstructedMultiLinear):
     """A MultiLinear over per-channel codes."""
 
 
-class Rowwise(Copies):
-    """Every gear has its own codes. Scales take next to no memory; the largest weight of a row sets the error of all.
+class SymmetricFormat(Copies):
+    """What formats of symmetric codes share: every gear has its own codes, and rows or groups are padded.
 
     Args:
         cache: keep reconstructed weights until the gear is left.
     """
 
-    name = "rowwise"
     layer_bits: tuple[int, ...] = ()
     native, native_experts, rounds = True, False, True
-    scales = frozenset({"scales"})
+    linear: type[Reconstructed]
+    native_linear: type[Reconstructed]
+    experts: type[Reconstructed]
+    heads: type[Reconstructed]
 
     def __init__(self, cache: bool = False):
         self.cache = cache
 
+    def fits(self, width: int, group_size: int) -> str | None:
+        return None
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        linear = self.native_linear if isinstance(dense, NativeDense) else self.linear
+        return kind_for(dense, linear, self.experts, self.heads)(dense, bits, arrays, self.cache)
+
+
+class Rowwise(SymmetricFormat):
+    """Gears of 8, 6, 4 and 2 bits. Scales take next to no memory; the largest weight of a row sets the error of all."""
+
+    name = "rowwise"
+    scales = frozenset({"scales"})
+    linear, native_linear = RowwiseLinear, NativeRowwiseLinear
+    experts, heads = RowwiseSwitchLinear, RowwiseMultiLinear
+
     def check(self, bits: int) -> None:
         if bits not in Q_MAX:
             raise GearbxError(f"format 'rowwise' has no gear of {bits} bits; choose from 2, 4, 6, 8, 16")
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return None  # rows are padded
 
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
@@ -167,14 +199,6 @@ class Rowwise(Copies):
         codes, scales = quantize(dense.weight, bits)
         arrays = {"weight": pack_symmetric_codes(codes, bits), "scales": scales.astype(dtype)}
         return {bits: self.module(dense, bits, arrays, ladder, group_size)}
-
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
-        kind: type[_Rowwise] = kind_for(dense, RowwiseLinear, RowwiseSwitchLinear, RowwiseMultiLinear)
-        if isinstance(dense, NativeDense):
-            kind = NativeRowwiseLinear
-        return kind(dense, bits, arrays, self.cache)
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
