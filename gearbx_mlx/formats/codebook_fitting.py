@@ -28,6 +28,12 @@ from .base import StoredArray
 ROUNDS = 20
 STEP, PLAIN_ROUNDS = 1.9, 2
 
+DEFAULTS = CodebookOptions()
+WIDEST = 2**16  # columns that 16 bits can store
+OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
+GAUSSIAN_SHARE = DEFAULTS.gaussian_share
+BLOCK = 2**22  # weights in a block of rows
+
 
 @dataclass(frozen=True)
 class SortedRows:
@@ -102,13 +108,6 @@ def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
     for k in range(bounds.shape[-1]):
         codes = codes + (rows > bounds[:, k : k + 1])
     return codes
-
-
-DEFAULTS = CodebookOptions()
-WIDEST = 2**16  # columns that 16 bits can store
-OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
-GAUSSIAN_SHARE = DEFAULTS.gaussian_share
-BLOCK = 2**22  # weights in a block of rows
 
 
 def row_blocks(rows: int, width: int) -> list[slice]:

@@ -39,6 +39,10 @@ from ..kernels.bit_planes import fit
 WORD = 32
 GROUPS = (32, 16, 8)  # numbers that share a scale, the preferred size first (docs/kv_gears.md)
 
+WIDTH = 4  # bits of each plane
+EXACT = 16  # bits of the gear that reads the entries as they are
+TOGETHER = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
+
 
 def group_for(dims: int) -> int | None:
     """The group size for heads of so many numbers; None if none divides them."""
@@ -100,11 +104,6 @@ def check(dims: int, widths: Sequence[int], group_size: int) -> None:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits: give 1, 2, 4 or 8 bits each, 8 together")
     if group_size % 8 or dims % group_size or any(dims * width % WORD for width in widths):
         raise GearbxError(f"groups of {group_size} numbers do not fit vectors of {dims}; give one that divides them")
-
-
-WIDTH = 4  # bits of each plane
-EXACT = 16  # bits of the gear that reads the entries as they are
-TOGETHER = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
 
 
 class KVMeter:

@@ -26,6 +26,20 @@ ARM = ("arm64", "aarch64")
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
 
+SOURCES = Path(__file__).with_name("cpu")
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
+COLD = ("-Os",)  # for the bindings
+# MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
+DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
+PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
+SECONDS = 300  # for the compiler
+
+
+class Unavailable(Exception):
+    """Native CPU kernels cannot be used; the message is the reason, in one line."""
+
 
 @dataclass(frozen=True)
 class CompileTarget:
@@ -81,21 +95,6 @@ def apple_model() -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
     except OSError:
         return ""
-
-
-SOURCES = Path(__file__).with_name("cpu")
-COMPILERS = ("c++", "g++", "clang++")
-# No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
-FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
-COLD = ("-Os",)  # for the bindings
-# MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
-DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
-PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
-SECONDS = 300  # for the compiler
-
-
-class Unavailable(Exception):
-    """Native CPU kernels cannot be used; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)

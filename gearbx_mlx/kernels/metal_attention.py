@@ -20,42 +20,6 @@ import mlx.core as mx
 from ..errors import GearbxError
 from .metal import DTYPES, LANES, LEAST_ELEMENTS, MAX_VECTORS, Launch, Prepared, TextKernel, options
 
-
-def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether these are queries (B, H, L, D) and keys and values (B, H / a whole number, S, D), S >= L, of one type.
-
-    The mask is "causal", a bool array or None; kernels take no others.
-    """
-    arrays = queries, keys, values
-    return (
-        known_mask(mask)
-        and all(a.ndim == 4 and a.dtype == queries.dtype and a.size > 0 for a in arrays)
-        and keys.shape == values.shape
-        and heads_fit(queries.shape, keys.shape)
-    )
-
-
-def are_nested(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """As `are_attention`, for entries behind positions that lie elsewhere: there may be fewer of them than queries."""
-    batch, heads, _, dims = queries.shape
-    return (
-        known_mask(mask)
-        and keys.dtype == values.dtype == queries.dtype
-        and keys.shape == values.shape
-        and heads_fit((batch, heads, 0, dims), keys.shape)
-    )
-
-
-def known_mask(mask: mx.array | str | None) -> bool:
-    """Whether a mask is "causal", a bool array or None."""
-    return mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None)
-
-
-def heads_fit(queries: Sequence[int], keys: Sequence[int]) -> bool:
-    """Whether these are shapes of queries (B, H, L, D) and keys (B, H / a whole number, S, D), S >= L."""
-    return (keys[0], keys[3]) == (queries[0], queries[3]) and queries[1] % keys[1] == 0 and queries[2] <= keys[2]
-
-
 ROPE_THREADS = 64
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
@@ -65,10 +29,11 @@ TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and it
 JOIN_THREADS = 64
 CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
 
+WORD = 32  # bits
+WIDTHS = (2, 4, 8)  # of the planes that lanes read, in bits
+MOST_PLANES = 2
 
-def padding(dtype: mx.Dtype) -> int:
-    """Elements of 4 bytes together between two keys in threadgroup memory."""
-    return 4 // dtype.size
+Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, offsets (formats/kv_cache.py)
 
 
 @dataclass(frozen=True)
@@ -86,6 +51,17 @@ class Entries:
 DENSE = Entries()
 
 
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
+
+    A query that sees no key gets zeros. Arguments and errors as for `parts_launch`.
+    """
+    parts = parts_launch(queries, keys, values, scale, mask).run()
+    return join_launch(parts, queries.dtype).run()
+
+
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup memory."""
     dtype = queries.dtype
@@ -99,15 +75,9 @@ def fits_tile(width: int, dtype: mx.Dtype) -> bool:
     return TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
 
 
-def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
-) -> mx.array:
-    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
-
-    A query that sees no key gets zeros. Arguments and errors as for `parts_launch`.
-    """
-    parts = parts_launch(queries, keys, values, scale, mask).run()
-    return join_launch(parts, queries.dtype).run()
+def padding(dtype: mx.Dtype) -> int:
+    """Elements of 4 bytes together between two keys in threadgroup memory."""
+    return 4 // dtype.size
 
 
 def parts_launch(
@@ -208,46 +178,6 @@ def _join_prepared(shape: tuple[int, ...], dtype: mx.Dtype) -> Prepared:
     kernel = TextKernel("attention_join", dtype, ("parts",), (("DIMS", shape[3]),))
     threads = math.prod(shape)
     return Prepared(kernel, options(threads, min(threads, JOIN_THREADS), shape, dtype))
-
-
-def takes_rope(x: mx.array) -> bool:
-    """Whether `rope_launch` takes x (B, H, L, D): 1 to 16 tokens, and their type."""
-    return x.ndim == 4 and x.size > 0 and x.shape[2] <= MAX_VECTORS and x.dtype in DTYPES
-
-
-def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bool, scale: float) -> Launch:
-    """The launch for rotary positions from `offset` on, of x's type and shape.
-
-    Args:
-        x: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16; by its strides, so that it is not copied.
-        frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
-        traditional: whether neighbours are a pair; else the first and second half of `dims` are.
-        scale: of positions.
-
-    Raises:
-        GearbxError: the arguments do not fit each other.
-    """
-    dims = 2 * frequencies.size
-    if not takes_rope(x) or frequencies.dtype != mx.float32 or not 0 < dims <= x.shape[3]:
-        raise GearbxError(f"rotary positions of {dims} values do not fit heads of shape {x.shape} {x.dtype}")
-    return Launch(_rope_prepared(x.shape, x.dtype, dims, traditional, float(scale)), (x, frequencies, offset))
-
-
-@functools.cache
-def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, traditional: bool, scale: float) -> Prepared:
-    """For x of this shape and type."""
-    macros = {"DIMS": dims, "TRADITIONAL": int(traditional)}
-    names = ("x", "frequencies", "offset", "scale")
-    kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
-    threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
-    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))
-
-
-WORD = 32  # bits
-WIDTHS = (2, 4, 8)  # of the planes that lanes read, in bits
-MOST_PLANES = 2
-
-Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, offsets (formats/kv_cache.py)
 
 
 class Form(NamedTuple):
@@ -395,3 +325,71 @@ def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entri
     }
     arrays = tuple(name + part for name in ("keys", "values") for part in parts)
     return Entries((*(("keys", "values") if entries else ()), *arrays), tuple(macros.items()), "kv_planes")
+
+
+def takes_rope(x: mx.array) -> bool:
+    """Whether `rope_launch` takes x (B, H, L, D): 1 to 16 tokens, and their type."""
+    return x.ndim == 4 and x.size > 0 and x.shape[2] <= MAX_VECTORS and x.dtype in DTYPES
+
+
+def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bool, scale: float) -> Launch:
+    """The launch for rotary positions from `offset` on, of x's type and shape.
+
+    Args:
+        x: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16; by its strides, so that it is not copied.
+        frequencies: (dims / 2,) float32, radians from position to position; the first `dims` of D are turned.
+        traditional: whether neighbours are a pair; else the first and second half of `dims` are.
+        scale: of positions.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+    """
+    dims = 2 * frequencies.size
+    if not takes_rope(x) or frequencies.dtype != mx.float32 or not 0 < dims <= x.shape[3]:
+        raise GearbxError(f"rotary positions of {dims} values do not fit heads of shape {x.shape} {x.dtype}")
+    return Launch(_rope_prepared(x.shape, x.dtype, dims, traditional, float(scale)), (x, frequencies, offset))
+
+
+@functools.cache
+def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, traditional: bool, scale: float) -> Prepared:
+    """For x of this shape and type."""
+    macros = {"DIMS": dims, "TRADITIONAL": int(traditional)}
+    names = ("x", "frequencies", "offset", "scale")
+    kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
+    threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
+    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))
+
+
+def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
+    """Whether these are queries (B, H, L, D) and keys and values (B, H / a whole number, S, D), S >= L, of one type.
+
+    The mask is "causal", a bool array or None; kernels take no others.
+    """
+    arrays = queries, keys, values
+    return (
+        known_mask(mask)
+        and all(a.ndim == 4 and a.dtype == queries.dtype and a.size > 0 for a in arrays)
+        and keys.shape == values.shape
+        and heads_fit(queries.shape, keys.shape)
+    )
+
+
+def are_nested(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
+    """As `are_attention`, for entries behind positions that lie elsewhere: there may be fewer of them than queries."""
+    batch, heads, _, dims = queries.shape
+    return (
+        known_mask(mask)
+        and keys.dtype == values.dtype == queries.dtype
+        and keys.shape == values.shape
+        and heads_fit((batch, heads, 0, dims), keys.shape)
+    )
+
+
+def known_mask(mask: mx.array | str | None) -> bool:
+    """Whether a mask is "causal", a bool array or None."""
+    return mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None)
+
+
+def heads_fit(queries: Sequence[int], keys: Sequence[int]) -> bool:
+    """Whether these are shapes of queries (B, H, L, D) and keys (B, H / a whole number, S, D), S >= L."""
+    return (keys[0], keys[3]) == (queries[0], queries[3]) and queries[1] % keys[1] == 0 and queries[2] <= keys[2]

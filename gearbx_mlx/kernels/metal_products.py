@@ -39,51 +39,18 @@ from .metal import (
 CHUNK = 8  # columns of a dense weight that a lane reads at a time
 SIMD_GROUPS = 2  # of a dense product's threadgroup
 
+GROUP_SIZES = (32, 64, 128)  # of planes
+ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus an offset
+GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
+ALIGNMENT = 16  # bytes; of a row
 
-def takes_dense(x: mx.array, weight: mx.array) -> bool:
-    """Whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
-    return takes(x, x.shape[-1]) and weight.dtype in DTYPES
-
-
-def dense_launch(x: mx.array, weight: mx.array) -> Launch:
-    """The launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
-
-    Args:
-        x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
-        weight: (O, I), of any of these types.
-
-    Raises:
-        GearbxError: the arguments do not fit each other.
-    """
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise GearbxError(f"activations of shape {x.shape} do not fit a weight of shape {weight.shape}")
-    if not takes_dense(x, weight):
-        raise GearbxError(
-            f"activations {x.shape} {x.dtype} and a weight of {weight.dtype} are not 1 to {MAX_VECTORS} vectors of "
-            "float16, bfloat16 or float32"
-        )
-    inputs = x, weight
-    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
-
-
-@functools.cache
-def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
-    """For activations of this shape and type."""
-    columns = shape[-1]
-    vectors = math.prod(shape[:-1])
-    rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
-    macros = {
-        "VECTORS": vectors,
-        "ROWS": rows_each,
-        "SIMD_GROUPS": SIMD_GROUPS,
-        "CHUNK": CHUNK,
-        "RAGGED": int(columns % CHUNK != 0),
-    }
-    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
-    threadgroup = SIMD_GROUPS * LANES
-    threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
-    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
-    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
+ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
+LIBRARY, GROUP = 32, 128
+LIBRARY_BITS = (2, 3, 4)
+OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
+OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
+INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
+INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -152,24 +119,6 @@ class Spec:
         return definitions(macros | dict(self.layout.macros), self.dtype) + source_text("codes")
 
 
-def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
-    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
-    if x.dtype not in DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
-    if not takes(x, columns):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
-    if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
-
-
-def threads(variant: Variant, rows: int) -> tuple[int, int]:
-    """How many threads there are, in all and of a threadgroup: as many threadgroups as all rows need."""
-    threadgroup = LANES * variant.simd_groups
-    return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
-
-
 def prepare(
     x: mx.array,
     layout: PackedLayout,
@@ -200,17 +149,29 @@ def prepare(
     return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, row_words])
 
 
+def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
+    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
+    if x.dtype not in DTYPES:
+        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
+    if x.ndim == 0 or x.shape[-1] != columns:
+        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+    if not takes(x, columns):
+        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
+    if bias is not None and bias.shape != (rows,):
+        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+
+
+def threads(variant: Variant, rows: int) -> tuple[int, int]:
+    """How many threads there are, in all and of a threadgroup: as many threadgroups as all rows need."""
+    threadgroup = LANES * variant.simd_groups
+    return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
+
+
 def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int]) -> Launch:
     """The launch of a product's kernel. inputs: x, packed arrays, bias. sizes: rows first, as the text reads them."""
     rows = sizes[0]
     how = options(*threads(spec.variant, rows), (*inputs[0].shape[:-1], rows), spec.dtype)
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
-
-
-GROUP_SIZES = (32, 64, 128)  # of planes
-ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus an offset
-GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
-ALIGNMENT = 16  # bytes; of a row
 
 
 def named(**macros: object) -> tuple[tuple[str, object], ...]:
@@ -247,44 +208,6 @@ def planes_layout(widths: tuple[int, ...], group_size: int) -> PackedLayout:
     )
 
 
-@functools.cache
-def rowwise_layout(bits: int) -> PackedLayout:
-    """The layout of per-channel codes."""
-    return PackedLayout(
-        name=f"rowwise_{bits}",
-        bits=bits,
-        arrays=("w0", "scales"),
-        macros=named(
-            PLANES=f"DO(w0, {bits}, 0)",
-            ROW_WORDS="row_words",
-            SIGN_BITS="0x8080" if bits == 8 else 0,
-            GROUP_SIZE="columns",
-            GROUP_SCALE="1.0f",
-            GROUP_OFFSET=f"-{ROWWISE_OFFSET[bits]}.0f",
-            ROW_SCALE="float(scales[row])",
-        ),
-    )
-
-
-@functools.cache
-def groupwise_layout() -> PackedLayout:
-    """The layout of groupwise codes."""
-    return PackedLayout(
-        name="groupwise",
-        bits=GROUPWISE_BITS,
-        arrays=("w0", "scales"),
-        macros=named(
-            PLANES=f"DO(w0, {GROUPWISE_BITS}, 0)",
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            GROUP_SIZE=GROUPWISE_SIZE,
-            GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET=f"(-{GROUPWISE_OFFSET}.0f * scale)",
-            ROW_SCALE="1.0f",
-        ),
-    )
-
-
 def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, variant: str | None = None) -> Launch:
     """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
 
@@ -312,6 +235,25 @@ def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, var
             raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size)
     return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant)
+
+
+@functools.cache
+def rowwise_layout(bits: int) -> PackedLayout:
+    """The layout of per-channel codes."""
+    return PackedLayout(
+        name=f"rowwise_{bits}",
+        bits=bits,
+        arrays=("w0", "scales"),
+        macros=named(
+            PLANES=f"DO(w0, {bits}, 0)",
+            ROW_WORDS="row_words",
+            SIGN_BITS="0x8080" if bits == 8 else 0,
+            GROUP_SIZE="columns",
+            GROUP_SCALE="1.0f",
+            GROUP_OFFSET=f"-{ROWWISE_OFFSET[bits]}.0f",
+            ROW_SCALE="float(scales[row])",
+        ),
+    )
 
 
 def rowwise_launch(
@@ -344,6 +286,25 @@ def rowwise_launch(
     if scales.shape != (rows,):
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows")
     return prepare(x, rowwise_layout(bits), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
+
+
+@functools.cache
+def groupwise_layout() -> PackedLayout:
+    """The layout of groupwise codes."""
+    return PackedLayout(
+        name="groupwise",
+        bits=GROUPWISE_BITS,
+        arrays=("w0", "scales"),
+        macros=named(
+            PLANES=f"DO(w0, {GROUPWISE_BITS}, 0)",
+            ROW_WORDS="row_words",
+            SIGN_BITS=0,
+            GROUP_SIZE=GROUPWISE_SIZE,
+            GROUP_SCALE="float(scales[group])",
+            GROUP_OFFSET=f"(-{GROUPWISE_OFFSET}.0f * scale)",
+            ROW_SCALE="1.0f",
+        ),
+    )
 
 
 def groupwise_launch(
@@ -381,13 +342,50 @@ def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int) -> Non
         raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")
 
 
-ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
-LIBRARY, GROUP = 32, 128
-LIBRARY_BITS = (2, 3, 4)
-OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
-OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
-INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
-INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
+def takes_dense(x: mx.array, weight: mx.array) -> bool:
+    """Whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
+    return takes(x, x.shape[-1]) and weight.dtype in DTYPES
+
+
+def dense_launch(x: mx.array, weight: mx.array) -> Launch:
+    """The launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
+
+    Args:
+        x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
+        weight: (O, I), of any of these types.
+
+    Raises:
+        GearbxError: the arguments do not fit each other.
+    """
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise GearbxError(f"activations of shape {x.shape} do not fit a weight of shape {weight.shape}")
+    if not takes_dense(x, weight):
+        raise GearbxError(
+            f"activations {x.shape} {x.dtype} and a weight of {weight.dtype} are not 1 to {MAX_VECTORS} vectors of "
+            "float16, bfloat16 or float32"
+        )
+    inputs = x, weight
+    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
+
+
+@functools.cache
+def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
+    """For activations of this shape and type."""
+    columns = shape[-1]
+    vectors = math.prod(shape[:-1])
+    rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
+    macros = {
+        "VECTORS": vectors,
+        "ROWS": rows_each,
+        "SIMD_GROUPS": SIMD_GROUPS,
+        "CHUNK": CHUNK,
+        "RAGGED": int(columns % CHUNK != 0),
+    }
+    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
+    threadgroup = SIMD_GROUPS * LANES
+    threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
+    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
+    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
 
 
 @functools.cache

@@ -42,58 +42,25 @@ Make = Callable[[], Sequence[mx.array]]
 LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
 MOST_CALLS = 4096
 
-
-def seconds_of(make: Make, calls: int = 1) -> float:
-    """Seconds in which one evaluation computes everything that so many calls of `make` build."""
-    built = [array for _ in range(calls) for array in make()]
-    mx.synchronize()
-    start = time.perf_counter()
-    mx.eval(built)
-    return time.perf_counter() - start
-
-
-def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
-    """The power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
-
-    The first evaluation is not counted: it may compile a kernel.
-    """
-    seconds_of(make)
-    calls = 1
-    while calls < MOST_CALLS and seconds_of(make, calls) < least:
-        calls *= 2
-    return calls
-
-
-def compare(
-    candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
-) -> dict[Key, list[float]]:
-    """Seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
-
-    Args:
-        trials: 1 or more; every second one goes backwards.
-        least: seconds of an evaluation, as in `enough_calls`.
-        give_up: a candidate that takes so many times as long as the fastest one of a trial is not timed again, so that
-            it has fewer times.
-
-    Raises:
-        RuntimeError: from MLX, where a candidate cannot be evaluated.
-    """
-    calls = {key: enough_calls(make, least) for key, make in candidates.items()}
-    times: dict[Key, list[float]] = {key: [] for key in candidates}
-    left = list(candidates)
-    for _ in range(trials):
-        for key in left:
-            times[key].append(seconds_of(candidates[key], calls[key]) / calls[key])
-        fastest = min((times[key][-1] for key in left), default=0.0)
-        left = [key for key in reversed(left) if times[key][-1] <= give_up * fastest]
-    return times
-
-
 FILE = "tuning.json"
 MOST_MACHINES = 16  # a new version of MLX makes another one
 
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
+
+MARGIN = 1.05  # what is used without measuring stays, unless something else is faster by more than this
+GIVE_UP = 1.5  # a candidate that takes so many times as long as the fastest is not timed again
+TRIALS = 5
+TRIAL_SECONDS = 0.002  # of a trial
+LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
+
+HOPELESS = 3.0  # a candidate that takes so many times as long for a single product is not timed over many
+FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
+REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
+
+Product = Callable[[mx.array], mx.array]
+Products = Callable[[str], Sequence[Product]]
+"""The products by a candidate, each with other weights of one kind; none if no weights are in memory."""
 
 
 class Stored(msgspec.Struct):
@@ -174,21 +141,6 @@ def machine() -> str:
         threads = os.environ.get("GEARBX_THREADS") or os.cpu_count()
         name = f"{name} {features}, {threads} threads"
     return f"{name}, {platform.system()} {platform.release()}, mlx {version('mlx')}, kernels {kernels_hash()}"
-
-
-MARGIN = 1.05  # what is used without measuring stays, unless something else is faster by more than this
-GIVE_UP = 1.5  # a candidate that takes so many times as long as the fastest is not timed again
-TRIALS = 5
-TRIAL_SECONDS = 0.002  # of a trial
-LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
-
-HOPELESS = 3.0  # a candidate that takes so many times as long for a single product is not timed over many
-FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
-REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
-
-Product = Callable[[mx.array], mx.array]
-Products = Callable[[str], Sequence[Product]]
-"""The products by a candidate, each with other weights of one kind; none if no weights are in memory."""
 
 
 class Tuner:
@@ -316,3 +268,49 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
     best = min(known, key=lambda name: known[name])
     first = known.get(candidates[0])
     return candidates[0] if first is not None and first <= MARGIN * known[best] else best
+
+
+def seconds_of(make: Make, calls: int = 1) -> float:
+    """Seconds in which one evaluation computes everything that so many calls of `make` build."""
+    built = [array for _ in range(calls) for array in make()]
+    mx.synchronize()
+    start = time.perf_counter()
+    mx.eval(built)
+    return time.perf_counter() - start
+
+
+def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
+    """The power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
+
+    The first evaluation is not counted: it may compile a kernel.
+    """
+    seconds_of(make)
+    calls = 1
+    while calls < MOST_CALLS and seconds_of(make, calls) < least:
+        calls *= 2
+    return calls
+
+
+def compare(
+    candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
+) -> dict[Key, list[float]]:
+    """Seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
+
+    Args:
+        trials: 1 or more; every second one goes backwards.
+        least: seconds of an evaluation, as in `enough_calls`.
+        give_up: a candidate that takes so many times as long as the fastest one of a trial is not timed again, so that
+            it has fewer times.
+
+    Raises:
+        RuntimeError: from MLX, where a candidate cannot be evaluated.
+    """
+    calls = {key: enough_calls(make, least) for key, make in candidates.items()}
+    times: dict[Key, list[float]] = {key: [] for key in candidates}
+    left = list(candidates)
+    for _ in range(trials):
+        for key in left:
+            times[key].append(seconds_of(candidates[key], calls[key]) / calls[key])
+        fastest = min((times[key][-1] for key in left), default=0.0)
+        left = [key for key in reversed(left) if times[key][-1] <= give_up * fastest]
+    return times
