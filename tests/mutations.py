@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
-from gearbx_mlx.gears.saved import array_places
-from gearbx_mlx.gears.tensor_files import hash_of, hash_place, read_entries
+from gearbx_mlx.gears.tensor_files import hash_place, header_of
 
 DEEP = "[" * 10000 + "]" * 10000
 NUMBERS = [0, 1, -1, 3, 7, 32, 2**31, 2**70, -(10**400), 0.5, -0.0, 1e308]
@@ -90,8 +89,8 @@ def damaged(draw: st.DrawFn, content: Any) -> str:
 def sign_files(directory: Path) -> None:
     """Let gears.json have the hashes of the files as they are now, those of single arrays aside."""
     content = json.loads((directory / MANIFEST).read_text())
-    content["gears_hash"] = hash_of(directory / GEARS_FILE)
-    content["base"] = {name: hash_of(directory / name) for name in content["base"]}
+    content["gears_hash"] = header_of(directory / GEARS_FILE).hash
+    content["base"] = {name: header_of(directory / name).hash for name in content["base"]}
     (directory / MANIFEST).write_text(json.dumps(content))
 
 
@@ -100,6 +99,6 @@ def sign_arrays(directory: Path) -> None:
     sign_files(directory)
     content = json.loads((directory / MANIFEST).read_text())
     for name in (GEARS_FILE, *content["base"]):
-        places = array_places(directory / name, *read_entries(directory / name))
+        places = header_of(directory / name).places
         content["hashes"] |= {array: hash_place(place) for array, place in places.items()}
     (directory / MANIFEST).write_text(json.dumps(content))

@@ -12,7 +12,7 @@ from mutations import sign_files
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
-from gearbx_mlx.gears.tensor_files import read_entries
+from gearbx_mlx.gears.tensor_files import header_of
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -31,7 +31,7 @@ def geared(checkpoint, tmp_path) -> Path:
 
 def flip_bit(file: Path, array: str) -> None:
     """Change the first byte of an array, without a trace in the hashes of whole files."""
-    entries, start = read_entries(file)
+    _, entries, start = header_of(file)
     content = bytearray(file.read_bytes())
     content[start + entries[array].data_offsets[0]] ^= 1
     file.write_bytes(content)

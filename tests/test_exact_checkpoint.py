@@ -16,7 +16,7 @@ from mutations import sign_arrays, sign_files
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, ORIGINAL_FILE
-from gearbx_mlx.gears.tensor_files import read_entries
+from gearbx_mlx.gears.tensor_files import header_of
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -47,7 +47,7 @@ def sparse(*shape: int) -> mx.array:
 def change_array(directory: Path, name: str, change) -> None:
     """Change the bytes of an array in gears.safetensors in place."""
     file = directory / GEARS_FILE
-    entries, start = read_entries(file)
+    _, entries, start = header_of(file)
     content = bytearray(file.read_bytes())
     begin, end = (start + offset for offset in entries[name].data_offsets)
     content[begin:end] = change(bytes(content[begin:end]))

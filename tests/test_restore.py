@@ -17,7 +17,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox
 from gearbx_mlx.conversion.restoring import Restorer
 from gearbx_mlx.gears.manifest import ORIGINAL_FILE
-from gearbx_mlx.gears.tensor_files import read_entries
+from gearbx_mlx.gears.tensor_files import header_of
 from gearbx_mlx.loading import DEMO_MODEL
 
 Weights = dict[str, mx.array]
@@ -155,7 +155,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def kept(directory: Path) -> set[str]:
     """The tensors that a checkpoint stores as they were."""
-    names = read_entries(directory / ORIGINAL_FILE)[0]
+    names = header_of(directory / ORIGINAL_FILE).entries
     return {name.split("/", 2)[2] for name in names if name.startswith("tensor/")}
 
 
@@ -325,7 +325,7 @@ class TestGoingOn:
         made, tensors = [], Restorer.tensors
         monkeypatch.setattr(Restorer, "tensors", lambda self, *group: (made.append(group), tensors(self, *group))[1])
         assert command("convert", *arguments).status == 0
-        total = sum(len(read_entries(file)[0]) for file in (tmp_path / "restored").glob("model*.safetensors"))
+        total = sum(len(header_of(file).entries) for file in (tmp_path / "restored").glob("model*.safetensors"))
         assert 0 < sum(len(keys) for _, keys in made) < total - 5  # what was not yet in the file is written again
         assert contents(tmp_path / "restored") == contents(checkpoint.with_name("original"))
         assert [file.name for file in tmp_path.iterdir()] == ["restored"]

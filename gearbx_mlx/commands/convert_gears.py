@@ -32,7 +32,7 @@ from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
-from ..gears.tensor_files import hash_of
+from ..gears.tensor_files import header_of
 from ..loading import load
 from ..telemetry.summary import as_json
 
@@ -94,7 +94,7 @@ def hashes_of(source: Path) -> dict[str, str]:
     hashes = {}
     for file in weights_in(source):
         try:
-            hashes[file.name] = hash_of(file)
+            hashes[file.name] = header_of(file).hash
         except OSError as error:
             raise unreadable(file, error) from error
     return hashes

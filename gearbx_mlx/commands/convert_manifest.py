@@ -11,7 +11,7 @@ from ..conversion.model_card import AFFINE, CARD, Provenance, clip_weights, tabl
 from ..errors import GearbxError, about
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized
-from ..gears.tensor_files import read_entries
+from ..gears.tensor_files import header_of
 from ..loading import load
 
 
@@ -71,7 +71,7 @@ def write_card(layers: Sequence[Layer], bits: Mapping[str, int], weights: int, w
     files = sorted(work.glob("model*.safetensors"))
     sizes: dict[str, int] = {}
     for file in files:
-        spans = {name: entry.data_offsets for name, entry in read_entries(file)[0].items()}
+        spans = {name: entry.data_offsets for name, entry in header_of(file).entries.items()}
         sizes |= {name: end - begin for name, (begin, end) in spans.items()}
     parts = ("weight", "scales", "biases")
     size = sum(sizes.get(f"{layer.path}.{part}", 0) for layer in layers for part in parts)

@@ -30,7 +30,7 @@ from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
 from ..gears.saved import KINDS
-from ..gears.tensor_files import ArrayHashes, TensorEntry, fingerprint_of, hash_of, sample
+from ..gears.tensor_files import ArrayHashes, TensorEntry, fingerprint_of, header_of, sample
 from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
 
@@ -238,8 +238,8 @@ class Converter:
                 }
             ),
             stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in layers),
-            base={BASE_FILE: hash_of(self.work / BASE_FILE)},
-            gears_hash=hash_of(self.work / GEARS_FILE),
+            base={BASE_FILE: header_of(self.work / BASE_FILE).hash},
+            gears_hash=header_of(self.work / GEARS_FILE).hash,
             layers={layer.path: self._saved(layer) for layer in layers},
             tables={table.path: self._saved(table) for table in self.tables if table.path not in larger},
             unmanaged=self.unmanaged | larger,

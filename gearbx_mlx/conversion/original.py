@@ -20,7 +20,7 @@ from ..gears.manifest import (
     is_plain,
     tensor_key,
 )
-from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places, read_entries
+from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places, header_of
 from .companions import content_of, is_copied
 from .journal import TensorFile
 from .views import find
@@ -156,7 +156,7 @@ def check_names(directory: Path) -> None:
 def read_header(file: Path) -> Header:
     """Raises GearbxError for a file that is damaged or cannot be read."""
     try:
-        entries, start = read_entries(file)
+        _, entries, start = header_of(file)
         with open(file, "rb") as opened:
             opened.seek(LENGTH.size)
             return Header(opened.read(start - LENGTH.size), entries)

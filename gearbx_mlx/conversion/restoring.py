@@ -47,10 +47,10 @@ class Restorer:
     def __init__(self, saved: SavedGears):
         self.saved, self.directory = saved, saved.directory
         self.original = original_of(saved)
-        self._kept = opened(self.directory / ORIGINAL_FILE, f"missing, and {MANIFEST} needs it")[1]
+        self._kept = opened(self.directory / ORIGINAL_FILE, f"missing, and {MANIFEST} needs it").places
         self._base: dict[str, TensorEntry] = {}
         for name in saved.manifest.base:
-            self._base |= opened(self.directory / name, "missing, and the gears beside it need it")[0]
+            self._base |= opened(self.directory / name, "missing, and the gears beside it need it").entries
         self.headers = {name: self._header(name) for name in self.original.shards}
 
     @property

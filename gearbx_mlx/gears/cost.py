@@ -30,7 +30,7 @@ from .ladder import DENSE, Gear, Ladder
 from .manifest import GEARS_FILE, Manifest, read_manifest
 from .sharding import WeightPart, sharding_of
 from .sources import GearModules, Source
-from .tensor_files import SIZES, TensorEntry, read_entries
+from .tensor_files import SIZES, TensorEntry, header_of
 
 CHOSEN = (  # names for the number of experts that a router chooses
     "num_experts_per_tok",
@@ -197,7 +197,7 @@ class ModelFiles:
 def read_files(directory: Path) -> ModelFiles:
     """Raises GearbxError for files that are damaged, OSError for those that cannot be read."""
     files = sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)})
-    arrays = {name: entry for file in files for name, entry in read_entries(file)[0].items()}
+    arrays = {name: entry for file in files for name, entry in header_of(file).entries.items()}
     return ModelFiles(arrays, read_manifest(directory))
 
 

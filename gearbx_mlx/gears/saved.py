@@ -25,7 +25,7 @@ from .discovery import Layer, is_quantized
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .ownership import own
-from .tensor_files import NAMES, ArrayHashes, ArrayPlace, TensorEntry, hash_with, read_entries
+from .tensor_files import NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
 
 KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
     "linear": (nn.Linear, nn.QuantizedLinear),
@@ -236,50 +236,33 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    gears, places, found = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
-    if manifest.gears_hash not in (None, found):
+    gears = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    if manifest.gears_hash not in (None, gears.hash):
         raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
-    base: dict[str, TensorEntry] = {}
+    base, places = dict[str, TensorEntry](), gears.places
     for name, expected in manifest.base.items():
-        entries, more, found = opened(directory / name, "missing, and the gears beside it need it")
-        if found != expected:
+        file = opened(directory / name, "missing, and the gears beside it need it")
+        if file.hash != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
             )
-        base |= entries
-        places |= more
+        base |= file.entries
+        places |= file.places
     try:
-        check_arrays(manifest, gears, base)
+        check_arrays(manifest, gears.entries, base)
     except GearbxError as error:
         raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
     return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
 
 
-def opened(file: Path, missing: str) -> tuple[dict[str, TensorEntry], dict[str, ArrayPlace], str]:
-    """The arrays of a file and their places, by name, and the file's hash; its header is read once.
-
-    Raises:
-        GearbxError: as `entries_of`.
-    """
-    entries, start = entries_of(file, missing)
-    return entries, array_places(file, entries, start), hash_with(file, entries, start)
-
-
-def array_places(file: Path, entries: Mapping[str, TensorEntry], start: int) -> dict[str, ArrayPlace]:
-    """Name of each array of a file to its place. start: of the data."""
-    return {
-        name: ArrayPlace(file, *(start + offset for offset in entry.data_offsets)) for name, entry in entries.items()
-    }
-
-
-def entries_of(file: Path, missing: str) -> tuple[dict[str, TensorEntry], int]:
-    """The arrays of a file, by name, and where its data begin.
+def opened(file: Path, missing: str) -> FileHeader:
+    """The header of a file.
 
     Raises:
         GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
     """
     try:
-        return read_entries(file)
+        return header_of(file)
     except FileNotFoundError as error:
         raise GearbxError(f"{file}: {missing}; {RESTORE}") from error
     except OSError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -47,8 +47,56 @@ class TensorEntry(Struct, frozen=True):
     data_offsets: tuple[Count, Count]
 
 
-def read_entries(path: Path) -> tuple[dict[str, TensorEntry], int]:
-    """The entries of a safetensors file, by name, and the place where its data begin.
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where an array is: in a file, from byte `begin` to the one before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.end - self.begin
+
+
+class FileHeader(NamedTuple):
+    """What the header of a safetensors file says. entries: of its arrays, by name. start: of the data."""
+
+    path: Path
+    entries: dict[str, TensorEntry]
+    start: int
+
+    @property
+    def places(self) -> dict[str, ArrayPlace]:
+        """Where the arrays are, by name."""
+        return {
+            name: ArrayPlace(self.path, *(self.start + offset for offset in entry.data_offsets))
+            for name, entry in self.entries.items()
+        }
+
+    @property
+    def hash(self) -> str:
+        """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
+
+        A model that was trained on, quantized anew or merged with another differs in all of its arrays. To read the
+        whole file would take longer than everything else that loading does.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        digest = hashlib.sha256(json.dumps(msgspec.to_builtins(self.entries), sort_keys=True).encode())
+        with open(self.path, "rb") as file:
+            for entry in sorted(self.entries.values(), key=lambda entry: entry.data_offsets):
+                begin, end = entry.data_offsets
+                file.seek(self.start + max(begin, (begin + end - SAMPLE) // 2))
+                digest.update(file.read(min(SAMPLE, end - begin)))
+        return digest.hexdigest()
+
+
+def header_of(path: Path) -> FileHeader:
+    """The header of a safetensors file.
 
     Raises:
         OSError: there is no file, or it cannot be read.
@@ -59,7 +107,7 @@ def read_entries(path: Path) -> tuple[dict[str, TensorEntry], int]:
             (room,) = LENGTH.unpack(file.read(LENGTH.size))
             header = parse_json(file.read(room))
         header.pop("__metadata__", None)
-        return typed(header, dict[str, TensorEntry]), LENGTH.size + room
+        return FileHeader(path, typed(header, dict[str, TensorEntry]), LENGTH.size + room)
     except (SafetensorError, GearbxError) as error:
         raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
 
@@ -76,45 +124,8 @@ def end_of(entries: Mapping[str, TensorEntry]) -> int:
     return end
 
 
-def hash_of(path: Path) -> str:
-    """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
-
-    A model that was trained on, quantized anew or merged with another differs in all of its arrays. To read the whole
-    file would take longer than everything else that loading does.
-
-    Raises:
-        OSError, GearbxError: as read_entries.
-    """
-    return hash_with(path, *read_entries(path))
-
-
-def hash_with(path: Path, entries: Mapping[str, TensorEntry], start: int) -> str:
-    """As `hash_of`, with what `read_entries` has returned."""
-    digest = hashlib.sha256(json.dumps(msgspec.to_builtins(entries), sort_keys=True).encode())
-    with open(path, "rb") as file:
-        for entry in sorted(entries.values(), key=lambda entry: entry.data_offsets):
-            begin, end = entry.data_offsets
-            file.seek(start + max(begin, (begin + end - SAMPLE) // 2))
-            digest.update(file.read(min(SAMPLE, end - begin)))
-    return digest.hexdigest()
-
-
 K = TypeVar("K")
 AT_ONCE = 2**22  # bytes that are read and hashed at a time
-
-
-@dataclass(frozen=True)
-class ArrayPlace:
-    """Where an array is: in a file, from byte `begin` to the one before `end`."""
-
-    file: Path
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return self.end - self.begin
 
 
 def hash_bytes(data: Any) -> str:
