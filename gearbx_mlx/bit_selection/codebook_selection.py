@@ -112,8 +112,7 @@ class Selection:
     @property
     def effective_bits(self) -> float:
         """Per weight, over all layers."""
-        bits = sum(choice.weights * choice.effective_bits for choice in self.choices)
-        return bits / sum(choice.weights for choice in self.choices)
+        return effective(self.choices)
 
     @property
     def bytes(self) -> int:
@@ -154,37 +153,32 @@ def grouped_choices(selection: Selection, key) -> dict[str, list[CodebookChoice]
     return dict(groups)
 
 
-def bits_text(choices: list[CodebookChoice]) -> str:
+def bits_text(choices: Sequence[CodebookChoice]) -> str:
     """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
     counts = Counter(choice.bits for choice in choices)
     return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
 
 
-def effective(choices: list[CodebookChoice]) -> float:
+def effective(choices: Sequence[CodebookChoice]) -> float:
+    """Bits per weight."""
     return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
 
 
 def class_rows(selection: Selection) -> list[dict[str, Any]]:
     """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
-    rows = [
-        {
-            "component": kind,
-            "layers": len(choices),
-            "floor": choices[0].floor,
-            "selected": bits_text(choices),
-            "effective_bits": effective(choices),
-        }
-        for kind, choices in grouped_choices(selection, lambda c: c.kind).items()
-    ]
-    every = list(selection.choices)
-    total = {
-        "component": "total",
-        "layers": len(every),
-        "floor": None,
-        "selected": bits_text(every),
-        "effective_bits": selection.effective_bits,
+    classes = grouped_choices(selection, lambda choice: choice.kind)
+    rows = [class_row(kind, choices, choices[0].floor) for kind, choices in classes.items()]
+    return [*rows, class_row("total", selection.choices, None)]
+
+
+def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None) -> dict[str, Any]:
+    return {
+        "component": name,
+        "layers": len(choices),
+        "floor": floor,
+        "selected": bits_text(choices),
+        "effective_bits": effective(choices),
     }
-    return [*rows, total]
 
 
 def component_rows(selection: Selection) -> list[dict[str, Any]]:

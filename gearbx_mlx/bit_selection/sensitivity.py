@@ -60,10 +60,6 @@ class Cost:
     full_calls: int = 0
     full_multiplications: int = 0
 
-    def counts(self) -> tuple[float, ...]:
-        """All fields, in order."""
-        return dataclasses.astuple(self)
-
     def shares(self) -> dict[str, float]:
         """What was computed, as shares of passes that compute everything."""
         return {
@@ -362,7 +358,7 @@ SAMPLED = 2**20  # weights of a layer that its quantile is taken from
 class MeasuredLayer(TypedDict):
     """A part of the journal: one layer that was reduced alone.
 
-    distances: width to the KL (nats) and the change of perplexity (percent). cost: as `Cost.counts`.
+    distances: width to the KL (nats) and the change of perplexity (percent). cost: the fields of `Cost`, in order.
     """
 
     distances: Annotated[dict[Annotated[str, Meta(pattern="^[234568]$")], tuple[float, float]], Meta(min_length=1)]
@@ -427,7 +423,7 @@ def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
     """The part of a layer. cost: of this layer."""
     return {
         "distances": {str(width): (there.kl, there.perplexity_change) for width, there in found.items()},
-        "cost": [*cost.counts()],
+        "cost": [*dataclasses.astuple(cost)],
     }
 
 

@@ -248,26 +248,30 @@ def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str,
     return modes | {name: mode for name, mode in shifting.items() if name in policies}
 
 
-def attempt(task: Task, responses: Iterable[GearResponse], answer: str) -> Attempt:
-    """Take responses until they have a final answer, and compare it with the worked one's."""
-    text, count, read = "", 0, 0
-    for response in responses:
-        text += response.text
-        count += 1
-        read += response.weight_bytes
-        if task.finished(text):
-            break
-    found = task.final(text)
-    if found is None:
-        return Attempt(None, False, count, read)
-    return Attempt(str(found), found == task.final(answer), count, read)
-
-
 def solve(gearbox: Gearbox, tokenizer: Any, task: Task, prompts: Sequence[Prompt], mode: Mode, number: int) -> Attempt:
     """The attempt of a mode at the prompt of this number."""
     tokens, length, answer = prompts[number]
     responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
-    return attempt(task, responses, answer)
+    return judged(task, until_finished(task, responses), answer)
+
+
+def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearResponse]:
+    """The responses up to the one that completes a final answer."""
+    taken, text = [], ""
+    for response in responses:
+        taken.append(response)
+        text += response.text
+        if task.finished(text):
+            break
+    return taken
+
+
+def judged(task: Task, taken: Sequence[GearResponse], answer: str) -> Attempt:
+    """The attempt that some responses are, compared with the worked answer."""
+    found = task.final("".join(response.text for response in taken))
+    right = found is not None and found == task.final(answer)
+    read = sum(response.weight_bytes for response in taken)
+    return Attempt(None if found is None else str(found), right, len(taken), read)
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:

@@ -17,14 +17,13 @@ import mlx.nn as nn
 import numpy as np
 
 from ..decoding.pair import Pair
-from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..files.reading import Count
 from ..routing.gates import Gate, Monitor
 from ..routing.pair import LARGE, NAMES, SMALL, Coin, first_model, pair_gate, pair_monitor, parameter_ratio
 from ..telemetry.report import get_pyplot, save
 from .answers import COLUMNS as SCORES
-from .answers import Attempt, Prompt, Task, attempt, group_tables, score
+from .answers import Attempt, Prompt, Task, group_tables, judged, score, until_finished
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .replay import Recording, load_shaped
 from .report import (
@@ -298,19 +297,11 @@ def solve_in_turns(
     """
     tokens, length, answer = prompts[number]
     gate, first = gate_of(number)
-    taken: list[GearResponse] = []
     mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
-    responses = stream_generate(large, tokenizer, list(tokens), length, mode=mode)
-    tried = attempt(task, noted(responses, taken), answer)
+    taken = until_finished(task, stream_generate(large, tokenizer, list(tokens), length, mode=mode))
     by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-    return PairAttempt(**vars(tried), large=by_large, caught_up=sum(r.caught_up for r in taken))
-
-
-def noted(responses: Iterable[GearResponse], taken: list[GearResponse]) -> Iterator[GearResponse]:
-    """The responses, each added to `taken` as it passes."""
-    for response in responses:
-        taken.append(response)
-        yield response
+    caught_up = sum(response.caught_up for response in taken)
+    return PairAttempt(**vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up)
 
 
 def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
