@@ -6,7 +6,6 @@ were measured by then.
 
 import contextlib
 import gc
-import itertools
 import platform
 import statistics
 import time
@@ -38,7 +37,7 @@ from . import MOST_VECTORS, DecodeBenchmark, MetalBenchmark, parse_counts, parse
 from .decode import benchmark_decode
 from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
 from .metal_operations import all_operations, operation_checks, time_operation
-from .metal_products import all_kernels, examine, product_checks, sum_buffer, time_product
+from .metal_products import Timing, all_kernels, examine, product_checks, sum_buffer, time_product
 
 Report = dict[str, Any]
 TOP = "top gear"
@@ -134,11 +133,6 @@ def noting_failures(report: Report, what: str) -> Iterator[None]:
         print(f"failed: {report['failed'][-1]}", flush=True)
 
 
-def right_kernels(report: Report) -> set[str]:
-    """Names of kernels that were checked to the end, and are not wrong."""
-    return {row["what"] for row in report["checks"] if row["checked"] and not row["wrong"]}
-
-
 def print_section(name: str, rows: Rows) -> None:
     """The table, and below that of the checks what is wrong."""
     print(f"\n{name}\n")
@@ -173,29 +167,23 @@ def add_checks(settings: MetalBenchmark, report: Report) -> None:
 
 def add_times(settings: MetalBenchmark, report: Report) -> None:
     """Rows of every kernel that is right, with each shape and number of vectors."""
+    right = {row["what"] for row in report["checks"] if row["checked"] and not row["wrong"]}  # and checked to the end
+    vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
     buffer = sum_buffer(settings.megabytes * 2**20)
-    with progress_bar() as progress:
-        jobs = timing_jobs(settings, right_kernels(report), buffer)
-        for name, rows in progress.track(jobs, description="kernels timed"):
-            with noting_failures(report, name):
-                report["kernels"].extend(row | {"dtype": settings.dtype} for row in rows)
-
-
-def timing_jobs(
-    settings: MetalBenchmark, right: set[str], buffer: mx.array
-) -> list[tuple[str, Iterator[dict[str, Any]]]]:
-    """Names of what is timed, and its rows, each of which is timed when it is asked for."""
-    how = parse_counts("vectors", settings.vectors, MOST_VECTORS), getattr(mx, settings.dtype), buffer, settings.trials
+    timing = Timing(vectors, getattr(mx, settings.dtype), buffer, settings.trials)
     pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name in right]
-    products = itertools.product(parse_shapes(settings.shapes), pairs)
-    operations = [each for each in all_operations() if each.name in right]
-    return [
-        *(
-            (f"{pair[0].name}, {'x'.join(map(str, shape))}", time_product(pair, shape, *how))
-            for shape, pair in products
-        ),
-        *((f"{each.name}, {each.size}", time_operation(each, *how)) for each in operations),
-    ]
+    jobs = {  # name to rows, each of which is timed when it is asked for
+        f"{pair[0].name}, {rows}x{columns}": time_product(pair, (rows, columns), timing)
+        for rows, columns in parse_shapes(settings.shapes)
+        for pair in pairs
+    }
+    jobs |= {
+        f"{each.name}, {each.size}": time_operation(each, timing) for each in all_operations() if each.name in right
+    }
+    with progress_bar() as progress:
+        for name, found in progress.track([*jobs.items()], description="kernels timed"):
+            with noting_failures(report, name):
+                report["kernels"].extend(row | {"dtype": settings.dtype} for row in found)
 
 
 def add_gears(settings: MetalBenchmark, report: Report) -> None:

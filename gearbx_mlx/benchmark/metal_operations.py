@@ -11,7 +11,18 @@ import mlx.core as mx
 from ..formats.kv_cache import Nested, pack
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
 from .measuring import METAL, MLX
-from .metal_products import DTYPES, TOLERANCE, Arrays, Check, copies, difference, path_over, time_paths, type_name
+from .metal_products import (
+    DTYPES,
+    TOLERANCE,
+    Arrays,
+    Check,
+    Timing,
+    copies,
+    difference,
+    path_over,
+    time_paths,
+    type_name,
+)
 
 WIDTHS = (64, 128)  # of the heads that are checked
 KEYS = (37, 300)  # that are checked: less than a block, and several blocks
@@ -195,13 +206,12 @@ def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
     return difference(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)
 
 
-def time_operation(
-    operation: Operation, vectors: Sequence[int], dtype: mx.Dtype, buffer: mx.array, trials: int
-) -> Iterator[dict[str, Any]]:
+def time_operation(operation: Operation, timing: Timing) -> Iterator[dict[str, Any]]:
     """Rows of ours and MLX's, for each number of tokens."""
-    made = copies(operation.arrays(dtype), buffer.nbytes)
-    for count in vectors:
+    dtype = timing.dtype
+    made = copies(operation.arrays(dtype), timing.buffer.nbytes)
+    for count in timing.vectors:
         x = mx.random.normal((1, HEADS, count, WIDTH)).astype(dtype)
         paths = {MLX: path_over(made, partial(operation.mlx, x)), METAL: path_over(made, partial(operation.ours, x))}
         what = {"what": operation.name, "bits": str(8 * dtype.size), "size": operation.size, "vectors": count}
-        yield from time_paths(what, paths, buffer, trials)
+        yield from time_paths(what, paths, timing)

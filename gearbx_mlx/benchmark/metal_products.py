@@ -346,8 +346,21 @@ class TimedPath:
     make: Callable[[], list[mx.array]]
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How paths are timed: for each of these numbers of vectors, with this type, in so many trials.
+
+    buffer: an array as large as the copies of a matrix together; its sum shows how fast memory is read.
+    """
+
+    vectors: Sequence[int]
+    dtype: mx.Dtype
+    buffer: mx.array
+    trials: int
+
+
 def sum_buffer(size: int) -> mx.array:
-    """An array of this many bytes, whose sum shows how fast memory is read."""
+    """The buffer of a Timing, of this many bytes."""
     buffer = mx.ones((size // 4,), dtype=mx.float32)
     mx.eval(buffer)
     return buffer
@@ -363,25 +376,20 @@ def copies(arrays: Arrays, total: int) -> list[Arrays]:
 
 
 def time_product(
-    pair: tuple[MetalProduct, MetalProduct],
-    shape: tuple[int, int],
-    vectors: Sequence[int],
-    dtype: mx.Dtype,
-    buffer: mx.array,
-    trials: int,
+    pair: tuple[MetalProduct, MetalProduct], shape: tuple[int, int], timing: Timing
 ) -> Iterator[dict[str, Any]]:
     """Rows of a kernel's variants and of MLX's own, its rival, for each number of vectors."""
     kernel, rival = pair
     rows, columns = shape
-    weight = random_matrix(rows, columns, dtype)
-    ours, others = (copies(each.pack(weight), buffer.nbytes) for each in pair)
-    for count in vectors:
-        x = mx.random.normal((count, columns)).astype(dtype)
-        names = variants_for(kernel, columns, count, dtype)
+    weight = random_matrix(rows, columns, timing.dtype)
+    ours, others = (copies(each.pack(weight), timing.buffer.nbytes) for each in pair)
+    for count in timing.vectors:
+        x = mx.random.normal((count, columns)).astype(timing.dtype)
+        names = variants_for(kernel, columns, count, timing.dtype)
         paths = {MLX: path_over(others, launch_of(rival, x, others[0], ""))}
         paths |= {path_of(name): path_over(ours, launch_of(kernel, x, ours[0], name)) for name in names}
         what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": count}
-        yield from time_paths(what, paths, buffer, trials)
+        yield from time_paths(what, paths, timing)
 
 
 def launch_of(kernel: MetalProduct, x: mx.array, first: Arrays, variant: str) -> Callable[[Arrays], mx.array]:
@@ -395,13 +403,11 @@ def path_over(made: list[Arrays], launch: Callable[[Arrays], mx.array]) -> Timed
     return TimedPath(sum(array.nbytes for array in made[0]), lambda: [launch(arrays) for arrays in made])
 
 
-def time_paths(
-    what: dict[str, Any], paths: dict[str, TimedPath], buffer: mx.array, trials: int
-) -> Iterator[dict[str, Any]]:
+def time_paths(what: dict[str, Any], paths: dict[str, TimedPath], timing: Timing) -> Iterator[dict[str, Any]]:
     """A row for each path, one of which is MLX: medians over trials, and the spread of `times_mlx`."""
     makes = {name: path.make for name, path in paths.items()}
-    times = compare({LIMIT: lambda: [buffer.sum()]} | makes, trials)
-    limit = buffer.nbytes / statistics.median(times.pop(LIMIT)) / GIGABYTE
+    times = compare({LIMIT: lambda: [timing.buffer.sum()]} | makes, timing.trials)
+    limit = timing.buffer.nbytes / statistics.median(times.pop(LIMIT)) / GIGABYTE
     counts = {name: len(make()) for name, make in makes.items()}
     seconds = {name: [each / counts[name] for each in found] for name, found in times.items()}
     for name, found in seconds.items():
@@ -417,7 +423,7 @@ def time_paths(
             "times_mlx": statistics.median(ratios),
             "spread": spread_of(ratios),
             "read_bandwidth_gigabytes_per_second": limit,
-            "trials": trials,
+            "trials": timing.trials,
         }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from httpx_sse import EventSource
 
 from ..errors import GearbxError, one_line
 
@@ -91,10 +92,10 @@ class Client:
         text, tokens, first = "", 0, None
         with self.http.stream("POST", PATH, json=asked.body) as answer:
             answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
+            for event in EventSource(answer).iter_sse():
+                if event.data == "[DONE]":
+                    continue  # to the end of the stream, which keeps the connection
+                chunk = event.json()
                 if "error" in chunk:
                     raise httpx.RemoteProtocolError(chunk["error"]["message"])
                 if written := "".join(choice["text"] for choice in chunk["choices"]):

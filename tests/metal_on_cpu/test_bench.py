@@ -165,7 +165,8 @@ def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypa
     monkeypatch.setattr(metal_products, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)
     pair = metal_products.codebook_kernel("codebook", 4), metal_products.mlx_kernel(4, 64)
-    rows = list(metal_products.time_product(pair, (16, 128), [1], mx.float32, mx.ones((256,)), 1))
+    timing = metal_products.Timing([1], mx.float32, mx.ones((256,)), 1)
+    rows = list(metal_products.time_product(pair, (16, 128), timing))
     assert [row["path"] for row in rows] == ["mlx", *VARIANTS]
     assert all(row["python_seconds"] > 0 for row in rows)
     assert len(launches) > 2 * len(VARIANTS)
