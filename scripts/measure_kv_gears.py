@@ -168,9 +168,7 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
     nested = layer.read(0)
     if nested is None:
         return dispatch.attention(queries, *layer.keys_and_values(), 1.0, None)
-    return dispatch.nested_attention(
-        queries, nested.entries, nested.planes, nested.packed, nested.group_size, 1.0, None
-    )
+    return dispatch.nested_attention(queries, nested, 1.0, None)
 
 
 def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:

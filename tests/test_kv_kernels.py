@@ -44,7 +44,7 @@ def test_native_attention_over_planes_is_that_over_unpacked_keys(compiled, dims,
     nested = nested_of(dims, keys, packed, bits)
     x = normal(2, 4, queries, dims, seed=3)
     mask = {"none": None, "causal": "causal", "some": normal(queries, keys, seed=4) > -0.5}[masked]
-    y = dispatch.nested_attention(x, nested.entries, nested.planes, packed, nested.group_size, 0.2, mask)
+    y = dispatch.nested_attention(x, nested, 0.2, mask)
     expected = mx.fast.scaled_dot_product_attention(x, *nested.unpacked(), scale=0.2, mask=mask)
     assert mx.allclose(y, expected, atol=1e-5)
 
@@ -63,7 +63,7 @@ def test_query_has_the_same_bits_in_any_company(compiled):
     x = normal(2, 4, 16, 64, seed=3)
 
     def attend(queries, mask):
-        return dispatch.nested_attention(queries, nested.entries, nested.planes, 512, nested.group_size, 0.2, mask)
+        return dispatch.nested_attention(queries, nested, 0.2, mask)
 
     together = attend(x, "causal")
     assert mx.array_equal(together[:, :, 15:], attend(x[:, :, 15:], None))

@@ -111,7 +111,7 @@ def planes_of(entries: mx.array, bits: int) -> Arrays:
 def attended(queries: mx.array, nested: Nested) -> mx.array:
     """Causal attention over keys and values in planes, by our kernel."""
     scale = queries.shape[3] ** -0.5
-    return nested_attention(queries, nested.entries, nested.planes, nested.packed, scale, "causal")
+    return nested_attention(queries, nested, scale, "causal")
 
 
 def frequencies_of(dims: int) -> mx.array:

@@ -144,8 +144,7 @@ def attended(
     nested = cache.read(queries.shape[2]) if isinstance(cache, NestedKVCache) else None
     if nested is None:
         return dispatch.attention(queries, keys, values, scale, mask, left_padding(cache))
-    where = nested.entries, nested.planes, nested.packed, nested.group_size
-    return dispatch.nested_attention(queries, *where, scale, mask)
+    return dispatch.nested_attention(queries, nested, scale, mask)
 
 
 # Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and ours in its place.

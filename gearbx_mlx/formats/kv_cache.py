@@ -35,6 +35,7 @@ from ..compat.caches import entries
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import fit
+from ..kernels.metal_attention import NestedEntries
 
 WORD = 32
 GROUPS = (32, 16, 8)  # numbers that share a scale, the preferred size first (docs/kv_gears.md)
@@ -161,21 +162,8 @@ class KVGears:
 
 
 @dataclass(frozen=True)
-class Nested:
-    """What a pass reads in a low gear: the first `packed` positions as planes, the others as they are.
-
-    entries: keys and values (B, H, positions, D) of all positions; of any number of them where all are packed.
-    planes: of keys and of values: the planes that are read, scales and offsets, with any capacity.
-    """
-
-    entries: tuple[mx.array, mx.array]
-    planes: tuple[list[mx.array], list[mx.array]]
-    packed: int
-
-    @property
-    def group_size(self) -> int:
-        """Numbers of a key that share a scale; of a value too where it is as wide, as our kernels need it."""
-        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
+class Nested(NestedEntries):
+    """What a pass reads in a low gear: the first `packed` positions as planes, the others as they are."""
 
     def unpacked(self) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, positions, D)."""

@@ -26,7 +26,7 @@ those of codebooks stay with MLX).
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention
-from .metal_attention import are_attention, are_nested, rope_launch, takes_rope
+from .metal_attention import NestedEntries, are_attention, are_nested, rope_launch, takes_rope
 
 MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
 STOCK = (MLX, RECONSTRUCT)  # what is not ours
@@ -302,27 +302,17 @@ def attention(
 
 
 def nested_attention(
-    queries: mx.array,
-    entries: Sequence[mx.array],
-    planes: Sequence[list[mx.array]],
-    packed: int,
-    group_size: int,
-    scale: float,
-    mask: mx.array | str | None,
+    queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """As `attention`, with keys and values of which the first ones are read from planes; None if there is no kernel.
-
-    Args:
-        entries: keys and values (B, H, S, D), of which the first `packed` are not read.
-        planes: of keys and of values: one plane or two, scales and offsets, as in `formats/kv_cache.py`.
-    """
-    if metal.available() and metal_attention.takes_nested(queries, entries, planes, packed, mask):
-        return metal_attention.nested_attention(queries, entries, planes, packed, scale, mask)
-    keys, values = entries
+    """As `attention`, with keys and values of which the first ones are read from planes; None if there is no kernel."""
+    if metal.available() and metal_attention.takes_nested(queries, nested, mask):
+        return metal_attention.nested_attention(queries, nested, scale, mask)
+    keys, values = nested.entries
     fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
     kernel = fused_kernel("nested_attention") if fits else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
-    return None if kernel is None else kernel(queries, keys, values, *planes, packed, group_size, scale, *how)
+    where = *nested.planes, nested.packed, nested.group_size
+    return None if kernel is None else kernel(queries, keys, values, *where, scale, *how)
 
 
 def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:

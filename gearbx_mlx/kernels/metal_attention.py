@@ -180,6 +180,29 @@ def _join_prepared(shape: tuple[int, ...], dtype: mx.Dtype) -> Prepared:
     return Prepared(kernel, options(threads, min(threads, JOIN_THREADS), shape, dtype))
 
 
+@dataclass(frozen=True)
+class NestedEntries:
+    """Keys and values in nested planes: the first `packed` positions are read as planes, the others as they are.
+
+    entries: keys and values (B, H, S, D) of all positions; of any S <= `packed` where all are packed.
+    planes: of keys and of values what the gear reads: one plane or two, scales and offsets (formats/kv_cache.py), with
+        `packed` positions or more.
+    """
+
+    entries: tuple[mx.array, mx.array]
+    planes: tuple[list[mx.array], list[mx.array]]
+    packed: int
+
+    @property
+    def positions(self) -> int:
+        return max(self.packed, self.entries[0].shape[2])
+
+    @property
+    def group_size(self) -> int:
+        """Numbers of a key that share a scale; of a value too where it is as wide, as our kernels need it."""
+        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
+
+
 class Form(NamedTuple):
     """What planes of keys and of values have in common.
 
@@ -217,8 +240,9 @@ def chunk_of(widths: Sequence[int]) -> int:
     return WORD // min(widths)
 
 
-def form_of(entries: Sequence[mx.array], arrays: Arrays, packed: int, dims: int) -> Form | None:
+def form_of(nested: NestedEntries, dims: int) -> Form | None:
     """The form of planes of heads of `dims` numbers; None for arrays that cannot be such, or that have no kernel."""
+    entries, arrays, packed = nested.entries, nested.planes[0], nested.packed
     if len(arrays) < 3 or packed < 1 or any(array.ndim != 4 or array.size == 0 for array in (*entries, *arrays)):
         return None
     widths, groups = tuple(plane.shape[3] * WORD // dims for plane in arrays[:-2]), arrays[-2].shape[3]
@@ -226,82 +250,57 @@ def form_of(entries: Sequence[mx.array], arrays: Arrays, packed: int, dims: int)
     return form if dims % groups == 0 and 0 not in widths and form.runs() else None
 
 
-def takes_nested(
-    queries: mx.array,
-    entries: Sequence[mx.array],
-    planes: Sequence[Arrays],
-    packed: int,
-    mask: mx.array | str | None,
-) -> bool:
+def takes_nested(queries: mx.array, nested: NestedEntries, mask: mx.array | str | None) -> bool:
     """Whether `nested_attention` takes these: shapes, types, widths of planes, 1 to 16 queries, the tile's size."""
     if queries.ndim != 4 or queries.size == 0 or queries.dtype not in DTYPES or queries.shape[2] > MAX_VECTORS:
         return False
     dims, dtype = queries.shape[3], queries.dtype
-    form = form_of(entries, planes[0], packed, dims)
+    form = form_of(nested, dims)
     if form is None or not known_mask(mask) or not fits_tile(dims, dtype):
         return False
-    batch, heads = planes[0][0].shape[:2]
-    count = max(packed, entries[0].shape[2])
-    of_entries = (batch, heads, count, dims)
+    batch, heads = nested.planes[0][0].shape[:2]
+    of_entries = (batch, heads, nested.positions, dims)
     return (
         heads_fit(queries.shape, of_entries)
-        and all(form.describes(arrays, batch, heads, dtype) for arrays in planes)
-        and (not form.entries or all(array.shape == of_entries and array.dtype == dtype for array in entries))
+        and all(form.describes(arrays, batch, heads, dtype) for arrays in nested.planes)
+        and (not form.entries or all(array.shape == of_entries and array.dtype == dtype for array in nested.entries))
     )
 
 
-def nested_attention(
-    queries: mx.array,
-    entries: Sequence[mx.array],
-    planes: Sequence[Arrays],
-    packed: int,
-    scale: float,
-    mask: mx.array | str | None,
-) -> mx.array:
+def nested_attention(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> mx.array:
     """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
 
     Numbers that planes stand for are rounded to that type. A query that sees no key gets zeros. Arguments and errors as
     for `nested_launch`.
     """
-    parts = nested_launch(queries, entries, planes, packed, scale, mask).run()
+    parts = nested_launch(queries, nested, scale, mask).run()
     return join_launch(parts, queries.dtype).run()
 
 
-def nested_launch(
-    queries: mx.array,
-    entries: Sequence[mx.array],
-    planes: Sequence[Arrays],
-    packed: int,
-    scale: float,
-    mask: mx.array | str | None,
-) -> Launch:
+def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch:
     """The launch for the sums over each block of keys, as `metal_attention.parts_launch`.
 
     Arrays are read by their strides, so that a cache which has room for more positions is not copied.
 
     Args:
         queries: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16.
-        entries: keys and values (B, H / a whole number, S, D) of the queries' type, of which the first `packed`
-            positions are not read; of any S <= `packed` where all positions are in planes.
-        planes: of keys and of values what the gear reads: one plane or two, scales of the queries' type and offsets,
-            `packed` positions or more.
+        nested: entries and scales of the queries' type, of H / a whole number heads.
         mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
 
     Raises:
         GearbxError: the arguments do not fit each other, or have no kernel.
     """
-    form = form_of(entries, planes[0], packed, queries.shape[-1])
-    if form is None or not takes_nested(queries, entries, planes, packed, mask):
+    form = form_of(nested, queries.shape[-1])
+    if form is None or not takes_nested(queries, nested, mask):
         raise GearbxError(
-            f"attention of queries {queries.shape} {queries.dtype} over {packed} of {entries[0].shape[2]} positions in "
-            f"planes {[array.shape for array in planes[0]]} has no Metal kernel"
+            f"attention of queries {queries.shape} {queries.dtype} over {nested.packed} of "
+            f"{nested.entries[0].shape[2]} positions in planes {[array.shape for array in nested.planes[0]]} "
+            "has no Metal kernel"
         )
-    read = [with_room(array[:, :, :packed]) for arrays in planes for array in arrays]
-    given = [*entries, *read] if form.entries else read
-    count = max(packed, entries[0].shape[2])
-    return entries_launch(
-        queries, read[0].shape[1], count, given, entries_of(form.widths, form.group_size, form.entries), scale, mask
-    )
+    read = [with_room(array[:, :, : nested.packed]) for arrays in nested.planes for array in arrays]
+    given, heads = [*nested.entries, *read] if form.entries else read, read[0].shape[1]
+    known = entries_of(form.widths, form.group_size, form.entries)
+    return entries_launch(queries, heads, nested.positions, given, known, scale, mask)
 
 
 def with_room(array: mx.array) -> mx.array:

@@ -70,7 +70,7 @@ def cached(
 
 
 def launched(queries: mx.array, cache: Nested, mask) -> Launch:
-    return nested_launch(queries, cache.entries, cache.planes, cache.packed, SCALE, mask)
+    return nested_launch(queries, cache, SCALE, mask)
 
 
 def attend(queries: mx.array, cache: Nested, mask, order: int = 0, schedule: int = 0) -> tuple[mx.array, Report]:
@@ -224,8 +224,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name):
     queries, cache, mask = REFUSED[name]
-    assert takes_nested(QUERIES, SOUND.entries, SOUND.planes, SOUND.packed, "causal")
-    assert not takes_nested(queries, cache.entries, cache.planes, cache.packed, mask)
+    assert takes_nested(QUERIES, SOUND, "causal")
+    assert not takes_nested(queries, cache, mask)
     with pytest.raises(GearbxError, match="has no Metal kernel"):
         launched(queries, cache, mask)
 
@@ -234,5 +234,5 @@ def test_what_does_not_fit_is_refused(name):
 @pytest.mark.parametrize(("width", "group_size"), [(64, 32), (80, 16), (128, 32), (256, 32)])
 def test_each_type_and_width_of_a_head_has_a_kernel(width, group_size, dtype):
     cache = cached(40, 40, 8, width, group_size, dtype)
-    taken = takes_nested(mx.zeros((1, 4, 16, width), dtype), cache.entries, cache.planes, cache.packed, "causal")
+    taken = takes_nested(mx.zeros((1, 4, 16, width), dtype), cache, "causal")
     assert taken == (width < 256 or dtype != mx.float32)  # whose tiles are larger than threadgroup memory
