@@ -133,7 +133,12 @@ def find_compiler() -> list[str]:
         Unavailable: there is no compiler, CXX does not name one, or macOS has only a placeholder for it.
     """
     named = os.environ.get("CXX")
-    command = split_command(named) if named else [first_compiler()]
+    if named:
+        command = split_command(named)
+    else:
+        command = [path for path in map(shutil.which, COMPILERS) if path][:1]
+        if not command:
+            raise Unavailable("no C++ compiler was found; install g++ or clang, or set CXX")
     if this_target().is_mac:
         ask_for_developer_tools(command)
     return command
@@ -148,13 +153,6 @@ def split_command(named: str) -> list[str]:
     if not words or not shutil.which(words[0]):
         raise Unavailable(f"CXX is {named!r}, and there is no such compiler")
     return words
-
-
-def first_compiler() -> str:
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    if found is None:
-        raise Unavailable("no C++ compiler was found; install g++ or clang, or set CXX")
-    return found
 
 
 def ask_for_developer_tools(command: list[str]) -> None:

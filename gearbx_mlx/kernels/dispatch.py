@@ -266,13 +266,16 @@ def rope(
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
     """silu(gate) * up, of gate's type; None if there is no kernel for it."""
-    kernel = fused_kernel("swiglu") if gate.shape == up.shape and gate.size > 0 else None
-    return None if kernel is None else kernel(gate, up).astype(gate.dtype)
+    return _gated("swiglu", gate, up)
 
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array | None:
     """gelu(gate) * up with the approximation by tanh, of gate's type; None if there is no kernel for it."""
-    kernel = fused_kernel("geglu") if gate.shape == up.shape and gate.size > 0 else None
+    return _gated("geglu", gate, up)
+
+
+def _gated(name: str, gate: mx.array, up: mx.array) -> mx.array | None:
+    kernel = fused_kernel(name) if gate.shape == up.shape and gate.size > 0 else None
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 
