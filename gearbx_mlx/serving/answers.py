@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import GenerationContext, get_system_fingerprint
+from mlx_lm.server import get_system_fingerprint
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
@@ -124,10 +124,10 @@ class Channels:
     """Sorts the text of one answer as it comes, by mlx-lm's own state machine. What should be a call and is none is
     text."""
 
-    def __init__(self, context: GenerationContext, calls: "Calls"):
+    def __init__(self, machine: TextStateMachine, state: str, calls: "Calls"):
         self._calls = calls
-        self._state = context.text_sm.make_state(context.initial_state)
-        self._channel = context.initial_state
+        self._state = machine.make_state(state)
+        self._channel = state
         self._call = ""
 
     def feed(self, text: str, last: bool = False) -> Written:
@@ -216,10 +216,11 @@ class Answer:
     def __init__(self, asked: Asked, begun: Begun):
         self.request, self.begun = asked.request, begun
         self.chat = isinstance(self.request, ChatRequest)
-        self.tally = Tally.of(begun.gears)
-        parser = begun.context.tool_parser if self.request.takes_calls else None
+        self.tally = Tally.of(begun.prompt.served.gears)
+        served = begun.prompt.served
+        parser = served.tokenizer.tool_parser if self.request.takes_calls else None
         self.calls = Calls(parser, self.request.shown_tools, bool(self.request.stream))
-        self.channels = Channels(begun.context, self.calls)
+        self.channels = Channels(begun.machine, begun.prompt.state, self.calls)
         self.finish_reason = "stop"
         self.stop_word: str | None = None
         self.head = {
@@ -242,12 +243,12 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        prompt, answer = len(self.begun.context.prompt), self.tally.tokens
+        prompt, answer = len(self.begun.prompt.tokens), self.tally.tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": max(0, self.begun.context.prompt_cache_count)},
+            "prompt_tokens_details": {"cached_tokens": self.begun.cached},
         }
 
     @property
@@ -284,7 +285,10 @@ class Answer:
         """The chunks of a stream, each as soon as its text is certain; how far the prompt is read before them."""
         kind = {"object": "chat.completion.chunk"} if self.chat else {}
         waiting: list[Emitted] = []
-        seen: dict[str, Any] = {"mode": self.begun.mode.name, "thresholds": self.begun.thresholds}
+        seen: dict[str, Any] = {
+            "mode": self.begun.mode.name,
+            "thresholds": self.begun.prompt.served.thresholds(self.begun.mode),
+        }
         first, offset = True, 0
         async for found in answers:
             if isinstance(found, Progress):

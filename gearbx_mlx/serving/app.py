@@ -211,8 +211,7 @@ async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Res
     asked = Asked(request)
     came = answers(here, asked)
     begun = await anext(came)
-    context = begun.context
-    here.metrics.prompt(len(context.prompt), max(0, context.prompt_cache_count))
+    here.metrics.prompt(len(begun.prompt.tokens), begun.cached)
     answer = Answer(asked, begun)
     if request.stream:
         dialect.begin(answer.usage)

@@ -25,6 +25,10 @@ from ..compat.names import own_tokenizer
 from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 
+LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
+KEPT = 64  # grammars of one tokenizer
+WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
+FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
 # The bits of minus infinity, and the integers that have as many.
 MINUS_INFINITY = {
     mx.float32: (np.uint32, 0xFF800000),
@@ -97,9 +101,6 @@ def thinking_of(tokenizer: Any, opened: bool) -> Thinking | None:
     return Thinking(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), opened)
 
 
-LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
-
-
 @dataclass(frozen=True)
 class Text:
     """Text without any bounds, as without a response_format."""
@@ -155,11 +156,6 @@ def schema_text(response_format: ResponseFormat) -> str | None:
         size = f"{len(text)} bytes, and at most {LARGEST_SCHEMA} are read"
         raise GearbxError(f"response_format: the schema has {size}; give a smaller one")
     return text.decode()
-
-
-KEPT = 64  # grammars of one tokenizer
-WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
-FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
 
 
 class Constraint:

@@ -10,9 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import TextStateMachine
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.server import GenerationContext, Vision
+from mlx_lm.server import Vision
 
 from ..decoding.caches import length
 from ..decoding.mode import Mode
@@ -22,6 +23,115 @@ from .grammar import constraint_for
 from .provider import Served
 from .requests import BaseRequest
 from .web import Refused
+
+COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
+NO_LOGPROBS = mx.zeros(0)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a model reads it.
+
+    parts: its tokens in parts, ends of which others may share, and their kinds: system, user or assistant. state: of
+    mlx-lm's state machine, in which the answer begins. vision: its images.
+    """
+
+    served: Served
+    tokens: list[int]
+    parts: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+    vision: Vision | None = None
+
+    @property
+    def key(self) -> list[int]:
+        """The tokens that a KV cache of this text belongs to; those of images by what they show."""
+        return list(self.tokens) if self.vision is None else list(self.vision.cache_key)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An answer that has begun.
+
+    cached: tokens of its prompt that an earlier request had read. machine: mlx-lm's, which tells text from thoughts and
+    calls. model: its name.
+    """
+
+    prompt: Prompt
+    mode: Mode
+    cached: int
+    machine: TextStateMachine
+    model: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token of the vocabulary and its log-probability (natural)."""
+
+    token: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A token of an answer.
+
+    text: what is certain of the answer by now and was not before. seen: what the gearbox saw, without the distribution.
+    logprob: of the token (natural); None where nobody asked. likeliest: as many as were asked for, the likeliest first.
+    stop_word: that ended the answer.
+    """
+
+    text: str
+    seen: GearResponse
+    finish_reason: str | None
+    logprob: Alternative | None = None
+    likeliest: tuple[Alternative, ...] = ()
+    stop_word: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many tokens of the prompt have been read."""
+
+    done: int
+    total: int
+
+
+class Answers:
+    """What comes of a request, from the thread that computes to the event loop of the server.
+
+    Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, found: Any) -> None:
+        """Add what was found, in any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, found)
+
+    async def get(self) -> Any:
+        """The next of them, in the loop. Raises the error that ends an answer."""
+        found = await self._queue.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+@dataclass
+class Asked:
+    """A request on its way to the model, and where its answer comes.
+
+    prompt: once its tokens are known. left: set when nothing waits for the answer any more.
+    """
+
+    request: BaseRequest
+    answers: Answers = field(default_factory=Answers)
+    prompt: Prompt | None = None
+    left: threading.Event = field(default_factory=threading.Event)
 
 
 class StopWords:
@@ -61,110 +171,6 @@ class StopWords:
         return next((n for n in range(longest, 0, -1) if word.startswith(text[len(text) - n :])), 0)
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A token of the vocabulary and its log-probability (natural)."""
-
-    token: int
-    text: str
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """A token of an answer.
-
-    text: what is certain of the answer by now and was not before. seen: what the gearbox saw, without the distribution.
-    logprob: of the token (natural); None where nobody asked. likeliest: as many as were asked for, the likeliest first.
-    stop_word: that ended the answer.
-    """
-
-    text: str
-    seen: GearResponse
-    finish_reason: str | None
-    logprob: Alternative | None = None
-    likeliest: tuple[Alternative, ...] = ()
-    stop_word: str | None = None
-
-
-@dataclass(frozen=True)
-class Begun:
-    """An answer that has begun.
-
-    context: mlx-lm's. gears: that its tokens may have. thresholds: bits, between the gears; empty where none decide.
-    """
-
-    context: GenerationContext
-    mode: Mode
-    gears: tuple[str, ...]
-    thresholds: tuple[float, ...]
-    model: str
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How many tokens of the prompt have been read."""
-
-    done: int
-    total: int
-
-
-class Answers:
-    """What comes of a request, from the thread that computes to the event loop of the server.
-
-    Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def put(self, found: Any) -> None:
-        """Add what was found, in any thread."""
-        with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, found)
-
-    async def get(self) -> Any:
-        """The next of them, in the loop. Raises the error that ends an answer."""
-        found = await self._queue.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as a model reads it.
-
-    parts: its tokens in parts, ends of which others may share, and their kinds: system, user or assistant. state: of
-    mlx-lm's state machine, in which the answer begins. vision: its images.
-    """
-
-    served: Served
-    tokens: list[int]
-    parts: list[list[int]]
-    kinds: list[str]
-    state: str = "normal"
-    vision: Vision | None = None
-
-
-@dataclass
-class Asked:
-    """A request on its way to the model, and where its answer comes.
-
-    prompt: once its tokens are known. left: set when nothing waits for the answer any more.
-    """
-
-    request: BaseRequest
-    answers: Answers = field(default_factory=Answers)
-    prompt: Prompt | None = None
-    left: threading.Event = field(default_factory=threading.Event)
-
-
-COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
-NO_LOGPROBS = mx.zeros(0)
-
-
 class Job:
     """One answer in the making.
 
@@ -176,9 +182,9 @@ class Job:
         GearbxError: a response_format that no text can have.
     """
 
-    def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, context: GenerationContext, max_tokens: int):
-        self.asked, self.read, self.mode, self.context, self.max_tokens = asked, prompt, mode, context, max_tokens
-        self.served, self.vision = prompt.served, prompt.vision
+    def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, max_tokens: int):
+        self.asked, self.prompt, self.mode, self.max_tokens = asked, prompt, mode, max_tokens
+        self.served = prompt.served
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
         self.error: Exception | None = None
@@ -186,19 +192,10 @@ class Job:
         self.constraint = constraint_for(self.served.tokenizer, asked.request.response_format, thinking)
 
     @property
-    def prompt(self) -> list[int]:
-        return self.context.prompt
-
-    @property
     def seed(self) -> int:
         """Of the answer's own random numbers: others may draw while its prompt is read."""
         asked = self.asked.request.seed
         return secrets.randbits(63) if asked is None else asked
-
-    @property
-    def key(self) -> list[int]:
-        """The tokens that a KV cache of this text belongs to; those of images by what they show."""
-        return list(self.prompt) if self.vision is None else list(self.vision.cache_key)
 
     def emit(self, response: GearResponse, text: str, finish_reason: str | None) -> bool:
         """Send a token on; returns whether the answer has ended. `text` is what the token adds to it.
@@ -300,8 +297,8 @@ def processors_of(asked: BaseRequest) -> list[Callable[[mx.array, mx.array], mx.
 
 def keep_text(job: Job, cache: list[Any], keep: Callable[[Job, list[int], list[Any]], None]) -> None:
     """Hand over what later texts may go on from: the first tokens of an answer that has ended, and their entries."""
-    count = job.served.kept(job.mode, len(job.key), len(job.tokens))
-    tokens = (job.key + job.tokens)[:count]
+    key = job.prompt.key
+    tokens = (key + job.tokens)[: job.served.kept(job.mode, len(key), len(job.tokens))]
     beyond = length(cache) - len(tokens)
     if beyond > 0 and can_trim_prompt_cache(cache):
         trim_prompt_cache(cache, beyond)

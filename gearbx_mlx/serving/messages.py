@@ -360,48 +360,6 @@ def arguments(text: str | None) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-class Blocks:
-    """The content blocks of a stream: one is open at a time.
-
-    kind: of the open block; None: none is.
-    """
-
-    def __init__(self) -> None:
-        self.kind: str | None = None
-        self._index = -1
-
-    def open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Begin a block, after the end of the one before."""
-        yield from self.close()
-        self.kind, self._index = block["type"], self._index + 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
-
-    def close(self) -> Iterator[dict[str, Any]]:
-        if self.kind is not None:
-            yield {"type": "content_block_stop", "index": self._index}
-        self.kind = None
-
-    def grow(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
-
-    def written(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events for what a chunk brought."""
-        if thoughts := delta.get("reasoning"):
-            if self.kind != "thinking":
-                yield from self.open({"type": "thinking", "thinking": "", "signature": ""})
-            yield self.grow({"type": "thinking_delta", "thinking": thoughts})
-        if text := delta.get("content"):
-            if self.kind != "text":
-                yield from self.open({"type": "text", "text": ""})
-            yield self.grow({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            if function.get("name"):  # else the chunk goes on with the call before
-                yield from self.open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
-            if function.get("arguments") and self.kind == "tool_use":
-                yield self.grow({"type": "input_json_delta", "partial_json": function["arguments"]})
-
-
 class Messages(Dialect):
     """How a chat completion, with `include_usage`, looks to a client of Anthropic's API.
 
@@ -410,8 +368,9 @@ class Messages(Dialect):
     """
 
     def __init__(self) -> None:
-        self._blocks = Blocks()
         self._begun = False
+        self._kind: str | None = None  # of the content block that is open: one is at a time
+        self._index = -1
         self._ended = ending({})
         self._counts: Mapping[str, Any] | None = None
         self._gearbx: dict[str, Any] = {}
@@ -436,17 +395,48 @@ class Messages(Dialect):
         gearbx = dict(chunk.get("gearbx") or {})
         tokens = {"gearbx": {"tokens": gearbx.pop("tokens")}} if "tokens" in gearbx else {}
         for choice in chunk.get("choices") or ():
-            for event in self._blocks.written(choice.get("delta") or {}):
+            for event in self._written(choice.get("delta") or {}):
                 yield event | tokens if event["type"] == "content_block_delta" else event
             if choice.get("finish_reason"):
                 self._ended = ending(choice)
         self._counts = chunk.get("usage") or self._counts
         self._gearbx = gearbx or self._gearbx
 
+    def _written(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events for what a chunk brought."""
+        if thoughts := delta.get("reasoning"):
+            if self._kind != "thinking":
+                yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._grow({"type": "thinking_delta", "thinking": thoughts})
+        if text := delta.get("content"):
+            if self._kind != "text":
+                yield from self._open({"type": "text", "text": ""})
+            yield self._grow({"type": "text_delta", "text": text})
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if function.get("name"):  # else the chunk goes on with the call before
+                yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
+            if function.get("arguments") and self._kind == "tool_use":
+                yield self._grow({"type": "input_json_delta", "partial_json": function["arguments"]})
+
+    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Begin a block, after the end of the one before."""
+        yield from self._close()
+        self._kind, self._index = block["type"], self._index + 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._kind is not None:
+            yield {"type": "content_block_stop", "index": self._index}
+        self._kind = None
+
+    def _grow(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
     def last(self) -> Iterable[Event]:
         gearbx = {"gearbx": self._gearbx} if self._gearbx else {}
         ended = {"type": "message_delta", "delta": self._ended, "usage": message_usage(self._counts), **gearbx}
-        return named([*self._blocks.close(), ended, {"type": "message_stop"}])
+        return named([*self._close(), ended, {"type": "message_stop"}])
 
     def failed(self, refused: Refused) -> Event:
         return "error", messages_error(refused)

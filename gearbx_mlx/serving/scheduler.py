@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.server import CompletionRequest, GenerationContext, ResponseGenerator
+from mlx_lm.server import CompletionRequest, ResponseGenerator
 from transformers import PreTrainedTokenizerBase
 
 from ..compat.names import text_machine, tokenized
@@ -147,15 +147,15 @@ class Scheduler(ResponseGenerator):
         served = self.provider.load_key(key)
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
-        tokens = job.key
+        tokens = job.prompt.key
         cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_anew(mode))
         cached = len(tokens) - len(rest)
-        job.context.prompt_cache_count = cached
         if self.shares(job):
             self.batch(served, mode).add(job, cache, cached)
         else:
             self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
-        asked.answers.put(Begun(job.context, mode, served.gears, served.thresholds(mode), self.provider.name))
+        machine = text_machine(self, served.tokenizer)
+        asked.answers.put(Begun(job.prompt, mode, cached, machine, self.provider.name))
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
@@ -166,17 +166,8 @@ class Scheduler(ResponseGenerator):
         if not prompt.tokens:
             raise Refused(400, "the prompt becomes no token", param="prompt")
         check_tokens(asked.request, served)
-        machine = text_machine(self, served.tokenizer)
-        context = GenerationContext(
-            has_tool_calling=served.tokenizer.has_tool_calling,
-            has_thinking=served.tokenizer.has_thinking,
-            tool_parser=served.tokenizer.tool_parser,
-            text_sm=machine,
-            initial_state=prompt.state,
-            prompt=prompt.tokens,
-        )
         most = asked.request.most_tokens or self.cli_args.max_tokens
-        return Job(asked, prompt, mode, context, room(served, len(prompt.tokens), most))
+        return Job(asked, prompt, mode, room(served, len(prompt.tokens), most))
 
     def shares(self, job: Job) -> bool:
         """Whether the answer shares its passes with others, where they are in the making.
@@ -184,7 +175,7 @@ class Scheduler(ResponseGenerator):
         With a seed it does where they change no text: elsewhere its gears would depend on the others.
         """
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
-        plain = cache and job.served.controller is None and job.vision is None
+        plain = cache and job.served.controller is None and job.prompt.vision is None
         again = job.asked.request.seed is None or job.served.same_in_company(job.mode)
         return plain and again and self.provider.is_batchable and job.served.shared(job.mode) is not None
 

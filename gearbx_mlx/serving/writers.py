@@ -39,7 +39,7 @@ class Single:
         self.responses: Any = stream_generate(
             job.served.model,
             job.served.tokenizer,
-            job.prompt[cached:],
+            job.prompt.tokens[cached:],
             job.max_tokens,
             mode=job.mode,
             gearbox=job.served.gearbox,
@@ -91,8 +91,8 @@ def keywords_of(job: Job, cached: int, settings: Any) -> dict[str, Any]:
         keywords |= {"draft_model": served.draft_model, "num_draft_tokens": settings.num_draft_tokens}
     if served.controller is not None:
         keywords["controller"] = served.controller
-    if job.vision is not None and (pixels := seen_after(job.vision, cached)):
-        embeddings = served.model.embed_inputs(mx.array(job.prompt[cached:]), pixel_values=pixels)
+    if job.prompt.vision is not None and (pixels := seen_after(job.prompt.vision, cached)):
+        embeddings = served.model.embed_inputs(mx.array(job.prompt.tokens[cached:]), pixel_values=pixels)
         mx.eval(embeddings)  # the prompt is read on another stream
         keywords["input_embeddings"] = embeddings
     return keywords
@@ -140,12 +140,12 @@ class Batch:
 
     def add(self, job: Job, cache: list[Any] | None, cached: int) -> None:
         """Begin an answer; `cache` has the prompt's first tokens, `cached` of them."""
-        segments, kinds = rest_of(job.read, cached)
+        segments, kinds = rest_of(job.prompt, cached)
         (uid,) = self.generator.insert_segments(
             segments=[segments],
             max_tokens=[job.max_tokens],
             caches=[cache],
-            all_tokens=[job.prompt[:cached]],
+            all_tokens=[job.prompt.tokens[:cached]],
             samplers=[job.sampler(self.settings)],
             logits_processors=[job.logits_processors()],
             stop_sequences=[make_stop_sequences(job.served.tokenizer)],
@@ -194,7 +194,7 @@ class Batch:
             detokenizer.add_token(token.token)
         if token.finish_reason is not None:
             detokenizer.finalize()
-        response = as_single(token, "", len(job.prompt), len(job.tokens) + 1)
+        response = as_single(token, "", len(job.prompt.tokens), len(job.tokens) + 1)
         response.logprobs = token.logprobs
         if not job.emit(response, detokenizer.last_segment, token.finish_reason):
             return
