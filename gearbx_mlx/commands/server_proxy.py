@@ -30,8 +30,8 @@ def serving(
     between = Between(small, large, rule, not settings.no_fallback)
     with Server(*address, guard.patience) as server:
         server.serves = f"routing between {small.place.base} and {large.place.base}"
-        server.start(proxy_application(guard, between))
         try:
+            server.start(proxy_application(guard, between))
             yield server
         finally:
             server.stop()

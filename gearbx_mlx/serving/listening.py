@@ -114,6 +114,7 @@ class Server:
         self.patience = patience
         self.serves = ""  # what it serves, in a few words
         self.app: Any = None
+        self.uvicorn: uvicorn.Server | None = None
         self.socket = socket.socket(family)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -154,10 +155,11 @@ class Server:
             h11_max_incomplete_event_size=LONGEST_HEAD,
             timeout_graceful_shutdown=last_words,
         )
-        self.uvicorn = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]})
+        server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
-        while not self.uvicorn.started and self.thread.is_alive():
+        self.uvicorn = server
+        while not server.started and self.thread.is_alive():
             time.sleep(LOOK)
 
     def wait(self) -> None:
@@ -166,8 +168,9 @@ class Server:
 
     def stop(self) -> None:
         """End, with a little time for answers that are on their way."""
-        self.uvicorn.should_exit = True
-        self.thread.join()
+        if self.uvicorn is not None:
+            self.uvicorn.should_exit = True
+            self.thread.join()
 
 
 def resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
