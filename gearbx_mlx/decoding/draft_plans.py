@@ -72,10 +72,15 @@ class StreamCosts(PassCosts):
         one, two = (max(memory, disk * self._stream.slowdown) for memory, disk in zip(self._memory, self._disk))
         return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
 
+    def add_draft(self, seconds: float, steps: int = 1) -> None:
+        self._stream.memory.add(steps * self._draft, seconds)
+
 
 def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
-    top, agreement = gearbox.ladder.top, agreement_of(gearbox.model)
+    top, agreement, stream = gearbox.ladder.top, agreement_of(gearbox.model), gearbox.residency
+    if isinstance(stream, Stream):
+        return StreamCosts(gearbox, stream, draft, texts)
     if agreement.group is None:
         return Costs(
             lambda: gearbox.weight_bytes_per_token(draft, texts),
@@ -156,9 +161,7 @@ class DraftPlans:
         return DraftPlan(CostRule(self.rule.agreement, costs), self._rounds(costs, texts), Stretches(texts=texts))
 
     def _in_bytes(self, texts: int) -> DraftPlan:
-        stream, costs = self.gearbox.residency, bytes_of_passes(self.gearbox, self.draft, texts)
-        if isinstance(stream, Stream):
-            costs = StreamCosts(self.gearbox, stream, self.draft, texts)
+        costs = bytes_of_passes(self.gearbox, self.draft, texts)
         rule = joint_rule(self.rule)
         if texts > 1 and isinstance(self.rule, ProductRule | CostRule):
             rule = CostRule(self.rule.agreement, costs)
@@ -189,12 +192,6 @@ def at_measured_speeds(rule: DraftRule, gearbox: Gearbox, draft: int | None) -> 
         return rule
     gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
     return CostRule(rule.agreement, StreamCosts(gearbox, stream, gear))
-
-
-def note_drafts(gearbox: Gearbox, gear: Gear, tokens: int, seconds: float) -> None:
-    """Take the time of drafted tokens as a measurement of how fast they read memory, where that matters."""
-    if isinstance(gearbox.residency, Stream) and tokens:
-        gearbox.residency.memory.add(tokens * gearbox.weight_bytes_per_token(gear), seconds)
 
 
 SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"

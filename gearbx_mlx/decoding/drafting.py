@@ -33,7 +33,7 @@ from ..routing.acceptance import MOST_DRAFTED
 from ..routing.lookup import Lookup
 from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
-from .draft_plans import DraftPlan, note_drafts
+from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
 from .sampling import GREEDY, Chooser, Entropy, near_ties, noise_of, normalized, sampled_rows
 
@@ -139,9 +139,7 @@ class Drafter:
             return Proposals(writers)
         start = time.perf_counter()
         proposals = self.draft(writers, cache, plan.rule, MOST_DRAFTED, inputs)
-        seconds = time.perf_counter() - start
-        note_drafts(self.gearbox, self.gear, proposals.steps, seconds)
-        plan.rounds.costs.add_draft(seconds / proposals.steps)
+        plan.rounds.costs.add_draft(time.perf_counter() - start, proposals.steps)
         return proposals
 
     def draft(

@@ -17,26 +17,32 @@ PRIOR_WEIGHT = 4.0  # proposals that the prior counts for
 KEPT = 0.98  # of the weight of earlier proposals, at each further one
 
 
-class RunningShare:
-    """A share of yes among answers, the latest of which weigh most; `prior` before there are any."""
+class RunningMean:
+    """The mean of values, the latest of which weigh most.
 
-    def __init__(self, prior: float):
-        self._yes, self._all = PRIOR_WEIGHT * prior, PRIOR_WEIGHT
+    Args:
+        kept: of the weight of earlier values, at each further one.
+        prior: the mean before there are any; it counts for `weight` values.
+    """
 
-    def add(self, yes: bool) -> None:
-        self._yes = KEPT * self._yes + yes
-        self._all = KEPT * self._all + 1
+    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
+        self._kept, self._prior = kept, prior
+        self._sum, self._count = weight * prior, weight
+
+    def add(self, value: float) -> None:
+        self._sum = self._kept * self._sum + value
+        self._count = self._kept * self._count + 1
 
     @property
     def value(self) -> float:
-        return self._yes / self._all
+        return self._sum / self._count if self._count else self._prior
 
 
 class LookupAgreement:
     """The probability that a proposed token is right, by the length of the run before it. It learns over texts."""
 
     def __init__(self) -> None:
-        self._shares = {length: RunningShare(share) for length, share in PRIOR.items()}
+        self._shares = {length: RunningMean(KEPT, share, PRIOR_WEIGHT) for length, share in PRIOR.items()}
 
     def add(self, run: int, right: bool) -> None:
         self._shares[min(run, LONGEST)].add(right)

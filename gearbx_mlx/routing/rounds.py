@@ -42,7 +42,7 @@ from .acceptance import (
     pool_adjacent_violators,
     replay_drafts,
 )
-from .lookup import LookupAgreement
+from .lookup import LookupAgreement, RunningMean
 
 TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
@@ -93,8 +93,8 @@ class PassCosts:
     def add_verification(self, rows: int, seconds: float) -> None:
         """Take the time of a pass that was wanted."""
 
-    def add_draft(self, seconds: float) -> None:
-        """Take the time of a drafted token."""
+    def add_draft(self, seconds: float, steps: int = 1) -> None:
+        """Take the time of a draft of so many steps."""
 
 
 class Costs(PassCosts):
@@ -183,9 +183,9 @@ class LearnedCosts(PassCosts):
     def wants_verification(self, rows: int) -> bool:
         return self._of(rows).wanted()
 
-    def add_draft(self, seconds: float) -> None:
+    def add_draft(self, seconds: float, steps: int = 1) -> None:
         if self._draft.begun():
-            self._draft.add(seconds)
+            self._draft.add(seconds / steps)
 
     def add_verification(self, rows: int, seconds: float) -> None:
         self._of(rows).add(seconds)
@@ -341,7 +341,7 @@ class CostRule:
     def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
         self.agreement, self.costs = agreement, costs
         self._counts = RoundCounts(KEPT_DRAFTS)
-        self._mean = RunningMean()
+        self._mean = RunningMean(KEPT_AGREEMENT)
         self._products, self._drafted, self._expected = [1.0], 0, 1.0
 
     def begin(self, texts: int = 1) -> None:
@@ -384,21 +384,6 @@ a text that nothing more may follow.
 def joint_rule(rule: DraftRule) -> JointRule:
     """A rule for single texts as one for any number of them."""
     return rule if isinstance(rule, CostRule | EachRule) else EachRule(rule)
-
-
-class RunningMean:
-    """The mean of values, the latest of which weigh most; 1 before there are any."""
-
-    def __init__(self) -> None:
-        self._sum = self._count = 0.0
-
-    def add(self, value: float) -> None:
-        self._sum = KEPT_AGREEMENT * self._sum + value
-        self._count = KEPT_AGREEMENT * self._count + 1
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._count if self._count else 1.0
 
 
 def of_one_more(costs: PassCosts, drafted: int) -> float:
