@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -85,14 +86,18 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
         gearbox.shift(top)
         return seconds_alone(model, cache)
 
-    def drafted() -> mx.array:
+    def drafted() -> float:
+        begun = time.perf_counter()
         gearbox.shift(draft)
-        return model(mx.array([[1]]), cache=cache)
+        mx.eval(model(mx.array([[1]]), cache=cache))
+        return time.perf_counter() - begun
 
-    def verified(rows: int) -> Callable[[], mx.array]:
-        return lambda: verifier.rows(mx.arange(rows)[None] % size, cache).logits
+    def verified(rows: int) -> float:
+        begun = time.perf_counter()
+        mx.eval(verifier.rows(mx.arange(rows)[None] % size, cache).logits)
+        return time.perf_counter() - begun
 
-    trials = [alone, timed(drafted), *(timed(verified(rows)) for rows in range(1, MOST_ROWS + 1))]
+    trials: list[Callable[[], float]] = [alone, drafted, *(partial(verified, rows) for rows in range(1, MOST_ROWS + 1))]
     seconds: list[list[float]] = [[] for _ in trials]
     for _ in range(TRIALS + 1):
         for trial, found in zip(trials, seconds):
@@ -115,17 +120,6 @@ def seconds_alone(model: nn.Module, cache: list[Any]) -> float:
     begun = [time.perf_counter() for _ in generate_step(mx.array([1]), model, max_tokens=LOOP, prompt_cache=cache)]
     mx.eval([layer.state for layer in cache])  # the loop has begun one token more
     return (begun[-1] - begun[0]) / (LOOP - 1)
-
-
-def timed(run: Callable[[], mx.array]) -> Callable[[], float]:
-    """How long it takes until what `run` returns is computed."""
-
-    def seconds() -> float:
-        begun = time.perf_counter()
-        mx.eval(run())
-        return time.perf_counter() - begun
-
-    return seconds
 
 
 def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:

@@ -208,6 +208,7 @@ def sampler_for(
     )
 
 
+@dataclass
 class EntropySampler:
     """A sampler that also notes the entropy and the step of each pass, then samples as another sampler does.
 
@@ -222,19 +223,13 @@ class EntropySampler:
         gears: of a KV cache. The prompt that they read ends with the first call.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        step: Callable[[], Step],
-        entropy: Entropy = entropy_bits,
-        agreement: Agreement = ALONE,
-        gears: KVGears | None = None,
-    ):
-        self.sampler = sampler
-        self.step = step
-        self.entropy = entropy
-        self.agreement = agreement
-        self.gears = gears
+    sampler: Sampler
+    step: Callable[[], Step]
+    entropy: Entropy = entropy_bits
+    agreement: Agreement = ALONE
+    gears: KVGears | None = None
+
+    def __post_init__(self) -> None:
         self.tokens: deque[SampledToken] = deque()
 
     def __call__(self, logprobs: mx.array) -> mx.array:
