@@ -281,6 +281,29 @@ class TestNames:
         assert len(inspect.signature(ResponseGenerator._make_state_machine).parameters) >= 4
 
 
+REACHES = ("exec", "eval", "inspect.getsource", "dis.get_instructions", "FunctionType", "types.FunctionType")
+
+
+def reaches_inside(file: Path) -> list[str]:
+    """What a module takes of others that these do not promise."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("mlx", "mlx_lm", "transformers")):
+            found += [alias.name for alias in node.names if alias.name.startswith("_")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in REACHES:
+            found.append(ast.unparse(node.func))
+        elif isinstance(node, ast.Attribute) and node.attr in ("__class__", "co_code"):
+            found += [node.attr] if node.attr == "co_code" or isinstance(node.ctx, ast.Store) else []
+    return found
+
+
+def test_nothing_else_reaches_inside_of_others():
+    package = ROOT / "gearbx_mlx"
+    files = {path.relative_to(package).as_posix(): reaches_inside(path) for path in package.rglob("*.py")}
+    assert {name: found for name, found in files.items() if found and not name.startswith("compat/")} == {}
+    assert files["compat/names.py"] == ["_get_classes"]
+
+
 class TestNewerVersions:
     """What rests on the assumptions is off, with one word, and the results are those of stock classes."""
 

@@ -3,6 +3,8 @@
 On a CPU, MLX multiplies a quantized matrix by a half-precision vector 8 to 40 times slower than by a float32 one. So a
 half-precision model with quantized gears computes in float32 there. Every half-precision value is a float32 value too,
 so no weight changes. Experts that are not quantized run there in float32 alone.
+
+A model may be given another type after its gearbox was made, as by `set_dtype`: gears follow when they are engaged.
 """
 
 from collections import UserDict
@@ -94,17 +96,13 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         else:
             floating = [(path, array) for path, array in now if mx.issubdtype(array.dtype, mx.floating)]
             converted = [(path, array.astype(target)) for path, array in floating]
-        put_parameters(model, converted)
+        # Of the model's class, as in `put_modules`: of all gears the engaged one is converted alone.
+        type(model).update(model, tree_unflatten(converted))
         for module, name, value in unchanged:
             module[name] = value
         untouched = {id(value) for _, _, value in unchanged}
         mx.eval([array for _, array in tree_flatten(model.parameters()) if id(array) not in untouched])
     return target
-
-
-def put_parameters(model: nn.Module, parameters: Iterable[tuple[str, mx.array]]) -> None:
-    """`model.update` of the model's class, as in `put_modules`: of all gears the engaged one is converted alone."""
-    type(model).update(model, tree_unflatten(list(parameters)))
 
 
 class Typed:

@@ -2,6 +2,8 @@
 
 So a layer has one name, in gears.json, tables, caps and precision manifests, whether there is an adapter on it or not.
 The same goes for what stands around a rank's part of a layer (formats/holders.py): both are holders of a layer.
+
+An adapter from files is put on a model, or on the base of a geared checkpoint, as mlx-lm does it (`add_adapter`).
 """
 
 from collections.abc import Collection, Mapping

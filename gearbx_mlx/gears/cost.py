@@ -2,6 +2,10 @@
 
 Bytes are counted from the arrays of the modules that run. The formulas for time are the paper's.
 
+A mixture counts with the experts that a token uses; every architecture of mlx-lm has its own place and name for their
+number. `GearCosts` is the part of a gearbox that answers such questions, with what every layer runs on and why. How
+much memory gears will need, the headers of a model's files say before anything is loaded (`needed_memory`).
+
 Floating arrays are counted in the checkpoint's type. On a CPU a half-precision checkpoint computes in float32 (see
 activations.py); counting four bytes per weight there would flatter every gear below the top one.
 """
@@ -32,73 +36,6 @@ from .sharding import WeightPart, sharding_of
 from .sources import GearModules, Source
 from .tensor_files import SIZES, TensorEntry, header_of
 
-CHOSEN = (  # names for the number of experts that a router chooses
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k",
-    "top_k_experts",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-)
-SETTINGS = ("args", "config")  # attributes of modules that name such numbers too
-
-
-def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """The share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a tower.
-
-    Args:
-        path: of the layer.
-        modules: of the whole model, by path.
-        positions: tokens computed in one pass, as if no two of them used the same expert.
-    """
-    if in_tower(path):
-        return 0.0
-    experts = experts_of(path, modules)
-    chosen = chosen_experts(path, modules) if experts else None
-    return min(1.0, positions * chosen / experts) if chosen else 1.0
-
-
-def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
-    """The number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
-    block, _, _ = path.rpartition(".experts.")
-    listed = modules[block].get("experts") if block else None
-    return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
-
-
-def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
-    """How many experts of a layer a token uses; None where the model does not say."""
-    parts = path.split(".")
-    for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
-        block = modules.get(".".join(parts[:end]))
-        for place in places(block) if block is not None else ():
-            for name in CHOSEN:
-                chosen = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
-                if isinstance(chosen, int) and chosen > 0:
-                    return chosen
-    return None
-
-
-def places(block: nn.Module) -> Iterator[Any]:
-    """Where a block may name the number: itself, its router, and the settings that it was made from."""
-    yield vars(block)
-    yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
-    yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))
-
-
-def warn_of_unknown_routing(model: nn.Module) -> None:
-    """Warn of mixtures that do not say how many experts a token uses: they are counted as if it used all of them."""
-    modules = dict(model.named_modules())
-    mixtures = [path for path, module in modules.items() if "weight" in module and experts_of(path, modules)]
-    unknown = [path for path in mixtures if chosen_experts(path, modules) is None]
-    if unknown:
-        warnings.warn(
-            f"{unknown[0]}: the model does not say how many experts a token uses; its bytes are counted with all of "
-            "them, more than a token reads",
-            GearbxWarning,
-            stacklevel=3,
-        )
-
 
 @dataclass(frozen=True)
 class LayerPath:
@@ -117,6 +54,154 @@ class LayerPath:
     def __str__(self) -> str:
         bits = ", ".join(map(str, self.bits)) if self.fixed is None else f"dense ({self.fixed})"
         return f"{self.path}: {bits}; {self.kernels} ({self.why})"
+
+
+class GearCosts:
+    """The part of a Gearbox that answers questions and changes nothing."""
+
+    model: nn.Module
+    ladder: Ladder
+    format: Format
+    kernels: KernelChoice
+    layers: list[Layer]
+    unmanaged: dict[str, str]
+    _embeddings: list[Layer]  # of which each token reads a row, in a precision that changes with the gear
+    storage: dict[str, mx.Dtype]
+    head: str | None
+    source: Source
+    _modules: GearModules
+    _shapes: Mapping[str, tuple[int, ...]]
+    _biases: Mapping[str, int]
+    _token_bytes: dict[tuple[Gear, int], int]
+    _trees: dict[Gear, dict]
+
+    def bits_of(self, layer: Layer, gear: Gear) -> int:
+        """The bits of a layer in a gear."""
+        raise NotImplementedError
+
+    @property
+    def _changing(self) -> list[Layer]:
+        """Everything that changes with the gear."""
+        return [*self.layers, *self._embeddings]
+
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
+        read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
+        return read + self._biases[layer.path] * self._size(layer)
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        weights = sum(map(math.prod, self._shapes.values()))
+        if not weights:
+            return 8.0 * self.storage[""].size
+        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and bytes per weight of each gear."""
+        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key in self._token_bytes:
+            return self._token_bytes[key]
+        read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
+
+    def undivided_bytes_per_token(self, gear: Gear) -> int:
+        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+        divided = dict.fromkeys(self._parts, 0.0)
+        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
+
+    @property
+    def _parts(self) -> Mapping[str, WeightPart]:
+        """Path of a layer to what this rank has of it, where ranks have divided it."""
+        sharding = sharding_of(self.model)
+        return {} if sharding is None else sharding.parts
+
+    def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
+        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
+        managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        for layer in self.layers:
+            if layer.path != self.head:
+                continue
+            bits = self.bits_of(layer, gear)
+            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
+                managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
+        for table in self._embeddings:
+            bits = self.bits_of(table, gear)
+            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
+            managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
+        return managed
+
+    def original_bytes_per_token(self) -> int:
+        """Bytes of weights that one token would read if every layer had its original weight."""
+        managed = {
+            layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
+            for layer in self.layers
+        }
+        managed |= {table.path: float(table.module.weight.shape[-1] * self._size(table)) for table in self._embeddings}
+        return token_bytes(self.model, managed, self.storage, self.head)
+
+    def _size(self, layer: Layer) -> int:
+        """Bytes of a number of a layer, as the checkpoint stores it."""
+        return self.storage[layer.path].size
+
+    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
+        if not self.source.reads_disk:
+            return 0
+        modules, read = layers_of(self.model), 0.0
+        for layer in self.layers:
+            share = used_share(layer.path, modules, positions)
+            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
+        return round(read)
+
+    def predicted_speedup(self, gear: Gear) -> float:
+        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+        if not self.layers:
+            return 1.0
+        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
+        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
+        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
+
+    def layer_paths(self) -> list[LayerPath]:
+        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        found = []
+        for layer in self.layers:
+            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            format = None if {*bits} == {DENSE} else self.format
+            runs_on, why = kernels_of(layer.module, self.kernels, format)
+            if self.source.disk_bytes(layer, bits[-1]):
+                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
+            found.append(LayerPath(layer.path, bits, runs_on, why))
+        modules = layers_of(self.model)
+        for path, reason in self.unmanaged.items():
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
+            kernels = kernels_of(modules[holder], self.kernels, None)
+            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
+        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
+        return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
+
+    def describe(self) -> str:
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
+
+        Of a model that ranks have divided, a last line says how much of it every rank reads.
+        """
+        lines, top = [*map(str, self.layer_paths())], self.ladder.top
+        if self._parts:
+            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
+            lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
+        return "\n".join(lines)
+
+    def costed_in(self, ladder: Ladder) -> "GearCosts":
+        """The same costs for another ladder; the result cannot shift."""
+        other = copy.copy(self)
+        other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
+        return other
 
 
 def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -> tuple[str, str]:
@@ -345,149 +430,69 @@ def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after
     return shift_seconds / saved if saved > 0 else None
 
 
-class GearCosts:
-    """The part of a Gearbox that answers questions and changes nothing."""
+CHOSEN = (  # names for the number of experts that a router chooses
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+SETTINGS = ("args", "config")  # attributes of modules that name such numbers too
 
-    model: nn.Module
-    ladder: Ladder
-    format: Format
-    kernels: KernelChoice
-    layers: list[Layer]
-    unmanaged: dict[str, str]
-    _embeddings: list[Layer]  # of which each token reads a row, in a precision that changes with the gear
-    storage: dict[str, mx.Dtype]
-    head: str | None
-    source: Source
-    _modules: GearModules
-    _shapes: Mapping[str, tuple[int, ...]]
-    _biases: Mapping[str, int]
-    _token_bytes: dict[tuple[Gear, int], int]
-    _trees: dict[Gear, dict]
 
-    def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear."""
-        raise NotImplementedError
+def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
+    """The share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a tower.
 
-    @property
-    def _changing(self) -> list[Layer]:
-        """Everything that changes with the gear."""
-        return [*self.layers, *self._embeddings]
+    Args:
+        path: of the layer.
+        modules: of the whole model, by path.
+        positions: tokens computed in one pass, as if no two of them used the same expert.
+    """
+    if in_tower(path):
+        return 0.0
+    experts = experts_of(path, modules)
+    chosen = chosen_experts(path, modules) if experts else None
+    return min(1.0, positions * chosen / experts) if chosen else 1.0
 
-    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
-        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
-        bits = at if isinstance(at, int) else self.bits_of(layer, at)
-        read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
-        return read + self._biases[layer.path] * self._size(layer)
 
-    def bits_per_weight(self, gear: Gear) -> float:
-        """Bits that a managed weight takes in a gear as it is read, scales included."""
-        weights = sum(map(math.prod, self._shapes.values()))
-        if not weights:
-            return 8.0 * self.storage[""].size
-        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
+    """The number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
+    block, _, _ = path.rpartition(".experts.")
+    listed = modules[block].get("experts") if block else None
+    return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
 
-    def ladder_report(self) -> list[dict]:
-        """Name, bits and bytes per weight of each gear."""
-        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
-    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
-        key = gear, positions
-        if key in self._token_bytes:
-            return self._token_bytes[key]
-        read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
-        if gear in self._trees:  # made, so that its layers have been counted
-            self._token_bytes[key] = read
-        return read
+def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
+    """How many experts of a layer a token uses; None where the model does not say."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
+        block = modules.get(".".join(parts[:end]))
+        for place in places(block) if block is not None else ():
+            for name in CHOSEN:
+                chosen = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+                if isinstance(chosen, int) and chosen > 0:
+                    return chosen
+    return None
 
-    def undivided_bytes_per_token(self, gear: Gear) -> int:
-        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
-        divided = dict.fromkeys(self._parts, 0.0)
-        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
 
-    @property
-    def _parts(self) -> Mapping[str, WeightPart]:
-        """Path of a layer to what this rank has of it, where ranks have divided it."""
-        sharding = sharding_of(self.model)
-        return {} if sharding is None else sharding.parts
+def places(block: nn.Module) -> Iterator[Any]:
+    """Where a block may name the number: itself, its router, and the settings that it was made from."""
+    yield vars(block)
+    yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
+    yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))
 
-    def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
-        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
-        managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
-        for layer in self.layers:
-            if layer.path != self.head:
-                continue
-            bits = self.bits_of(layer, gear)
-            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
-                managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
-        for table in self._embeddings:
-            bits = self.bits_of(table, gear)
-            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
-            managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
-        return managed
 
-    def original_bytes_per_token(self) -> int:
-        """Bytes of weights that one token would read if every layer had its original weight."""
-        managed = {
-            layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
-            for layer in self.layers
-        }
-        managed |= {table.path: float(table.module.weight.shape[-1] * self._size(table)) for table in self._embeddings}
-        return token_bytes(self.model, managed, self.storage, self.head)
-
-    def _size(self, layer: Layer) -> int:
-        """Bytes of a number of a layer, as the checkpoint stores it."""
-        return self.storage[layer.path].size
-
-    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
-        if not self.source.reads_disk:
-            return 0
-        modules, read = layers_of(self.model), 0.0
-        for layer in self.layers:
-            share = used_share(layer.path, modules, positions)
-            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
-        return round(read)
-
-    def predicted_speedup(self, gear: Gear) -> float:
-        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
-        if not self.layers:
-            return 1.0
-        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
-        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
-        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
-
-    def layer_paths(self) -> list[LayerPath]:
-        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
-        found = []
-        for layer in self.layers:
-            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
-            format = None if {*bits} == {DENSE} else self.format
-            runs_on, why = kernels_of(layer.module, self.kernels, format)
-            if self.source.disk_bytes(layer, bits[-1]):
-                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
-            found.append(LayerPath(layer.path, bits, runs_on, why))
-        modules = layers_of(self.model)
-        for path, reason in self.unmanaged.items():
-            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
-            kernels = kernels_of(modules[holder], self.kernels, None)
-            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
-        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
-        return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
-
-    def describe(self) -> str:
-        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
-
-        Of a model that ranks have divided, a last line says how much of it every rank reads.
-        """
-        lines, top = [*map(str, self.layer_paths())], self.ladder.top
-        if self._parts:
-            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
-            lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
-        return "\n".join(lines)
-
-    def costed_in(self, ladder: Ladder) -> "GearCosts":
-        """The same costs for another ladder; the result cannot shift."""
-        other = copy.copy(self)
-        other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
-        return other
+def warn_of_unknown_routing(model: nn.Module) -> None:
+    """Warn of mixtures that do not say how many experts a token uses: they are counted as if it used all of them."""
+    modules = dict(model.named_modules())
+    mixtures = [path for path, module in modules.items() if "weight" in module and experts_of(path, modules)]
+    unknown = [path for path in mixtures if chosen_experts(path, modules) is None]
+    if unknown:
+        warnings.warn(
+            f"{unknown[0]}: the model does not say how many experts a token uses; its bytes are counted with all of "
+            "them, more than a token reads",
+            GearbxWarning,
+            stacklevel=3,
+        )

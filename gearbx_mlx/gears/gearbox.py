@@ -1,4 +1,8 @@
-"""The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6)."""
+"""The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6).
+
+A model has one gearbox, and a fingerprint that names it in any gear. `Observer` is a gearbox that only observes, for a
+checkpoint that is quantized already, or where no layer may change.
+"""
 
 import math
 import time

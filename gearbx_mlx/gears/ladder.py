@@ -1,4 +1,8 @@
-"""Gears and ladders: a gear is one precision of the model, a ladder the gears in ascending precision."""
+"""Gears and ladders: a gear is one precision of the model, a ladder the gears in ascending precision.
+
+With the names and defaults of a gearbox's settings, and the ladder of a KV cache. To import this does not load MLX:
+flags are checked before a model is loaded.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""gears.json: the description of the gears in a geared checkpoint, beside a model that stock mlx-lm reads."""
+"""gears.json: the description of the gears in a geared checkpoint, beside a model that stock mlx-lm reads.
+
+A part of it says what the model was converted from, so that `convert --restore` can write that back. Values are checked
+by msgspec as they are read; type checkers see plain numbers and text.
+"""
 
 import json
 import os

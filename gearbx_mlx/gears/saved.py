@@ -1,4 +1,7 @@
-"""The gears of a checkpoint that `convert` wrote: they are read from its files when they are engaged."""
+"""The gears of a checkpoint that `convert` wrote: they are read from its files when they are engaged.
+
+What gears.json says is compared with the arrays in the files, and with the model, before any module is made.
+"""
 
 import copy
 import threading
@@ -64,7 +67,8 @@ class SavedGears:
         self.format = get_format(manifest.format)
         self._files = (directory / GEARS_FILE, *(directory / name for name in manifest.base))
         self._unread: dict[str, mx.array] = {}
-        self._in_every_gear = names_in_every_gear(manifest)
+        of_gears = [names.values() for layer in manifest.changing.values() for names in layer.gears.values()]
+        self._in_every_gear = {*manifest.hashes}.difference(*of_gears)  # the arrays that no gear changes
         self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
         # Gears that share an array share it here too, for as long as one of them has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
@@ -269,12 +273,6 @@ def opened(file: Path, missing: str) -> FileHeader:
         raise unreadable(file, error) from error
     except GearbxError as error:
         raise GearbxError(f"{error}; {RESTORE}") from error
-
-
-def names_in_every_gear(manifest: Manifest) -> set[str]:
-    """The arrays that no gear changes."""
-    gears = [names for layer in manifest.changing.values() for names in layer.gears.values()]
-    return {*manifest.hashes} - {name for names in gears for name in names.values()}
 
 
 def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:

@@ -1,4 +1,7 @@
-"""A model's class divides its weights among ranks (`shard`). Here a rank learns its part before any weight is read."""
+"""A model's class divides its weights among ranks (`shard`). Here a rank learns its part before any weight is read.
+
+A part is ranges of a weight's heads or experts, rows and columns.
+"""
 
 import copy
 import dataclasses

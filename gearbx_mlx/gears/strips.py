@@ -1,4 +1,7 @@
-"""Strips: what of a layer is read from the disk at a time, and where it is in the file."""
+"""Strips: what of a layer is read from the disk at a time, by a thread of its own, ahead of who computes with them.
+
+They are read into memory that is used again and again, since new memory costs the system time.
+"""
 
 import contextlib
 import hashlib

@@ -1,4 +1,9 @@
-"""The hash of every array of a geared checkpoint: damage shows when a layer is first read, and not in a text."""
+"""Headers and hashes of safetensors files, and the fingerprint of a model.
+
+The hash of a file tells it from another without reading all of it. That of every array of a geared checkpoint is
+compared when a layer is first read, so that damage does not show in a text. A calibration file names the fingerprint of
+its model, and is refused by any other.
+"""
 
 import hashlib
 import json
