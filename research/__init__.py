@@ -10,5 +10,20 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "figures",
     "errors",
+    "exact",
+    "codebook",
+    "precision",
+    "kv",
+    "throttling",
+    "lossless",
+    "drafts",
+    "batches",
+    "disk",
+    "products",
+    "processes",
+    "servers",
+    "llama_cpp",
+    "pictures",
+    "evidence",
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

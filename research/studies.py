@@ -129,7 +129,8 @@ def parser_of(chosen: Study) -> argparse.ArgumentParser:
     """The flags of a study. What stands under Args: in its docstring is their help."""
     about = inspect.getdoc(chosen.measure) or ""
     purpose, _, explained = about.partition("\nArgs:\n")
-    helps = dict(re.findall(r"^ +(\w+): (.+)$", explained, re.MULTILINE))
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", explained, re.MULTILINE)
+    helps = {name: " ".join(words.split()) for name, words in found}
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"python -m research {chosen.name}", description=purpose, formatter_class=form)
     for parameter in inspect.signature(chosen.measure).parameters.values():
@@ -149,7 +150,8 @@ def add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, expl
     elif get_origin(kind) is Literal:
         options["choices"] = get_args(kind)
     elif get_origin(kind) is list:
-        options |= {"nargs": "*", "type": get_args(kind)[0]}
+        each = get_args(kind)[0]
+        options |= {"nargs": "*", "choices": get_args(each)} if get_args(each) else {"nargs": "*", "type": each}
     else:
         options["type"] = kind
     if default is inspect.Parameter.empty:

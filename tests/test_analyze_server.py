@@ -390,12 +390,10 @@ def llama_url(tmp_path_factory):
     if python is None:
         pytest.skip("LLAMA.CPP'S SERVER WAS NOT CHECKED: no llama_cpp; GEARBX_LLAMA_SERVER names a Python that has it")
     pytest.importorskip("gguf")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(f"{ROOT}/scripts")
-        from beside_llama_cpp.gguf_file import write_gguf
+    from research.llama_cpp import write_gguf
 
-        file = tmp_path_factory.mktemp("llama") / "demo.gguf"
-        write_gguf(mlx_lm.load(str(DEMO_MODEL))[0], file, "F32", 256, DEMO_MODEL / "tokenizer.json")
+    file = tmp_path_factory.mktemp("llama") / "demo.gguf"
+    write_gguf(mlx_lm.load(str(DEMO_MODEL))[0], file, "F32", 256, DEMO_MODEL / "tokenizer.json")
     with llama_server(python, file) as url:
         yield url
 

@@ -1,4 +1,4 @@
-"""scripts/compare_llama_cpp.py, as far as llama.cpp need not be installed, and that both sides write the same texts."""
+"""The study compare-llama-cpp, as far as llama.cpp need not be installed, and that both sides write the same texts."""
 
 import subprocess
 import sys
@@ -10,20 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import normal, tiny_model, weights_of
+from pages import fill
 
 from gearbx_mlx import GearbxError
+from research import llama_cpp
+from research.llama_cpp import COLUMNS, THEIRS, Drafter, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-sys.path.append(str(SCRIPTS))
-
-import compare_llama_cpp  # noqa: E402
-from beside_llama_cpp import gguf_file  # noqa: E402
-from beside_llama_cpp.gguf_file import gguf_name, interleaved, write_gguf  # noqa: E402
-from beside_llama_cpp.peer import Drafter  # noqa: E402
-from beside_llama_cpp.rounds import THEIRS, Rounds, rows_of  # noqa: E402
-from beside_llama_cpp.tables import COLUMNS, table_of  # noqa: E402
-from pages import fill  # noqa: E402
-
+ROOT = Path(__file__).parents[1]
 HEADS, SIZE = 3, 8
 SPEED = {
     "tokens_per_second": 123.4,
@@ -164,27 +157,23 @@ def test_tables_go_to_their_places_in_a_page(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--subjects", "decode,speed"], "'speed' is none of decode, prompt, lossless"),
-        (["--contexts", "1,-2"], "'-2' is not a whole number from 0 on"),
-        (["--trials", "0"], "'0' is not a whole number from 1 on"),
-        (["--shape", "1000x2"], "--shape '1000x2': give a width that is a multiple of 256"),
-        (["--activations", "int4"], "'int4' is none of int16, int8, float"),
-        (["--times", "3"], "invalid choice: 3"),
-        (["--page", "nowhere.md"], "'nowhere.md' is no file"),
-        (["--prompts", "nowhere.txt"], "'nowhere.txt' is no file"),
-        (["--json", "nowhere/x.json"], "'nowhere/x.json' is not a file in a directory that exists"),
+        ({"shape": "1000x2"}, "--shape '1000x2': give a width that is a multiple of 256"),
+        ({"contexts": [1, -2]}, "--contexts -2: is too few; give 0 or more"),
+        ({"trials": 0}, "--trials 0: is too few; give 1 or more"),
+        ({"tokens": 0}, "--tokens 0: is too few"),
     ],
 )
-def test_a_wrong_flag_is_one_line(flags, said, capsys):
-    with pytest.raises(SystemExit):
-        compare_llama_cpp.setup_arg_parser().parse_args(flags)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+def test_a_wrong_flag_is_an_error(flags, said, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "versions", dict)
+    with pytest.raises(GearbxError, match=said):
+        llama_cpp.compare_llama_cpp(**flags)
 
 
 def test_a_missing_package_is_one_line(tmp_path):
-    code = "import sys; sys.modules['llama_cpp'] = None; sys.argv = ['x', '--json', sys.argv[1]]\n"
-    code += f"sys.path.append({str(SCRIPTS)!r}); import compare_llama_cpp; compare_llama_cpp.main()"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.json")], capture_output=True, text=True)
+    code = "import sys; sys.modules['llama_cpp'] = None; sys.argv = ['x', 'compare-llama-cpp', '--json', sys.argv[1]]\n"
+    code += "from research.__main__ import main; main()"
+    line = [sys.executable, "-c", code, str(tmp_path / "x.json")]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "is not installed: pip install llama-cpp-python gguf" in done.stderr
@@ -195,16 +184,14 @@ def test_a_missing_package_is_one_line(tmp_path):
 def drafting():
     for package in ("llama_cpp", "gguf"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    from beside_llama_cpp import drafting
-
-    return drafting
+    return llama_cpp
 
 
 def test_llama_cpp_writes_the_demo_models_texts(drafting, demo, tmp_path, monkeypatch):
     monkeypatch.setattr(drafting, "CHECKED", 10)
     prompts = [demo.tokenizer.encode(text) for text in ("Question: Tom has 5 apples.", "Once upon a time")]
     drafting.check_texts(demo.tokenizer, prompts, tmp_path, 1)
-    monkeypatch.setattr(gguf_file, "interleaved", lambda weight, heads: weight)
+    monkeypatch.setattr(llama_cpp, "interleaved", lambda weight, heads: weight)
     with pytest.raises(GearbxError, match="prompt 1: in float32"):
         drafting.check_texts(demo.tokenizer, prompts, tmp_path, 1)
 

@@ -1,12 +1,9 @@
 """The controller on a model: what it puts into it, what it tells, and the simulated machine from end to end."""
 
 import dataclasses
-import importlib.util
 import json
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -18,7 +15,6 @@ from gearbx_mlx.gears.discovery import default_sensitivity
 from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def bits_in(gearbox: Gearbox) -> dict[str, int]:
@@ -271,15 +267,9 @@ class TestSimulation:
     @pytest.fixture(scope="class")
     @classmethod
     def script(cls):
-        sys.path.insert(0, str(SCRIPTS))
-        try:
-            spec = importlib.util.spec_from_file_location("simulate_throttling", SCRIPTS / "simulate_throttling.py")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-            yield module
-        finally:
-            sys.path.remove(str(SCRIPTS))
+        from research import throttling
+
+        return throttling
 
     @pytest.fixture(scope="class")
     @classmethod

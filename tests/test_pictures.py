@@ -7,23 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from research import pictures, studies
+
 ROOT = Path(__file__).parents[1]
-SCRIPTS, IMAGES = ROOT / "scripts", ROOT / "docs" / "images"
-
-
-@pytest.fixture
-def draw_terminal(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import draw_terminal
-
-    return draw_terminal
-
-
-@pytest.fixture
-def draw_chat(draw_terminal):
-    import draw_chat
-
-    return draw_chat
+IMAGES = ROOT / "docs" / "images"
 
 
 def words(text: str) -> list[str]:
@@ -34,16 +21,16 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_terminal_in_the_readme_shows_what_generate_writes(draw_terminal):
+def test_the_terminal_in_the_readme_shows_what_generate_writes():
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
     flags = shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate").split()
-    assert words(draw_terminal.terminal_text(flags).plain) == words(shown)
+    assert words(pictures.terminal_text(flags).plain) == words(shown)
 
 
 @pytest.mark.slow
-def test_the_chat_in_the_docs_is_what_chat_writes(draw_chat):
+def test_the_chat_in_the_docs_is_what_chat_writes():
     shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
-    assert words(draw_chat.recorded().plain) == words(shown)
+    assert words(pictures.recorded().plain) == words(shown)
 
 
 def test_words_leave_out_time_and_memory_alone():
@@ -59,8 +46,7 @@ def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
 
 
 def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
-    line = [sys.executable, SCRIPTS / "pictures.py", "--list"]
-    listed = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = "\n".join(studies.listed())
     for picture in IMAGES.glob("*.png"):
         assert picture.name in listed or (picture.name.startswith("kl_") and "kl_*.png" in listed)
     for page in (ROOT / "docs").glob("*.md"):
@@ -69,10 +55,16 @@ def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["rainbow"], "rainbow: no such picture"), (["evidence"], "--results")]
+    ("arguments", "words"),
+    [
+        (["rainbow"], "rainbow: no such study"),
+        (["evidence"], "the following arguments are required: results"),
+        (["figures", "--max-tokens", "1"], "--max-tokens 1: is too few"),
+        (["compare-llama-cpp", "--subjects", "speed"], "invalid choice: 'speed'"),
+    ],
 )
 def test_a_mistake_in_the_names_is_one_line(arguments, words):
-    line = [sys.executable, SCRIPTS / "pictures.py", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    line = [sys.executable, "-m", "research", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
     assert words in done.stderr.splitlines()[-1]

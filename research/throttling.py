@@ -1,28 +1,24 @@
-"""Simulate a machine that gets hot, runs low on battery and memory, and draw how the controller responds.
+"""A machine that gets hot, runs low on battery and memory, and how the controller responds, for docs/machine.md."""
 
-    python scripts/simulate_throttling.py docs/images/throttling.png --page docs/machine.md --json throttling.json
-
-The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token is a
-fixed time, the time to read its weights at a throttled bandwidth, and noise. --real-time waits for that time.
-"""
-
-import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from draw_throttling import draw
 from mlx_lm.sample_utils import make_sampler
-from pages import fill, table
+from pages import table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
-from gearbx_mlx.machine.readers import MachineState, Point, Scripted, Watch
+from gearbx_mlx.machine.readers import THERMAL, MachineState, Point, Scripted, Watch
+from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, VERMILION, gear_color
+
+from .studies import Found, study
 
 TOP_SPEED = 18.0  # tokens per second in the top gear, while nothing throttles the machine
 FIXED_SHARE = 0.2  # share of a token's time in the top gear that does not depend on the bytes it reads
@@ -266,33 +262,83 @@ def rows(measured: list[dict]) -> str:
     return table([*head, "up and down"], found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", type=Path, help="Where to draw it.")
-    parser.add_argument("--page", type=Path, help="Page whose table of steps is written.")
-    parser.add_argument("--json", type=Path, help="File for every token of the picture, and every measured step.")
-    parser.add_argument(
-        "--real-time", action="store_true", help="Wait for the simulated time of every token of the picture."
+WINDOW = 10  # tokens: speeds are means over them
+
+
+def draw(run: Run, bare: Run, path: Path) -> None:
+    """Draw speed, caps, bits and the machine over time.
+
+    Args:
+        run: with the controller.
+        bare: the same scenario without it.
+        path: of a PNG, which is replaced.
+    """
+    pyplot = get_pyplot()
+    figure, (speed, caps, bits, state) = pyplot.subplots(
+        4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)
     )
-    parser.add_argument("--seeds", type=int, default=3, help="Runs of every target and noise. Default: 3")
-    args = parser.parse_args()
+    times = [token.seconds for token in run.tokens]
+    draw_speed(speed, times, run, bare)
+    draw_caps(caps, times, run)
+    bits.step(times, [token.bits for token in run.tokens], where="post", color="0.2", linewidth=1)
+    bits.set(ylabel="bits per weight")
+    draw_state(state, times, run)
+    for axes in (speed, caps, state):
+        axes.legend(**OUTSIDE)
+    for axes in (speed, caps, bits, state):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path, dpi=120)
+
+
+def draw_speed(axes: Any, times: list[float], run: Run, bare: Run) -> None:
+    taken = np.array([token.taken for token in run.tokens])
+    measured = [1 / np.nanmean(taken[i - WINDOW : i]) for i in range(WINDOW, len(times))]
+    axes.plot(times[WINDOW:], measured, color=BLUE, linewidth=1, label=f"measured, over {WINDOW} tokens")
+    axes.plot([t.seconds for t in bare.tokens], [t.top for t in bare.tokens], color="0.6", linewidth=1, label="no cap")
+    axes.axhline(run.scenario.target, color="0.2", linestyle="--", linewidth=1, label="target")
+    axes.set(ylabel="tokens/s", title="A machine that is throttled, empty and full, and what the controller does")
+    axes.set_ylim(0, None)
+
+
+def draw_caps(axes: Any, times: list[float], run: Run) -> None:
+    widths = sorted({bits for token in run.tokens for bits in token.caps.values()})
+    counts = [[sum(cap == width for cap in token.caps.values()) for token in run.tokens] for width in widths]
+    colors = [gear_color(place, len(widths)) for place in range(len(widths))]
+    axes.stackplot(times, counts, labels=[f"{width} bits" for width in widths], colors=colors, step="post")
+    axes.set(ylabel="layers capped to")
+
+
+def draw_state(axes: Any, times: list[float], run: Run) -> None:
+    heat = [THERMAL.index(token.state.thermal or "nominal") / (len(THERMAL) - 1) for token in run.tokens]
+    axes.step(times, heat, where="post", color=VERMILION, linewidth=1.4, label="heat: nominal to critical")
+    charge = [1.0 if token.state.battery is None else token.state.battery for token in run.tokens]
+    axes.step(times, charge, where="post", color=BLUE, linewidth=1.2, linestyle="--", label="battery")
+    memory = [token.state.memory or 0.0 for token in run.tokens]
+    axes.step(times, memory, where="post", color=GREEN, linewidth=1.2, linestyle="-.", label="memory in use")
+    axes.step(times, [token.share for token in run.tokens], where="post", color="0.2", linestyle=":", label="budget")
+    axes.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
+
+
+@study("docs/machine.md", writes="images/throttling.png", minutes=4)
+def throttling(real_time: bool = False, seeds: int = 3) -> Found:
+    """A simulated machine that is throttled, and how soon the controller settles.
+
+    The model really generates, with the controller's caps. Time is simulated, so a run is the same everywhere: a token
+    is a fixed time, the time to read its weights at a throttled bandwidth, and noise.
+
+    Args:
+        real_time: Wait for the simulated time of every token of the picture.
+        seeds: Runs of every target and noise.
+    """
     loaded = made()
-    run = simulate(STORY, *loaded, real_time=args.real_time)
-    draw(run, simulate(STORY, *loaded, controlled=False), args.picture)
+    run = simulate(STORY, *loaded, real_time=real_time)
+    bare = simulate(STORY, *loaded, controlled=False)
     measured = []
     for target in (12.0, 15.0, 20.0, 100.0):
         for noise in (0.0, 0.05, 0.1):
-            for seed in range(args.seeds):
-                scenario = steps(target, noise)
-                for found in settling(simulate(scenario, *loaded, seed)):
+            for seed in range(seeds):
+                for found in settling(simulate(steps(target, noise), *loaded, seed)):
                     measured.append({"target": target, "noise": noise, "seed": seed, **asdict(found)})
-    print(rows(measured))
-    if args.json:
-        tokens = [{**asdict(token), "state": token.state.known} for token in run.tokens]
-        args.json.write_text(json.dumps({"steps": measured, "tokens": tokens}, indent=1) + "\n")
-    if args.page:
-        fill(args.page, {"steps": lambda: rows(measured)})
-
-
-if __name__ == "__main__":
-    main()
+    tokens = [{**asdict(token), "state": token.state.known} for token in run.tokens]
+    data = {"steps": measured, "tokens": tokens}
+    return Found({"steps": rows(measured)}, data, {"throttling.png": partial(draw, run, bare)})

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from research import evidence
+
 ROOT = Path(__file__).parents[1]
 PAGE = """Text.
 
@@ -20,22 +22,7 @@ More.
 COUNTS = "python -c \"open('runs', 'a').write('x')\" --json report.json"
 
 
-@pytest.fixture
-def evidence(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import make_evidence
-
-    return make_evidence
-
-
-@pytest.fixture
-def verdicts(evidence):
-    import evidence_verdicts
-
-    return evidence_verdicts
-
-
-def test_commands_of_a_page_are_those_that_write_a_report(evidence):
+def test_commands_of_a_page_are_those_that_write_a_report():
     train, evaluate = evidence.page_commands(PAGE)
     assert train == "OMP_NUM_THREADS=1 python scripts/train.py --data DIR --out small --steps 10"
     script = str(ROOT / "scripts" / "train.py")
@@ -55,14 +42,14 @@ def test_commands_of_a_page_are_those_that_write_a_report(evidence):
     assert evidence.runnable(evaluate, Path("/texts"))[:4] == ["env", sys.executable, "-m", "gearbx_mlx"]
 
 
-def test_every_table_of_the_pages_has_its_commands(evidence):
+def test_every_table_of_the_pages_has_its_commands():
     pages = [(ROOT / page).read_text(encoding="utf-8") for page in evidence.PAGES]
     outputs = {evidence.output_of(line.split()) for page in pages for line in evidence.page_commands(page)}
     assert {"demo", "stories260K-report", "babyllama105-report", "pair", "pair-writing", "small", "chi.json"} <= outputs
     assert {"exact_lossless_3_16.json", "lossless_demo_16.json", "time_int8.json"} <= outputs
 
 
-def test_a_command_runs_once_and_again_when_the_code_has_changed(evidence, tmp_path, monkeypatch):
+def test_a_command_runs_once_and_again_when_the_code_has_changed(tmp_path, monkeypatch):
     def make(keep=False):
         evidence.make_all([COUNTS], tmp_path, tmp_path, keep)
         return len((tmp_path / "runs").read_text())
@@ -74,7 +61,7 @@ def test_a_command_runs_once_and_again_when_the_code_has_changed(evidence, tmp_p
     assert json.loads((tmp_path / "made.json").read_text())[COUNTS]["code"] == "other"
 
 
-def test_a_command_that_fails_is_made_again(evidence, tmp_path):
+def test_a_command_that_fails_is_made_again(tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         evidence.make_all(["python -c 1/0 --json report.json"], tmp_path, tmp_path, keep=False)
     assert evidence.made_so_far(tmp_path) == {}
@@ -83,7 +70,17 @@ def test_a_command_that_fails_is_made_again(evidence, tmp_path):
 
 @pytest.mark.processes
 def test_missing_models_are_one_line(tmp_path):
-    line = [sys.executable, "scripts/make_evidence.py", str(tmp_path / "out"), "--models", str(tmp_path), "--data", "."]
+    line = [
+        sys.executable,
+        "-m",
+        "research",
+        "evidence",
+        str(tmp_path / "out"),
+        "--models",
+        str(tmp_path),
+        "--data",
+        ".",
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(f"{tmp_path / 'stories260K'} is missing")
@@ -95,8 +92,8 @@ def policy(name, kind, kl, better=None, change=None):
     return {"name": name, "policy": kind, "kl_mean": kl, "better_static": better, "against_random_same_share": control}
 
 
-def test_advice_has_the_figures_of_the_reports(verdicts, tmp_path):
-    for number, folder in enumerate(verdicts.MODELS.values()):
+def test_advice_has_the_figures_of_the_reports(tmp_path):
+    for number, folder in enumerate(evidence.MODELS.values()):
         rows = [
             policy("static-8", "static", 0.01),
             policy("route-0.5", "route", 0.2 + number / 10, "static-8", (-0.1 * number, 0.04)),
@@ -104,7 +101,7 @@ def test_advice_has_the_figures_of_the_reports(verdicts, tmp_path):
         ]
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "evaluation.json").write_text(json.dumps({"policies": rows}))
-    assert verdicts.static_sentence(tmp_path).startswith("For 3 of 6 mixtures")
-    assert verdicts.static_sentence(tmp_path).endswith("20 to 40 times smaller")
-    route = verdicts.gain_sentence(tmp_path, "route", "against_random_same_share", "It")
+    assert evidence.static_sentence(tmp_path).startswith("For 3 of 6 mixtures")
+    assert evidence.static_sentence(tmp_path).endswith("20 to 40 times smaller")
+    route = evidence.gain_sentence(tmp_path, "route", "against_random_same_share", "It")
     assert route == "It gained +0% to +20% in KL over chance, surely in 2 of 3 runs"

@@ -1,16 +1,8 @@
-"""Measure the gears of the KV cache for docs/kv_gears.md: what they lose, and what they save.
+"""The gears of the KV cache: what they lose and save, and how groups of their numbers change it,
 
-    python scripts/measure_kv_gears.py quality --page docs/kv_gears.md --models DIRECTORY ...
-    python scripts/measure_kv_gears.py cost --page docs/kv_gears.md
-
-`quality` reads a text as `gearbx_mlx evaluate --kv-gears` does, by the demo model and others, in windows of each
-context that a model was made for. `cost` counts the bytes of keys and values that a decode step reads, and times its
-attention and all of it, its own key and value appended: on the demo model widened as in time_lossless.py, over random
-keys and values. A step is timed with planes beside entries (4,8,16) and with planes alone (4,8). In each trial every
-gear takes its turn, and a ratio is that of two processor times within one trial.
+Its tables stand in docs/kv_gears.md.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -18,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
-from pages import fill, table
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from pages import table
 from rich.progress import track
-from time_lossless import widened
 
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.commands.evaluate_text import context_for
@@ -30,34 +22,19 @@ from gearbx_mlx.evaluation.policies import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
 from gearbx_mlx.evaluation.session import EvaluationSession
 from gearbx_mlx.evaluation.text import read_documents, windows_of
-from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
+from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache, pack, unpack
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
-TALES = Path(__file__).with_name("tales.txt")
+from .lossless import widened
+from .studies import OTHER_TALES, TALES, Found, spread, study
+
 CONTEXTS = (256, 512, 1024, 4096)  # of `quality`
 LADDERS = ((4, 8), (4, 8, 16))
 LONG = (1024, 4096, 16384)  # of `cost`
 BITS = (4, 8, 16)
 TIMES = 4  # copies of each unit of the demo model
 WEIGHTS = "4"  # gear of the weights in a timed step, as of a draft
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "cost"))
-    parser.add_argument("--page", type=Path)
-    parser.add_argument("--models", nargs="*", default=[], help="Directories, beside the demo model.")
-    parser.add_argument("--data", type=Path, default=TALES, help="A text, or JSON Lines. Default: tales")
-    parser.add_argument("--tokens", type=int, default=1000, help="Predictions of each model and context.")
-    parser.add_argument("--trials", type=int, default=9)
-    args = parser.parse_args()
-    made = (
-        cost(args.trials) if args.what == "cost" else quality([str(DEMO_MODEL), *args.models], args.data, args.tokens)
-    )
-    print(made)
-    if args.page:
-        fill(args.page, {f"kv_{args.what}": lambda: made})
 
 
 def quality(models: list[str], data: Path, tokens: int) -> str:
@@ -94,6 +71,7 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
         found = [
             cell for each in runs.recordings.values() for cell in (f"{each.kl.mean():.2g}", f"{each.agree.mean():.1%}")
         ]
+        assert runs.noise is not None
         yield [Path(name).name, str(context), ",".join(map(str, ladder)), *found, f"{runs.noise.kl.mean():.2g}"]
         print(f"{Path(name).name}, {context} tokens, {ladder}: {found}", flush=True)
 
@@ -167,8 +145,12 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
     queries = mx.ones((1, heads, 1, layer.keys.shape[-1]), layer.keys.dtype)
     nested = layer.read(0)
     if nested is None:
-        return dispatch.attention(queries, *layer.keys_and_values(), 1.0, None)
-    return dispatch.nested_attention(queries, nested, 1.0, None)
+        keys, values = layer.keys_and_values()
+        found = dispatch.attention(queries, keys, values, 1.0, None)
+    else:
+        found = dispatch.nested_attention(queries, nested, 1.0, None)
+    assert found is not None, "there is no kernel"
+    return found
 
 
 def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
@@ -188,9 +170,122 @@ def clocked(timed: Callable[[], None]) -> float:
 def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
     """Median milliseconds, and the median ratio to gear 16 with the least and the most."""
     ratios = [a / b for a, b in zip(seconds, of_16)]
-    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread]
+    return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread(ratios)]
 
 
-if __name__ == "__main__":
-    main()
+CONTEXT = 256  # tokens of each text: all models know so many
+POSITIONS = 64  # of a group along positions
+WIDTHS = (4, 4)
+SCALE = 16  # bits of a scale, and of an offset
+
+Change = Callable[[mx.array], mx.array]
+
+
+def same(vectors: mx.array) -> mx.array:
+    return vectors
+
+
+def per_token(group: int, bits: int = 4) -> Change:
+    """Quantizes vectors (B, H, S, D) in groups of so many numbers of a position."""
+
+    def change(vectors: mx.array) -> mx.array:
+        packed = pack(vectors, WIDTHS, min(group, vectors.shape[-1]))
+        return unpack(*packed, WIDTHS, bits)
+
+    return change
+
+
+def per_channel(vectors: mx.array) -> mx.array:
+    """Quantizes vectors (B, H, S, D) in groups of positions; the last positions, too few for a group, stay."""
+    whole = vectors.shape[2] // POSITIONS * POSITIONS
+    turned = per_token(POSITIONS)(vectors[:, :, :whole].swapaxes(2, 3)).swapaxes(2, 3)
+    return mx.concatenate([turned, vectors[:, :, whole:]], axis=2)
+
+
+def bits_per_number(keys: int, values: int, bits: int = 4) -> str:
+    """Bits of a number, on average, with groups of so many keys and values that share a scale and an offset."""
+    return f"{bits + (2 * SCALE / keys + 2 * SCALE / values) / 2:g}"
+
+
+WAYS: dict[str, tuple[str, Change, Change]] = {  # bits per number; keys, values
+    "64 of a position": (bits_per_number(64, 64), per_token(64), per_token(64)),
+    "32 of a position": (bits_per_number(32, 32), per_token(32), per_token(32)),
+    "16 of a position": (bits_per_number(16, 16), per_token(16), per_token(16)),
+    "keys: 64 positions; values: 64 of a position": (bits_per_number(POSITIONS, 64), per_channel, per_token(64)),
+    "keys: 64 positions; values: 32 of a position": (bits_per_number(POSITIONS, 32), per_channel, per_token(32)),
+    "32 of a position, both planes": (bits_per_number(32, 32, 8), per_token(32, 8), per_token(32, 8)),
+}
+
+
+class ChangedCache(KVCache):
+    """A cache that keeps changed keys and values."""
+
+    def __init__(self, keys: Change, values: Change):
+        super().__init__()
+        self.changes = keys, values
+
+    def update_and_fetch(self, keys, values):
+        return super().update_and_fetch(*(change(vectors) for change, vectors in zip(self.changes, (keys, values))))
+
+
+def logprobs(model: nn.Module, texts: list[list[int]], keys: Change, values: Change) -> mx.array:
+    """(tokens, V) of all texts."""
+    found = []
+    for text in texts:
+        logits = model(mx.array([text]), cache=[ChangedCache(keys, values) for _ in model.layers])[0]
+        found.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
+def loss_by_group(path: str, count: int) -> list[str]:
+    """KL in bits and the share of equal choices, in each way."""
+    model, tokenizer = load(path)
+    model.set_dtype(mx.float32)
+    tokens = tokenizer.encode(OTHER_TALES.read_text(encoding="utf-8"))
+    texts = [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(min(count, len(tokens) // CONTEXT))]
+    exact = logprobs(model, texts, same, same)
+    figures = []
+    for _, keys, values in WAYS.values():
+        changed = logprobs(model, texts, keys, values)
+        kl = (mx.exp(exact) * (exact - changed)).sum(axis=-1).mean() / mx.log(mx.array(2.0))
+        equal = (exact.argmax(axis=-1) == changed.argmax(axis=-1)).astype(mx.float32).mean()
+        figures.append(f"{kl.item():.4f} ({equal.item():.1%})")
+    return figures
+
+
+@study("docs/kv_gears.md", minutes=15)
+def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -> Found:  # noqa: B006
+    """What the gears of the KV cache lose: a text read as by `evaluate --kv-gears`, in windows of several contexts.
+
+    Args:
+        models: Directories, beside the demo model, such as of babyllama105 and stories260K.
+        data: A text, or JSON Lines.
+        tokens: Predictions of each model and context.
+    """
+    return Found({"kv_quality": quality([str(DEMO_MODEL), *models], data, tokens)})
+
+
+@study("docs/kv_gears.md", minutes=5)
+def kv_cost(trials: int = 9) -> Found:
+    """What the gears of the KV cache save: bytes that a decode step reads, and its time, in attention and in all.
+
+    The demo model is widened, over random keys and values. A step is timed with planes beside entries (4,8,16) and
+    with planes alone (4,8). In each trial every gear takes its turn; a ratio is of processor times within one trial.
+    """
+    return Found({"kv_cost": cost(trials)})
+
+
+@study("docs/kv_gears.md", minutes=1)
+def kv_groups(models: list[str] = [], texts: int = 4) -> Found:  # noqa: B006
+    """How groups of numbers for 4-bit keys and values change predictions: KL from entries as they are.
+
+    Groups run along a head's numbers, so that each position is quantized by itself, or (keys, as in KIVI and QuantSpec)
+    along 64 positions of each number. Every token sees quantized keys and values, its own included.
+
+    Args:
+        models: Directories, beside the demo model.
+    """
+    figures = {Path(path).name: loss_by_group(path, texts) for path in (str(DEMO_MODEL), *models)}
+    rows = [[way, bits, *each] for (way, (bits, *_)), *each in zip(WAYS.items(), *figures.values())]
+    return Found({"kv_groups": table(["groups", "bits", *figures], rows)})

@@ -1,0 +1,276 @@
+"""Batches: what sharing a gear costs in mode route, and the speed of mode lossless, for docs/batches.md."""
+
+import json
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import llama
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from pages import table
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
+from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.stream import batch_generator
+from gearbx_mlx.decoding.texts import vocabulary_of
+from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
+from gearbx_mlx.evaluation.policies import ROUTE_DELAY
+from gearbx_mlx.evaluation.replay import next_logprobs
+from gearbx_mlx.routing.gates import Monitor, OneGear, ThresholdGate, policy_named
+
+from .lossless import encode, widened
+from .studies import HELD_OUT, Found, read_report, run_python, spread, study, table_here
+
+GEARS = "4,16"
+SIZES = (1, 2, 4, 8)
+POLICIES = ("highest", "quantile:0.75", "most", "quantile:0")
+HEAD = ("texts", "policy", "share of the top gear", "MB/token", "mean KL", "agreement")
+
+
+class Reader:
+    """A text that is read token by token, and the gears that it wants."""
+
+    def __init__(self, gearbox, tokens, reference, gate):
+        self.gearbox, self.tokens, self.reference, self.gate = gearbox, tokens, reference, gate
+        self.monitor, self.cache, self.place = Monitor(vocabulary_of(gearbox)), make_prompt_cache(gearbox.model), 0
+        self.coming = deque([0] * ROUTE_DELAY)
+
+    def read(self):
+        """KL of the next prediction (nats), and whether its best token is the top gear's."""
+        found = log_softmax(next_logprobs(self.gearbox.model, [self.tokens[self.place]], self.cache)[0])
+        top = log_softmax(self.reference[self.place])
+        self.coming.append(self.gate.update(self.monitor.update(float(entropy_of_logprobs(found)))))
+        self.place += 1
+        return kl_divergence(top, found), top.argmax() == found.argmax()
+
+
+@dataclass
+class Costs:
+    """Of all predictions of a policy: numbers of the gears, bytes, KL in nats, agreement with the top gear."""
+
+    gears: list
+    weight_bytes: list
+    kl: list
+    agree: list
+
+    def row(self, texts, policy, top):
+        share = statistics.mean(gear == top for gear in self.gears)
+        agree, megabytes = statistics.mean(self.agree), statistics.mean(self.weight_bytes) / 1e6
+        return texts, policy, f"{share:.1%}", f"{megabytes:.2f}", f"{statistics.mean(self.kl):.2g}", f"{agree:.1%}"
+
+
+def side_by_side(gearbox, texts, references, size, policy, gate):
+    """Costs of reading all texts, `size` of them at a time."""
+    costs = Costs([], [], [], [])
+    for start in range(0, len(texts), size):
+        pairs = list(zip(texts, references))[start : start + size]
+        readers = [Reader(gearbox, text, reference, gate()) for text, reference in pairs]
+        for _ in range(len(texts[0])):
+            gear = gearbox.ladder[policy([reader.coming.popleft() for reader in readers])]
+            gearbox.shift(gear)
+            for reader in readers:
+                kl, agree = reader.read()
+                costs.gears.append(gear.index)
+                costs.weight_bytes.append(gearbox.weight_bytes_per_token(gear) / len(readers))
+                costs.kl.append(float(kl))
+                costs.agree.append(bool(agree))
+    return costs
+
+
+def median_entropy(gearbox, references):
+    """The median over all tokens of the rolling mean of the top gear's entropies, bits: half of them are above it."""
+    means = []
+    for reference in references:
+        monitor = Monitor(vocabulary_of(gearbox))
+        means += [monitor.update(float(entropy_of_logprobs(log_softmax(row)))).mean for row in reference]
+    return float(np.median(means))
+
+
+def read_texts(tokenizer, count, length):
+    """The first tokens of questions with their answers."""
+    lines = map(json.loads, HELD_OUT.read_text(encoding="utf-8").splitlines())
+    texts = [tokenizer.encode(f"{line['question']}\n{line['answer']}")[:length] for line in lines]
+    return [text for text in texts if len(text) == length][:count]
+
+
+def measure(count, length):
+    """The rows of the table."""
+    model, tokenizer = load()
+    gearbox = Gearbox(model, GEARS, kernels="native", activations="float")
+    texts = read_texts(tokenizer, count, length)
+    gearbox.shift(gearbox.ladder.top)
+    references = [next_logprobs(model, text, make_prompt_cache(model)) for text in texts]
+    threshold, top = median_entropy(gearbox, references), gearbox.ladder.top.index
+    cases = [(size, name) for size in SIZES for name in (POLICIES if size > 1 else POLICIES[:1])]
+    rows = []
+    for size, name in track(cases, "reading"):
+        policy = policy_named(name)
+        found = side_by_side(gearbox, texts, references, size, policy, lambda: ThresholdGate((threshold,)))
+        rows.append(found.row(size, name if size > 1 else "(any)", top))
+    for size in SIZES:
+        found = side_by_side(gearbox, texts, references, size, max, OneGear)
+        rows.append(found.row(size, "static, 4 bits", top))
+    return rows
+
+
+SPEED_HEAD = ["weights", "texts", "time", "processor time", "drafted", "same texts", "draft", "2 rows", "3 rows"]
+CONTEXT, PASSES = 64, 9
+
+
+def timed(responses):
+    """Tokens by sequence, the seconds per token after the first step, on the clock and of the processor, and counts."""
+    texts: dict[int, list[int]] = {}
+    count, drafted, begun = 0, 0, (0.0, 0.0)
+    for step in responses:
+        count += len(step) if texts else 0
+        begun = begun if texts else (time.perf_counter(), time.process_time())
+        for response in step:
+            texts.setdefault(getattr(response, "uid", 0), []).append(response.token)
+            drafted += response.drafted
+    clock, cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
+    return {"texts": texts, "clock": clock / count, "cpu": cpu / count, "drafted": drafted}
+
+
+def batch(gearbox, tokenizer, prompts, mode, max_tokens):
+    """The steps of a batch."""
+    generator = batch_generator(gearbox.model, tokenizer, mode=mode, gearbox=gearbox)
+    generator.insert(prompts, [max_tokens] * len(prompts))
+    while step := generator.next_generated():
+        yield step
+    generator.close()
+
+
+def ratios(before, after, unit):
+    """How many times as fast `after` is, in each trial."""
+    return [one[unit] / other[unit] for one, other in zip(before, after)]
+
+
+def pass_seconds(gearbox, size):
+    """Seconds of a step of the draft, and of top steps with one to three rows of each text: medians, taken in turn."""
+    cache = [BatchKVCache([0] * size) for _ in gearbox.model.layers]
+    mx.eval(gearbox.model(mx.full((size, CONTEXT), 5), cache=cache))
+    kinds = {"draft": ("low", 1), "top": ("high", 1), "2 rows": ("high", 2), "3 rows": ("high", 3)}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(PASSES):
+        for kind, (gear, rows) in kinds.items():
+            gearbox.shift(gear)
+            begun = time.perf_counter()
+            mx.eval(gearbox.model(mx.full((size, rows), 7), cache=cache))
+            times[kind].append(time.perf_counter() - begun)
+            for each in cache:
+                each.trim(rows)
+    return {kind: statistics.median(values) for kind, values in times.items()}
+
+
+def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
+    """The row of one size."""
+    top: list[dict] = []
+    lossless: list[dict] = []
+    single: list[dict] = []
+    for trial in range(trials + 1):
+        runs = [timed(batch(gearbox, tokenizer, prompts, each, max_tokens)) for each in (Static(), mode)]
+        if len(prompts) == 1:
+            stream = stream_generate(gearbox.model, tokenizer, prompts[0], max_tokens, mode=mode, gearbox=gearbox)
+            runs.append(timed([response] for response in stream))
+        if trial:  # the first one is a warm-up
+            for place, run in zip((top, lossless, single), runs):
+                place.append(run)
+    same = sum(a == b for a, b in zip(top[-1]["texts"].values(), lossless[-1]["texts"].values()))
+    row = {"size": len(prompts), "identical": same, "drafted": lossless[-1]["drafted"]}
+    row |= {unit: ratios(top, lossless, unit) for unit in ("clock", "cpu")}
+    seconds = pass_seconds(gearbox, len(prompts))
+    row["passes"] = {kind: value / seconds["top"] for kind, value in seconds.items() if kind != "top"}
+    return row | ({"to_single_" + unit: ratios(single, lossless, unit) for unit in ("clock", "cpu")} if single else {})
+
+
+@study("docs/batches.md", minutes=3)
+def batch_sharing(texts: int = 16, length: int = 96) -> Found:
+    """What sharing a gear costs in mode route, by policy and number of texts.
+
+    Texts are read side by side, a token of each at a time, on KV caches of their own; the gear of a step is what the
+    policy makes of their wishes, which act two tokens later. Each prediction is compared with the top gear's. A row of
+    a pass has the same bits in any company (native CPU kernels), so the texts of a step are computed one after the
+    other, and the bytes of one pass are counted for all of them.
+
+    Args:
+        texts: A multiple of the largest batch.
+        length: Tokens of a text.
+    """
+    return Found({"sharing": table(HEAD, measure(texts, length))})
+
+
+@study("docs/batches.md", minutes=20)
+def batch_lossless(
+    prompts: Path = HELD_OUT,
+    sizes: list[int] = [1, 2, 4, 8, 16],  # noqa: B006 - nothing changes it
+    weights: list[str] = ["exact 3,16", "planes 4,16"],  # noqa: B006
+    times: int = 8,
+    max_tokens: int = 48,
+    trials: int = 5,
+    draft_length: int | None = None,
+    activations: Literal["float", "int16", "int8"] = "int16",
+) -> Found:
+    """Batches in mode lossless beside the same batches in the top gear alone.
+
+    The demo model is widened as in lossless-time. For every size of a batch, both ways write the same prompts in turn;
+    a batch of one is also compared with stream_generate. The time of prompts does not count. On a machine that others
+    use too, the processor's time strays less than the clock. What a round can save follows from its passes, which are
+    timed by themselves: a step of the draft, and verifications of two and three rows of each text, as shares of a step
+    of the top gear.
+
+    Args:
+        prompts: One per line, or JSON Lines such as GSM8K's.
+        weights: Formats and their gears.
+        times: Copies of every unit: a power of two.
+        draft_length: As the costs in time say if not given.
+    """
+    model, tokenizer = load()
+    model.set_dtype(mx.bfloat16)  # which format exact stores
+    wide = widened(model, times)
+    mode = Lossless(draft_length=draft_length) if draft_length else Lossless(cost="time")
+    asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)]
+    rows, lines = [], []
+    for stored in weights:
+        form, gears = stored.split()
+        copy = llama.Model(wide.args)  # whose layers the gearbox replaces
+        copy.update(wide.parameters())
+        gearbox = Gearbox(copy, gears, format=form, kernels="native", activations=activations)
+        for size in sizes:
+            given = [asked[place % len(asked)] for place in range(size)]
+            row = compare(gearbox, tokenizer, given, mode, max_tokens, trials)
+            rows.append({"weights": stored, **row})
+            cells = (
+                row["drafted"],
+                f"{row['identical']} of {size}",
+                *(f"{share:.2f}" for share in row["passes"].values()),
+            )
+            lines.append([stored, size, spread(row["clock"]), spread(row["cpu"]), *cells])
+            print(*lines[-1], flush=True)
+    return Found({"lossless": table_here(SPEED_HEAD, lines)}, rows)
+
+
+@study("docs/batches.md", minutes=5)
+def batch_speed(rows: Path, keep: bool = False) -> Found:
+    """Our batches beside mlx-lm's, in one gear, by `python -m research.decoding_costs batch`.
+
+    Args:
+        rows: Its JSON file.
+        keep: Take the file that is there.
+    """
+    if not keep:
+        run_python("-m", "research.decoding_costs", "batch", "--batch-size", "1,4,8", "--json", rows.resolve())
+    lines = [
+        [
+            *(row["batch_size"], row["bits"], f"{row['tokens_per_second']:.0f}"),
+            *(f"{row['tokens_per_second_of_mlx_lm']:.0f}", f"{row['ratio']:.2f}"),
+            "-".join(f"{value:.2f}" for value in row["spread"]),
+        ]
+        for row in read_report(rows)["rows"]
+    ]
+    return Found({"beside": table_here(["texts", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"], lines)})

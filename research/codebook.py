@@ -1,0 +1,564 @@
+"""The codebook formats: error, KL, points of a budget, speed, and XFP's tables, for docs/codebook.md."""
+
+import json
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.sample_utils import make_sampler
+from pages import table
+
+from gearbx_mlx import Gearbox, Static, load, stream_generate
+from gearbx_mlx.bit_selection.codebook_selection import kind_of
+from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
+from gearbx_mlx.cli.prompts import HARD, MIXED, TRIVIAL
+from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of
+from gearbx_mlx.evaluation.text import NEXT_PROMPT, read_rows
+from gearbx_mlx.files.writing import replacing, write_text
+from gearbx_mlx.formats import codebook, codebook_library, get_format
+from gearbx_mlx.formats.base import Format
+from gearbx_mlx.formats.codebook import Codebook, nbytes
+from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
+from gearbx_mlx.formats.codebook_options import CodebookOptions
+from gearbx_mlx.formats.codebook_quality import EXPERTS_JUDGED, Quality, compare, qualities
+from gearbx_mlx.formats.native import with_kernels
+from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.gears.ladder import DENSE
+
+from .studies import HELD_OUT, Found, in_turn, native_kernels, spread, study, table_here
+
+FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
+    "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
+    "codebook-library": (codebook_library, (2, 3, 4), "2,3,4,16", codebook_library.CodebookLibrary(cache=True)),
+}
+AFFINE_BITS, GROUP_SIZES = (2, 3, 4, 5, 6), (32, 64, 128)
+WIDTH = 4096
+
+
+def at(curve: dict[float, float], bits: float) -> float:
+    """The value of the curve at these effective bits, the logarithm interpolated."""
+    points = sorted(curve)
+    return float(np.exp(np.interp(bits, points, np.log([curve[p] for p in points]))))
+
+
+def below(value: float, curve: dict[float, float], bits: float) -> str:
+    return f"{1 - value / at(curve, bits):.0%}"
+
+
+def number(value: mx.array) -> float:
+    return float(np.array(value))
+
+
+def squared_error(made: mx.array, weight: mx.array) -> float:
+    """The sum of squared errors over the sum of squared weights."""
+    return number(mx.square(made - weight).sum() / mx.square(weight).sum())
+
+
+def affine_curve(weight: mx.array) -> dict[float, float]:
+    """Effective bits to squared error of MLX's affine quantization, with scales and biases in fp16."""
+    curve = {}
+    for bits in AFFINE_BITS:
+        for group in GROUP_SIZES:
+            words, scales, biases = mx.quantize(weight.astype(mx.float16), group, bits)
+            made = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group, bits)
+            curve[bits + 32 / group] = squared_error(made, weight)
+    return curve
+
+
+def median_cosine(made: mx.array, weight: mx.array) -> float:
+    norms = mx.sqrt(mx.square(made).sum(-1) * mx.square(weight).sum(-1))
+    return float(np.median(np.array((made * weight).sum(-1) / norms)))
+
+
+def measure_error(rows: int) -> str:
+    random = np.random.default_rng(0)
+    matrices = {
+        "Gaussian": random.standard_normal((rows, WIDTH)),
+        "Student t, 4": random.standard_t(4, (rows, WIDTH)),
+    }
+    found = []
+    for name, values in matrices.items():
+        weight = mx.array((values * 0.02).astype(np.float32))
+        curve = affine_curve(weight)
+        roots = {bits: error**0.5 for bits, error in curve.items()}
+        for format, (module, widths, *_) in FORMATS.items():
+            for bits in widths:
+                start = time.perf_counter()
+                arrays = module.encode(weight, bits)
+                seconds = time.perf_counter() - start
+                made = codebook.decode(arrays, bits, WIDTH)
+                error, effective = squared_error(made, weight), 8 * nbytes(arrays) / weight.size
+                share = Outliers.of(arrays).count() / weight.size
+                lower = below(error, curve, effective), below(error**0.5, roots, effective)
+                size = f"{effective:.3f}", f"{share:.2%}"
+                quality = f"{median_cosine(made, weight):.4f}", f"{error:.5f}"
+                found.append([name, format, bits, *size, *quality, *lower, f"{seconds:.1f}"])
+    head = ["matrix", "format", "bits", "effective bits", "outliers", "cosine"]
+    return table([*head, "squared error", "below affine", "its root below", "seconds"], found)
+
+
+def measure_kl(problems: int) -> str:
+    stored = HELD_OUT.read_text(encoding="utf-8").splitlines()[:problems]
+    model, tokenizer = load()
+    texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, stored)]
+    check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
+
+    def found(format: str | Format, ladder: str, group_size: int = 64) -> list[tuple[int, float, float]]:
+        gearbox = Gearbox(model, ladder, format=format, group_size=group_size)
+        rows = []
+        for gear in list(gearbox.ladder)[:-1]:
+            gearbox.shift(gear)
+            rows.append((gear.bits, gearbox.bits_per_weight(gear), check.divergence(model)))
+        gearbox.shift(gearbox.ladder.top)
+        return rows
+
+    affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
+    curve = {effective: kl for _, effective, kl in affine}
+    lines = [["affine", bits, f"{effective:.3f}", f"{kl:.5f}", ""] for bits, effective, kl in affine]
+    for name, (_, _, ladder, format) in FORMATS.items():
+        for bits, effective, kl in found(format, ladder):
+            lines.append([name, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
+    return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
+
+
+def measure_points(target_bpw: float) -> str:
+    model, tokenizer = load()
+    with progress_bar() as progress:
+        found = fit_floors(
+            model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress=progress
+        )
+    head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
+    return table(head, [point_cells(row) for row in point_rows(found)])
+
+
+XFP_WIDTH = 3  # XFP's tables are of 3 bits
+XFP_OUTLIER = 18  # bytes
+XFP_BITS = {3: 32 / 10, 4: 32 / 8}  # per weight: codes in words of table 3.3
+
+
+def measured(weight: mx.array) -> dict[str, float]:
+    """A matrix (O, I): its quality at 3 bits with and without outliers, and its tails."""
+    found: Quality = next(q for q in qualities(Codebook(), weight) if q.bits == XFP_WIDTH)
+    far = mx.abs(weight.astype(mx.float32) - weight.astype(mx.float32).mean())
+    sigma = number(mx.sqrt(mx.square(far).mean()))
+    return {
+        "bulk": found.bulk_cosine,
+        "cosine": found.cosine,
+        "ratio": found.bulk_error / max(found.error, 1e-12),
+        "beyond": number((far > 3 * sigma).mean()),
+        "max": number(far.max()),
+        "max_sigmas": number(far.max()) / sigma,
+    }
+
+
+def component_row(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
+    """A row of tables A.1 and B.1, over the layers of a component."""
+    gains = [one["cosine"] - one["bulk"] for one in found]
+    ratios = [one["ratio"] for one in found]
+    return {
+        "type": name,
+        "layers": len(found),
+        "cos_bulk": float(np.mean([one["bulk"] for one in found])),
+        "cos_outlier": float(np.mean([one["cosine"] for one in found])),
+        "gain_mean": float(np.mean(gains)),
+        "gain_max": float(np.max(gains)),
+        "ratio_p50": float(np.percentile(ratios, 50)),
+        "ratio_p90": float(np.percentile(ratios, 90)),
+        "beyond": float(np.mean([one["beyond"] for one in found])),
+        "max": max(one["max"] for one in found),
+        "max_sigmas": max(one["max_sigmas"] for one in found),
+    }
+
+
+def break_even(bits_low: float, bits_high: float, outlier: int) -> float:
+    """The share of outliers at which fewer bits are as large as more bits with a share of 2 % (XFP 7.2)."""
+    return DEFAULTS.cap + (bits_high - bits_low) / (8 * outlier)
+
+
+def break_even_rows(weights: Iterable[mx.array]) -> list[dict[str, Any]]:
+    """At the break-even of this format: 3 bits with more outliers beside 4 bits, over all matrices."""
+    weights = list(weights)
+    wide = sum(weight.shape[0] for weight in weights) / sum(weight.size for weight in weights)  # rows per weight
+    sizes = {bits: XFP_BITS[bits] + 16 * 2**bits * wide for bits in XFP_BITS}
+    rows = []
+    for format in ("codebook", "codebook-library"):
+        module: Any = get_format(format)
+        low, high = (sizes[3], sizes[4]) if format == "codebook" else (3.0, 4.0)
+        share = break_even(low, high, OUTLIER_SIZE)
+        for bits, options in ((4, DEFAULTS), (3, DEFAULTS), (3, CodebookOptions(sigma=1.0, cap=share))):
+            rows.append(whole_row(type(module)(options=options), bits, weights))
+    return rows
+
+
+def whole_row(format: Any, bits: int, weights: list[mx.array]) -> dict[str, Any]:
+    """Bits per weight, squared error and median cosine of a format over matrices."""
+    size = off = square = 0.0
+    cosines, counted = [], sum(weight.size for weight in weights)
+    for weight in weights:
+        arrays = format.encode(weight, bits)
+        made = codebook.decode(arrays, bits, weight.shape[-1])
+        whole = weight.astype(mx.float32)
+        size, off = size + nbytes(arrays), off + number(mx.square(made - whole).sum())
+        square += number(mx.square(whole).sum())
+        cosines.append(compare(whole, made).cosine())
+    found = {"effective_bits": 8 * size / counted, "squared_error": off / square}
+    return {"format": format.name, "bits": bits} | found | {"cosine": float(np.median(cosines))}
+
+
+def measure_tables(name: str | None) -> dict[str, Any]:
+    model, _ = load(name) if name else load()
+    parts: dict[str, list[dict[str, float]]] = defaultdict(list)
+    layers, _ = discover(model, format=Codebook())
+    for layer in layers:
+        parts[f"{kind_of(layer.path, layer.module)} {layer.path.split('.')[-1]}"].append(measured(layer.module.weight))
+    components = [component_row(part, found) for part, found in parts.items()]
+    return {
+        "components": sorted(components, key=lambda row: -row["gain_mean"]),
+        "xfp_break_even": break_even(XFP_BITS[3], XFP_BITS[4], XFP_OUTLIER),
+        "break_even": break_even_rows(layer.module.weight for layer in layers if layer.module.weight.ndim == 2),
+    }
+
+
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    quality = [
+        [
+            *(row["type"], row["layers"], f"{row['cos_bulk']:.5f}", f"{row['cos_outlier']:.5f}"),
+            *(
+                f"{row['gain_mean']:+.5f}",
+                f"{row['gain_max']:+.5f}",
+                f"{row['ratio_p50']:.2f}",
+                f"{row['ratio_p90']:.2f}",
+            ),
+        ]
+        for row in found["components"]
+    ]
+    tails = [
+        [row["type"], f"{row['beyond']:.2%}", f"{row['max']:.2f} ({row['max_sigmas']:.0f} sigma)"]
+        for row in found["components"]
+    ]
+    even = [
+        [f"`{r['format']}`", r["bits"], f"{r['effective_bits']:.3f}", f"{r['squared_error']:.5f}", f"{r['cosine']:.4f}"]
+        for r in found["break_even"]
+    ]
+    head = ["type", "layers", "cos bulk", "cos outlier", "gain mean", "gain max", "MSE p50", "MSE p90"]
+    share = f"With 18 bytes for an outlier, as in XFP: {found['xfp_break_even']:.2%} outliers.\n\n"
+    return {
+        "table_a1": table(head, quality),
+        "table_b1": table(["component", "beyond 3 sigma", "max"], tails),
+        "break_even": share + table(["format", "bits", "effective bits", "squared error", "cosine"], even),
+    }
+
+
+TEXTS, TOKENS = 16, 160
+GROUPS_HEAD = ["model", "groups of", "along", "bits", "effective bits", "squared error", "KL, nats"]
+
+
+def texts_of(tokenizer: Any, file: Path | None) -> list[list[int]]:
+    """Tokens of texts: parts of a file, or held-out problems."""
+    if file is None:
+        problems = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:TEXTS]]
+        return [tokenizer.encode(f"Question: {p['question']}\nAnswer: {p['answer']}") for p in problems]
+    tokens = tokenizer.encode(file.read_text(encoding="utf-8")[: 8 * TEXTS * TOKENS])
+    return [tokens[i * TOKENS : (i + 1) * TOKENS] for i in range(TEXTS) if len(tokens) >= (i + 1) * TOKENS]
+
+
+def remade(weight: mx.array, bits: int, options: CodebookOptions, along: str) -> tuple[mx.array, int]:
+    """A matrix (O, I) after a library of codebooks, and the bytes that it takes."""
+    matrix = weight if along == "inputs" else mx.contiguous(weight.T)
+    arrays = codebook_library.encode(matrix, bits, options)
+    made = codebook.decode(arrays, bits, matrix.shape[-1])
+    return made if along == "inputs" else made.T, nbytes(arrays)
+
+
+def measure_groups(name: str | None, shown: str, text: Path | None, group: int) -> list[dict[str, Any]]:
+    model, tokenizer = load(name) if name else load()
+    check = GarbageCheck(model, texts_of(tokenizer, text), written=0)
+    layers = [layer for layer in discover(model)[0] if isinstance(layer.module, nn.Linear)]
+    own = [layer.module.weight for layer in layers]
+    rows = []
+    for bits in codebook_library.BITS:
+        for along in ("inputs", "outputs"):
+            off, square, size = 0.0, 0.0, 0
+            for layer, weight in zip(layers, own):
+                whole = weight.astype(mx.float32)
+                made, stored = remade(whole, bits, CodebookOptions(group=group), along)
+                off, square = off + number(mx.square(made - whole).sum()), square + number(mx.square(whole).sum())
+                size, layer.module.weight = size + stored, made.astype(weight.dtype)
+            effective = 8 * size / sum(weight.size for weight in own)
+            found = {"bits": bits, "effective_bits": effective, "squared_error": off / square}
+            rows.append({"model": shown, "group": group, "along": along} | found | {"kl": check.divergence(model)})
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[Any]:
+    last = f"{row['effective_bits']:.3f}", f"{row['squared_error']:.5f}", f"{row['kl']:.5f}"
+    return [row["model"], row["group"], row["along"], row["bits"], *last]
+
+
+GEARS = [("original", 16), ("affine", 4), ("affine", 3), ("codebook", 4), ("codebook", 3), ("codebook-library", 4)]
+SEEDS = (1, 2, 3)
+LONGEST = 256  # tokens of an answer
+NUMBER = re.compile(r"-?[\d,]*\.?\d+")
+Rates = dict[str, float]
+
+
+def last_number(text: str) -> Decimal | None:
+    numbers = NUMBER.findall(text.split(NEXT_PROMPT)[0])
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def rates(gearbox: Gearbox, tokenizer: object, rows: Sequence[dict[str, str]], gear: str, temp: float) -> Rates:
+    """The shares of right answers."""
+    strict = flexible = 0
+    for row in rows:
+        text, sampler = "", make_sampler(temp)
+        keywords = {"mode": Static(gear), "gearbox": gearbox, "sampler": sampler}
+        for response in stream_generate(gearbox.model, tokenizer, prompt_of(row, []), LONGEST, **keywords):
+            text += response.text
+            if number_finished(text):
+                break
+        wanted = final_number(row["answer"])
+        strict += final_number(text) == wanted
+        flexible += last_number(text) == wanted
+    return {"strict": strict / len(rows), "flexible": flexible / len(rows)}
+
+
+def measure_seeds(rows: Sequence[dict[str, str]], file: Path, temp: float) -> dict[str, Rates]:
+    """The rates of every run, by its name; those that the file has are taken from it, others written to it."""
+    found: dict[str, Rates] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    with progress_bar() as progress:
+        for format, bits in progress.track(GEARS, description="gears"):
+            model, tokenizer = load()
+            ladder, stored = ("4,16", "planes") if format == "original" else (f"{bits},16", format)
+            gearbox = Gearbox(model, ladder, format=stored, kernels="native")
+            for seed in SEEDS:
+                name = f"{format} {bits}, seed {seed}, temp {temp}, {len(rows)} problems"
+                if name not in found:
+                    mx.random.seed(seed)
+                    found[name] = rates(gearbox, tokenizer, rows, "high" if bits == 16 else "low", temp)
+                    with replacing(file) as beside:
+                        beside.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def seeds_table(found: dict[str, Rates], temp: float, problems: int) -> str:
+    lines = []
+    for format, bits in GEARS:
+        runs = [found[f"{format} {bits}, seed {seed}, temp {temp}, {problems} problems"] for seed in SEEDS]
+        cells = []
+        for how in ("strict", "flexible"):
+            values = [100 * run[how] for run in runs]
+            cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        lines.append([format, bits, *cells])
+    return table(["weights", "bits", "strict, %", "flexible, %"], lines)
+
+
+FLOORS = (0.88, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
+NAMES = ("codebook", "codebook-library")
+
+
+def bits_for(found: Sequence[Quality], floor: float) -> int:
+    return next((quality.bits for quality in found if quality.cosine >= floor), DENSE)
+
+
+def compared(weights: Sequence[mx.array], name: str) -> list[list[str]]:
+    """A row for each floor: stacks, those that differ, and the largest difference between the two cosines."""
+    format: Any = get_format(name)
+    some = [list(qualities(format, weight)) for weight in weights]
+    every = [list(qualities(format, weight, len(weight))) for weight in weights]
+    off = max(abs(a.cosine - b.cosine) for s, e in zip(some, every) for a, b in zip(s, e))
+    rows = []
+    for floor in FLOORS:
+        pairs = [(bits_for(s, floor), bits_for(e, floor)) for s, e in zip(some, every)]
+        under, over = sum(s < e for s, e in pairs), sum(s > e for s, e in pairs)
+        chosen = ", ".join(str(bits) for bits in sorted({e for _, e in pairs}))
+        rows.append([name, str(floor), chosen, f"{under + over} of {len(pairs)}", str(under), str(over), f"{off:.4f}"])
+    return rows
+
+
+EXPERTS, CHOSEN, OUTPUTS, INPUTS = 64, 4, 1024, 512
+CASES = [("codebook", 2), ("codebook", 4), ("codebook", 6), ("codebook-library", 4)]
+TOKEN_COUNTS = (1, 4, 16)
+
+
+def seconds(module: SwitchLinear, x: mx.array, indices: mx.array) -> float:
+    start = time.perf_counter()
+    mx.eval(module(x, indices))
+    return time.perf_counter() - start
+
+
+def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
+    """Seconds of the reconstruction over those of the kernel, for each number of tokens."""
+    dense = SwitchLinear(INPUTS, OUTPUTS, EXPERTS, bias=False)
+    made: Any = get_format(format)
+    arrays = made.encode(dense.weight, bits)
+    stock, native = (made.module(d, bits, arrays, (bits,), 64) for d in (dense, with_kernels(dense, native=True)))
+    found = []
+    for tokens in TOKEN_COUNTS:
+        x = mx.random.normal((tokens, 1, 1, INPUTS))
+        each = []
+        for _ in range(trials + 1):
+            indices = mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS)))[:, :CHOSEN]
+            mx.eval(x, indices)
+            ours = seconds(native, x, indices)
+            each.append(seconds(stock, x, indices) / ours)
+        found.append(each[1:])
+    return found
+
+
+@study("docs/codebook.md", minutes=10)
+def codebook_formats(
+    what: list[Literal["error", "kl", "points", "speed"]] = [],  # noqa: B006 - nothing changes it
+    rows: int = 1024,
+    problems: int = 16,
+    target_bpw: float = 6.0,
+    megabytes: int = 96,
+    trials: int = 5,
+) -> Found:
+    """Error, KL, points of a budget, and speed of the codebook formats.
+
+    Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
+    group sizes, on which the logarithm of the error is interpolated.
+
+    Args:
+        what: error (4096-wide matrices, Gaussian and Student t), kl (the demo model on held-out problems), points (the
+            H-Process on the demo model: XFP's table 10), speed (products with one vector); all if not given.
+        rows: For error: rows of the matrices.
+        problems: For kl: held-out problems.
+        target_bpw: For points.
+        megabytes: For speed: read in a trial.
+        trials: For speed.
+    """
+    measures: dict[str, Callable[[], str]] = {
+        "error": lambda: measure_error(rows),
+        "kl": lambda: measure_kl(problems),
+        "points": lambda: measure_points(target_bpw),
+        "speed": lambda: measure_speed(megabytes, trials),
+    }
+    return Found({name: measures[name]() for name in what or measures})
+
+
+def measure_speed(megabytes: int, trials: int) -> str:
+    native = native_kernels()
+    side = 2048
+    weight, x = mx.random.normal((side, side)) * 0.02, mx.random.normal((1, side))
+    words, scales, biases = mx.quantize(weight.astype(mx.bfloat16), 64, 4)
+    cases: dict[str, Any] = {
+        "affine 4": (lambda w, s, b: native.stack_matvec(x, [w], s, [b], [4], 64), [words, scales, biases])
+    }
+    for format, (module, widths, *_) in FORMATS.items():
+        kernel = native.codebook_matvec if module is codebook else native.library_matvec
+        for bits in widths:
+            arrays = module.encode(weight, bits)
+
+            def product(*values, kernel=kernel, names=tuple(arrays), bits=bits):
+                return kernel(x, **dict(zip(names, values)), bits=bits)
+
+            cases[f"{format} {bits}"] = (product, list(arrays.values()))
+    memory = mx.ones((megabytes * 2**18,), mx.uint32)
+    works: dict[str, Callable[..., object]] = {"memory read": lambda: native.read_sum(memory)}
+    sizes = {"memory read": memory.nbytes}
+    for name, (work, arrays) in cases.items():
+        size = sum(a.nbytes for a in arrays)
+        copies = [[a + 0 for a in arrays] for _ in range(max(1, megabytes * 2**20 // size))]
+        mx.eval(copies, memory)
+        sizes[name] = size * len(copies)
+        works[name] = lambda work=work, copies=copies: mx.eval([work(*values) for values in copies])
+    seconds = in_turn(works, trials)
+    speeds = {name: [sizes[name] / each / 1e9 for each in seconds[name]] for name in works}
+    whole = statistics.median(speeds["affine 4"])
+    found = [[name, spread(each, 1), f"{statistics.median(each) / whole:.2f}"] for name, each in speeds.items()]
+    return table(["product of a vector", "GB/s", "against affine 4"], found)
+
+
+@study("docs/codebook.md", minutes=5)
+def codebook_tables(model: str | None = None, second: bool = False) -> Found:
+    """XFP's tables of weights on a model: A.1 or A.2, B.1 and the break-even of 7.2.
+
+    Args:
+        model: A directory; the model that ships if not given.
+        second: Write table A.2, of a second model, and no other one.
+    """
+    found = measure_tables(model)
+    made = tables(found)
+    return Found({"table_a2": made["table_a1"]} if second else made, found)
+
+
+@study("docs/codebook.md", minutes=10)
+def codebook_groups(
+    results: Path, model: str | None = None, text: Path | None = None, group: int = codebook_library.GROUP
+) -> Found:
+    """Groups of a codebook library along inputs, as here, and along outputs, as XFP has them (3.4).
+
+    Every linear layer is replaced by its reconstruction: KL from the original in nats, relative squared error, and bits
+    per weight with everything that is stored. A library of groups along outputs is that of the transposed matrix.
+
+    Args:
+        results: JSON file that gets the rows; a second run adds its model to it.
+        model: A directory; the model that ships if not given.
+        text: Held-out problems if not given.
+        group: Rows of a group.
+    """
+    shown = Path(model).name if model else "demo"
+    before = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
+    kept = [row for row in before if (row["model"], row["group"]) != (shown, group)]
+    rows = kept + measure_groups(model, shown, text, group)
+    write_text(results, json.dumps({"rows": rows}, indent=1) + "\n")
+    return Found({"groups": table(GROUPS_HEAD, [cells(row) for row in rows])})
+
+
+@study("docs/codebook.md", minutes=120)
+def codebook_seeds(results: Path, data: Path = HELD_OUT, temp: float = 0.7, limit: int | None = None) -> Found:
+    """XFP 6.1 and Table 9: right answers in three seeds, strict and flexible, by format.
+
+    The demo model writes an answer to each problem of a file in GSM8K's form, once with each seed. As in lm-eval,
+    *strict* compares the number after ####, *flexible* the last number of the text.
+
+    Args:
+        results: JSON file; runs that it has are not made again.
+        temp: Answers are sampled at this temperature.
+        limit: Problems; all if not given.
+    """
+    rows = read_rows(data, ("question", "answer"))[:limit]
+    return Found({"seeds": seeds_table(measure_seeds(rows, results, temp), temp, len(rows))})
+
+
+@study("docs/codebook.md", minutes=5)
+def expert_sample(model: str) -> Found:
+    """XFP's Appendix C: whether four experts choose the bits that all experts choose.
+
+    For every stack of routed experts of a model and every floor: the fewest bits whose median cosine reaches the floor,
+    judged by four evenly spaced experts and by all.
+
+    Args:
+        model: Directory of a mixture of experts, such as scripts/train_mixture.py writes.
+    """
+    weights = [module.weight for _, module in load(model)[0].named_modules() if isinstance(module, SwitchLinear)]
+    if not weights:
+        raise GearbxError(f"{model} has no routed experts; give a mixture")
+    print(f"{len(weights)} stacks of {len(weights[0])} experts, {EXPERTS_JUDGED} of them judged")
+    head = ["format", "floor", "bits, by all", "other bits", "too few", "too many", "cosines differ by at most"]
+    return Found({"expert_sample": table(head, [row for name in NAMES for row in compared(weights, name)])})
+
+
+@study("docs/codebook.md", minutes=1)
+def codebook_experts(trials: int = 15) -> Found:
+    """Mixtures of experts over codebooks: the native CPU kernel against reconstructing the experts in use."""
+    native_kernels()
+    lines = [
+        [f"{name}, {bits} bits", *(spread(each, 1, quartiles=True) for each in expert_ratios(name, bits, trials))]
+        for name, bits in CASES
+    ]
+    heads = [f"{tokens} token{'s' * (tokens > 1)}" for tokens in TOKEN_COUNTS]
+    return Found({"experts": table_here(["times as fast as reconstructing", *heads], lines)})

@@ -1,0 +1,340 @@
+"""What prompt lookup, costs in time and steps queued ahead save in mode lossless, and what states cost."""
+
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from pages import table
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Lossless, load, stream_generate
+from gearbx_mlx.benchmark.decode import random_llama
+from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.draft_trials import round_times
+from gearbx_mlx.decoding.rows import Verifier
+
+from .lossless import encode
+from .studies import HELD_OUT, TALES, Found, spread, study
+
+MODES = {
+    f"{cost}, {name}": Lossless(cost=cost, lookup_tokens=most, draft_ahead=0)
+    for cost in ("bytes", "time")
+    for name, most in (("no lookup", 0), ("lookup", 15))
+}
+ALONE = "top gear alone"
+
+
+@dataclass
+class Counted:
+    """The sums over all texts. ratios: for each text, the time of the top gear alone over that of this mode."""
+
+    tokens: int = 0
+    verifications: int = 0
+    drafted: int = 0
+    draft_accepted: int = 0
+    looked_up: int = 0
+    lookup_accepted: int = 0
+    weight_bytes: int = 0
+    identical: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    ratios: list[float] = field(default_factory=list)
+
+    def add(self, responses):
+        for response in responses:
+            self.tokens += 1
+            self.verifications += response.passes[-1]
+            self.drafted += response.drafted
+            self.draft_accepted += response.source == "draft"
+            self.looked_up += response.looked_up
+            self.lookup_accepted += response.source == "lookup"
+            self.weight_bytes += response.weight_bytes
+
+
+def timed(responses):
+    """The responses, and the seconds after the first of them: on the wall, and of the processor."""
+    found: list[Any] = []
+    begun = (0.0, 0.0)
+    for response in responses:
+        if not found:
+            begun = time.perf_counter(), time.process_time()
+        found.append(response)
+    return found, time.perf_counter() - begun[0], time.process_time() - begun[1]
+
+
+def compare(gearbox, tokenizer, prompts, max_tokens, label):
+    """Mode to what it counted, and the texts of the top gear alone."""
+    counted, texts = {name: Counted() for name in (ALONE, *MODES)}, []
+    for prompt in track(prompts, label):
+        gearbox.shift(gearbox.ladder.top)
+        run, alone, cpu = timed(mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, max_tokens))
+        texts.append([response.token for response in run])
+        counted[ALONE].seconds += alone
+        counted[ALONE].cpu_seconds += cpu
+        for name, mode in MODES.items():
+            responses = stream_generate(gearbox.model, tokenizer, prompt, max_tokens, gearbox=gearbox, mode=mode)
+            run, seconds, cpu = timed(responses)
+            one = counted[name]
+            one.add(run)
+            one.seconds += seconds
+            one.cpu_seconds += cpu
+            one.identical += [response.token for response in run] == texts[-1]
+            one.ratios.append(alone / seconds)
+    return counted, texts
+
+
+def summed_up(counted, gearbox):
+    """Mode to its figures; those of the mode relative to the top gear alone."""
+    top, alone = gearbox.weight_bytes_per_token(gearbox.ladder.top), counted[ALONE]
+    return {
+        name: {key: value for key, value in vars(one).items() if key != "ratios"}
+        | {
+            "texts": len(one.ratios),
+            "passes_per_token": (one.verifications + one.drafted) / one.tokens,
+            "verifications_per_token": one.verifications / one.tokens,
+            "weight_bytes_per_token": one.weight_bytes / one.tokens,
+            "times_fewer_bytes": top * one.tokens / one.weight_bytes,
+            "times_as_fast": alone.seconds / one.seconds,
+            "times_as_fast_median": statistics.median(one.ratios),
+            "times_less_cpu": alone.cpu_seconds / one.cpu_seconds,
+        }
+        for name, one in counted.items()
+        if name != ALONE
+    }
+
+
+DEPTHS = (0, 1, 2, 4)
+
+
+def written(gearbox, tokenizer, prompt, max_tokens, depth):
+    """Tokens, steps thrown away, and seconds after the first token."""
+    mode = Lossless(cost="bytes", lookup_tokens=0, draft_ahead=depth)
+    run = stream_generate(gearbox.model, tokenizer, prompt, max_tokens, gearbox=gearbox, mode=mode)
+    responses, begun = [next(run)], time.perf_counter()
+    responses += run
+    seconds = time.perf_counter() - begun
+    return [r.token for r in responses], sum(r.discarded for r in responses), seconds
+
+
+def time_texts(prompts, max_tokens):
+    """Of the demo model, by depth: steps thrown away per token, and the seconds of each text."""
+    model, tokenizer = load()
+    gearbox = Gearbox(model, "3,16", format="exact", kernels="native")
+    prompts = [list(encode(tokenizer, text)) for text in prompts]
+    for depth in DEPTHS:  # a warm-up
+        written(gearbox, tokenizer, prompts[0], 8, depth)
+    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
+    discarded, tokens = dict.fromkeys(DEPTHS, 0), 0
+    for prompt in track(prompts, "prompts"):
+        texts = []
+        for depth in DEPTHS:
+            text, thrown, spent = written(gearbox, tokenizer, prompt, max_tokens, depth)
+            texts.append(text)
+            seconds[depth].append(spent)
+            discarded[depth] += thrown
+        assert all(text == texts[0] for text in texts)
+        tokens += len(texts[0])
+    return {depth: discarded[depth] / tokens for depth in DEPTHS}, seconds
+
+
+def speeds(seconds):
+    """By depth, how many times as fast as depth 0: median, and the middle half of the ratios."""
+    found = {depth: np.divide(seconds[0], spent) for depth, spent in seconds.items()}
+    return {depth: np.percentile(ratios, (50, 25, 75)).tolist() for depth, ratios in found.items()}
+
+
+COMMON = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+HYBRIDS = {
+    "qwen3_next": {
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 0,
+    },
+    "mamba2": {
+        "num_heads": 32,
+        "state_size": 64,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "intermediate_size": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "chunk_size": 64,
+        "time_step_limit": (0.001, 100.0),
+        "time_step_rank": 64,
+        "ssm_state_size": 64,
+    },
+    "lfm2": {
+        "block_dim": 1024,
+        "block_ff_dim": 2816,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "full_attn_idxs": [2, 5],
+    },
+}
+DRAFTED, ACCEPTED, CONTEXT = 8, 5, 40
+
+
+def hybrid(name: str) -> nn.Module:
+    """A random model of 60 to 110 million weights in bfloat16."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **COMMON, **HYBRIDS[name]}))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def milliseconds(compute: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    mx.eval(compute())
+    return 1e3 * (time.perf_counter() - start)
+
+
+def trial(verifier: Verifier, model: nn.Module) -> tuple[float, float, float, float]:
+    """Milliseconds: one token, a verification, the states after what is accepted, and the same by a second pass."""
+    cache = make_prompt_cache(model)
+    model(mx.arange(CONTEXT)[None], cache=cache)
+    mx.eval([part.state for part in cache])
+    one = milliseconds(lambda: model(mx.array([[3]]), cache=cache))
+    again = milliseconds(lambda: (model(mx.arange(ACCEPTED)[None], cache=cache), [part.state for part in cache]))
+    start = time.perf_counter()
+    rows = verifier.rows(mx.arange(DRAFTED)[None], cache)
+    mx.eval(rows.logits)
+    verified = 1e3 * (time.perf_counter() - start)
+    rows.show(ACCEPTED)
+    return one, verified, milliseconds(lambda: [part.state for part in cache]), again
+
+
+@study("docs/lossless.md", minutes=20)
+def lookup(
+    prompts: list[Path] = [HELD_OUT, TALES],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [40, 10],  # noqa: B006
+    num_repeated: int = 20,
+    max_tokens: int = 96,
+    gears: str = "3,16",
+    format: str = "exact",
+) -> Found:
+    """What prompt lookup and costs in time save in mode lossless.
+
+    The demo model answers the prompts, and then prompts that make it repeat itself: a prompt, the model's own answer,
+    and the prompt again. For every prompt in turn, the top gear alone writes the text, and then lossless mode with
+    costs in bytes and in time, without lookup and with it. The time of the prompt does not count.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        num_prompts: Of each file.
+        num_repeated: Prompts that are repeated.
+    """
+    model, tokenizer = load()
+    gearbox = Gearbox(model, gears, format=format, kernels="native")
+    texts = [read_prompts(file)[:count] for file, count in zip(prompts, num_prompts, strict=True)]
+    asked = [list(encode(tokenizer, text)) for text in itertools.chain(*texts)]
+    for mode in MODES.values():  # a warm-up
+        list(stream_generate(model, tokenizer, asked[0], 8, gearbox=gearbox, mode=mode))
+    plain, answers = compare(gearbox, tokenizer, asked, max_tokens, "prompts")
+    repeated = [prompt + answer + prompt for prompt, answer in zip(asked, answers)][:num_repeated]
+    again, _ = compare(gearbox, tokenizer, repeated, max_tokens, "repeated prompts")
+    results = {"text": summed_up(plain, gearbox), "repeated": summed_up(again, gearbox)}
+    return Found({"lookup": lookup_table(results)}, results)
+
+
+def lookup_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    head = ["prompts", "costs, lookup", "identical", "passes per token", "times fewer bytes", "drafted (accepted)"]
+    rows = [
+        [
+            *(prompts, name, f"{one['identical']} of {one['texts']}", f"{one['passes_per_token']:.2f}"),
+            *(f"{one['times_fewer_bytes']:.2f}", f"{one['drafted']} ({one['draft_accepted']})"),
+            *(f"{one['looked_up']} ({one['lookup_accepted']})", f"{one['times_as_fast']:.2f}"),
+            *(f"{one['times_as_fast_median']:.2f}", f"{one['times_less_cpu']:.2f}"),
+        ]
+        for prompts, modes in results.items()
+        for name, one in modes.items()
+    ]
+    return table([*head, "looked up (accepted)", "times as fast", "median", "times less CPU"], rows)
+
+
+@study("docs/lossless.md", minutes=10)
+def draft_ahead(
+    prompts: Path = TALES,
+    num_prompts: int | None = None,
+    max_tokens: int = 64,
+    shape: str = "512x8",
+    trials: int = 30,
+) -> Found:
+    """What it costs to queue steps of a draft ahead in mode lossless.
+
+    The demo model writes the text of every prompt at every depth in turn, and each text is compared with that of depth
+    0. A random Llama drafts 8 tokens and verifies them, at every depth in turn: its own entropies would end every draft
+    at once. Ratios are of the same prompt or trial, with the middle half of them.
+
+    Args:
+        prompts: One per line.
+        shape: Of the random Llama: WIDTHxLAYERS.
+        trials: Of the random Llama.
+    """
+    discarded, seconds = time_texts(read_prompts(prompts)[:num_prompts], max_tokens)
+    gearbox = Gearbox(random_llama(shape), "4,16", kernels="native")
+    of_llama = speeds(round_times(gearbox, gearbox.ladder[0], 256, trials, depths=DEPTHS))
+    of_demo = speeds(seconds)
+    rows = []
+    for depth in DEPTHS:
+        cells = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in (of_demo[depth], of_llama[depth])]
+        rows.append([depth, f"{discarded[depth]:.2f}", *cells])
+    data = {"discarded_per_token": discarded, "demo": of_demo, "random_llama": of_llama}
+    made = table(["queued ahead", "thrown away per token", "demo model", "random Llama"], rows)
+    return Found({"draft_ahead": made}, data)
+
+
+@study("docs/performance.md", minutes=2)
+def states(trials: int = 11) -> Found:
+    """What a partly accepted draft costs a model that keeps states, on random hybrids.
+
+    A verification of 8 tokens of which 5 are accepted. Then the states after the fifth: from what the verification has
+    noted, which reads no weights of linear layers, and by a second pass over the five, which reads them all.
+    """
+    rows = []
+    for name in HYBRIDS:
+        model = hybrid(name)
+        gearbox = Gearbox(model, "4,16", kernels="auto")
+        verifier = Verifier(gearbox, gearbox.ladder.top)
+        spent = [trial(verifier, model) for _ in track(range(trials + 1), name)][1:]
+        medians = [f"{statistics.median(column):.1f}" for column in zip(*spent)]
+        rows.append([name, *medians, spread(mine / other for _, _, mine, other in spent)])
+    head = ["model", "one token, ms", "verification of 8", "states after 5", "second pass over 5", "share of that pass"]
+    return Found({"states": table(head, rows)})

@@ -1,0 +1,482 @@
+"""docs/evidence.md and docs/pair.md: what is measured for them, its tables, and what they advise."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+from pages import table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gearbx_mlx import Gearbox, generate, load
+from gearbx_mlx.benchmark.measuring import machine_name
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files.writing import write_text
+
+from . import ROOT
+from .exact import exact, lossless_table
+from .studies import STUDIES, Found, publish, study
+
+MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
+MIXTURES = ("random", "route", "position", "kickdown")  # those that know no more than a user's model does
+SIGNIFICANT = 2  # standard errors
+
+
+def read(results: Path, name: str) -> dict:
+    return json.loads((results / name / "evaluation.json").read_text(encoding="utf-8"))
+
+
+def reports(results: Path, pattern: str) -> list[dict]:
+    """The reports whose file names match the pattern, in alphabetical order. Raises FileNotFoundError for none."""
+    files = sorted(results.glob(pattern))
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def span(values: Iterable[float], form: str = "{:.2f}") -> str:
+    """The smallest and the largest value, or the one that there is."""
+    ends = sorted(values)
+    texts = list(dict.fromkeys(form.format(value) for value in (ends[0], ends[-1])))
+    return " to ".join(texts)
+
+
+def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
+    """Each policy's row with its model and that model's rows by name."""
+    for model, folder in MODELS.items():
+        rows = read(results, folder)["policies"]
+        by_name = {row["name"]: row for row in rows}
+        yield from ((model, row, by_name) for row in rows)
+
+
+def gains(results: Path, policy: str, control: str) -> list[tuple[float, float]]:
+    """Of every run of a policy: by how much its mean KL is below chance's, as a share, and the standard error."""
+    found = [row[control] for _, row, _ in policy_rows(results) if row["policy"] == policy]
+    return [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in found]
+
+
+def gain_sentence(results: Path, policy: str, control: str, what: str) -> str:
+    found = gains(results, policy, control)
+    sure = sum(gain > SIGNIFICANT * error for gain, error in found)
+    worse = sum(gain < -SIGNIFICANT * error for gain, error in found)
+    gained = f"{what} gained {span((gain for gain, _ in found), '{:+.0%}')} in KL over chance"
+    return f"{gained}, surely in {sure} of {len(found)} runs" + (f", and lost in {worse}" if worse else "")
+
+
+def static_sentence(results: Path) -> str:
+    """How many mixtures of gears a static gear beats, and by how much."""
+    mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
+    beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
+    return (
+        f"For {len(beaten)} of {len(mixtures)} mixtures of gears a static gear reads no more and is better: "
+        f"its KL is {span(beaten, '{:.0f}')} times smaller"
+    )
+
+
+def lossless_sentence(results: Path) -> str:
+    found = [report["curve"] for report in reports(results, "lossless_*.json")]
+    same, texts = (sum(each[name] for each in found) for name in ("identical", "texts"))
+    ratios = [run["ratio"] for report in reports(results, "time_*.json") for run in report["bounds"].values()]
+    return (
+        f"{same} of {texts} texts were the top gear's, token for token, for "
+        f"{span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights. On a model of 292 M "
+        f"parameters it was {span(ratios)} times as fast as the top gear ([in time](#in-time))"
+    )
+
+
+def exact_sentence(results: Path) -> str:
+    found = [report["curve"] for report in reports(results, "exact_lossless_*.json")]
+    fewer = span(each["times_fewer_bytes_than_original"] for each in found)
+    return f"{fewer} times fewer bytes than the bfloat16 weights, from one exact copy ([exact](exact.md))"
+
+
+def pair_sentence(results: Path) -> str:
+    found = [row for row in read(results, "pair")["policies"] if 0 < row["share_top"] < 1]
+    gained = [-row["against_random_same_share"]["kl_mean_change"] for row in found]
+    return f"they gained {span(gained, '{:+.0%}')} in KL over chance, by threshold"
+
+
+def advice(results: Path) -> str:
+    """What a user should do."""
+    lines = [
+        f"- **You want the model's own text in less time:** `--mode lossless`. {lossless_sentence(results)}.",
+        f"- **Memory is short too:** `--mode lossless --format exact`: {exact_sentence(results)}.",
+        f"- **A small loss is fine:** one gear of 5, 6 or 8 bits, such as `--gears 6`. {static_sentence(results)}.",
+        "- **You want to shift all the same:** `--mode kickdown`, which recomputes doubtful tokens. "
+        f"{gain_sentence(results, 'kickdown', 'against_random_same_share', 'At the same share of tokens it')}.",
+        "- **Expect little of `--mode route`**, where past tokens choose the gear, as in the paper. "
+        f"{gain_sentence(results, 'route', 'against_random_same_share', 'It')}.",
+        f"- **Nor much of [two models](#two-models)** that take turns: {pair_sentence(results)}.",
+        "- **Your model is another one:** `gearbx_mlx evaluate --data text.txt` makes these comparisons for it.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens to the change of mean KL that kickdown should reach
+
+
+def percent(part, digits=0):
+    return f"{100 * part:.{digits}f} %"
+
+
+def change(control):
+    if not control:
+        return ""
+    return f"{100 * control['kl_mean_change']:+.0f} ± {100 * control['kl_mean_change_error']:.0f} %"
+
+
+def megabytes(count):
+    return f"{count / 1e6:.2f}"
+
+
+def policies(results, model):
+    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            percent(row["share_top"], 1),
+            megabytes(row["weight_bytes_per_token"]),
+            f"{row['kl_mean']:.2g}" if row["kl_mean"] > 1e-9 else 0,
+            percent(row["top1_agreement"], 1),
+            change(row["against_random_same_share"]),
+            row["better_static"] or "",
+        ]
+        for row in report["policies"]
+    ]
+    floor = report["noise_floor"]
+    rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
+    return table(["policy", "share", "MB/token", "mean KL", "agreement", "vs chance", "better static"], rows)
+
+
+def buckets(results, model, *names):
+    """Mean KL by the reference's top probability."""
+    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
+    by_name = {row["name"]: row["buckets"] for row in report["policies"]}
+    first = by_name[names[0]]
+    rows = [
+        [part["top_probability"], part["tokens"], *(f"{by_name[name][i]['kl_mean']:.2g}" for name in names)]
+        for i, part in enumerate(first)
+    ]
+    return table(["top probability", "tokens", *names], rows)
+
+
+def kickdown(results):
+    rows = []
+    for model, folder in MODELS.items():
+        report = json.loads((results / folder / "evaluation.json").read_text())
+        for row in report["policies"]:
+            if row["policy"] == "kickdown":
+                route = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
+                rows.append(
+                    [
+                        model,
+                        percent(row["share_top"]),
+                        change(row["against_random_same_share"]),
+                        AIMS[row["share_wanted"]],
+                        change(route["against_random_same_share"]),
+                        change(row["against_random_same_bytes"]),
+                    ]
+                )
+    head = ["model", "share", "kickdown vs chance", "aim", "route vs chance", "kickdown at its bytes"]
+    return table(head, rows)
+
+
+def lossless(results):
+    rows = []
+    for found in reports(results, "lossless_*.json"):
+        curve, compared = found["curve"], found["compared"]
+        fixed, speculative = found["fixed"], found.get("mlx_lm_speculative", {})
+        length = str(found["best_fixed"])
+        best = max(speculative, key=lambda n: speculative[n]["times_fewer_bytes"], default=None)
+        rows.append(
+            [
+                Path(found["model"]).name,
+                found["gears"][-1],
+                found["draft_bits"],
+                f"{curve['identical']} of {curve['texts']}",
+                f"{curve['tokens_per_verification']:.1f}",
+                f"**{curve['times_fewer_bytes']:.2f}**",
+                f"{compared['times_fewer_bytes']:.2f} ({compared['texts']})",
+                f"{fixed[length]['times_fewer_bytes']:.2f} ({length})",
+                f"{speculative[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
+            ]
+        )
+    head = ["model", "top", "draft", "identical", "tokens per verification", "times fewer bytes"]
+    return table([*head, "compared", "best fixed length", "mlx-lm speculative"], rows)
+
+
+def chi_square(results):
+    found = [test for test in json.loads((results / "chi.json").read_text())["chi_square"] if test]
+    rows = [
+        [number, f"{test['statistic']:.1f}", test["freedom"], f"{test['p']:.3f}"]
+        for number, test in enumerate(found, 1)
+    ]
+    return table(["prompt", "chi-square", "degrees of freedom", "p"], rows)
+
+
+def wall_clock(results):
+    rows = []
+    for found in reports(results, "time_*.json"):
+        for bound, run in found["bounds"].items():
+            rows.append(
+                [
+                    found["activations"],
+                    bound,
+                    f"{found['tokens_per_second_top']:.1f}",
+                    f"{run['tokens_per_second']:.1f}",
+                    f"{run['ratio']:.2f} ({run['spread'][0]:.2f}-{run['spread'][1]:.2f})",
+                    f"{run['identical']} of {found['prompts']}",
+                ]
+            )
+    return table(["activations", "bound", "top gear, tokens/s", "lossless, tokens/s", "ratio", "identical"], rows)
+
+
+def passes(results):
+    rows = []
+    for found in reports(results, "time_*.json"):
+        rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
+    return table(["activations", *(f"{name}, ms".replace("1 rows", "1 row") for name in found["milliseconds"])], rows)
+
+
+def pair(results, *thresholds):
+    report = json.loads((results / "pair" / "evaluation.json").read_text())
+    rows = [
+        [
+            str(row["threshold"]).removesuffix(".0"),
+            percent(row["share_top"], 1),
+            percent(row["parameter_ratio"], 1),
+            f"{row['perplexity']:.3f}",
+            f"{row['against_random_same_share']['perplexity']:.3f}",
+            percent(row["top1_agreement"], 1),
+            percent(row["against_random_same_share"]["top1_agreement"], 1),
+            change(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
+        ]
+        for row in report["policies"]
+        if str(row["threshold"]).removesuffix(".0") in thresholds
+    ]
+    head = ["threshold", "large", "parameters", "perplexity", "by chance", "agreement", "by chance", "KL vs chance"]
+    return table(head, rows)
+
+
+def pair_writing(results, folder):
+    report = json.loads((results / folder / "evaluation.json").read_text())
+    rows = [
+        [
+            row["name"],
+            percent(row["accuracy"]),
+            percent(row["same_answer_as_reference"]),
+            percent(row["share_top"], 1),
+            percent(row["parameter_ratio"], 1),
+            f"{row['caught_up_per_token']:.2f}",
+        ]
+        for row in report["policies"]
+    ]
+    return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
+
+
+def measured(results):
+    """When, where and how long all of it was measured."""
+    made = json.loads((results / "made.json").read_text()).values()
+    days = sorted({each["day"] for each in made})
+    machines = sorted({each["machine"] for each in made})
+    hours = sum(each["minutes"] for each in made) / 60
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"Measured {when} on {' and '.join(machines)}: {len(made)} commands, {hours:.1f} hours.\n"
+
+
+TABLES = {
+    function.__name__: function
+    for function in (
+        *(advice, measured, policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair),
+        pair_writing,
+    )
+}
+
+
+PAGES = ("docs/pair.md", "docs/evidence.md")  # the small model is trained on the first
+INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
+OUTPUTS = ("--out", "--json", "--mlx-path")
+FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
+PROGRAMS = {"python": [], "gearbx_mlx": ["-m", "gearbx_mlx"], "mlx_lm.convert": ["-m", "mlx_lm", "convert"]}
+VARIABLE = re.compile(r"\w+=\S*")  # set for one command, as in OMP_NUM_THREADS=1
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a command ran. code: a digest of the package and the scripts at that time."""
+
+    code: str
+    machine: str
+    day: str
+    minutes: float
+
+
+def page_commands(page: str) -> Iterator[str]:
+    """The commands of a page that write a report into the directory that they run in, each as one line."""
+    for match in INDENTED.finditer(page):
+        for line in re.sub(r"\\\n\s+", "", match[1]).splitlines():
+            words = [word for word in shlex.split(line) if not VARIABLE.fullmatch(word)]
+            if words[0] in PROGRAMS and output_of(words) is not None:
+                yield line.strip()
+
+
+def output_of(words: Sequence[str]) -> str | None:
+    """The file or directory that a command writes."""
+    return next((after for word, after in pairwise(words) if word in OUTPUTS), None)
+
+
+def runnable(command: str, data: Path) -> list[str]:
+    """The command for a process in RESULTS: DIR stands for the texts; other files are those of the repository."""
+    words = [str(data) if word == "DIR" else word for word in shlex.split(command)]
+    words = [str(ROOT / word) if word.startswith(("scripts/", "research/")) else word for word in words]
+    variables = [word for word in words if VARIABLE.fullmatch(word)]
+    program, *arguments = words[len(variables) :]
+    return ["env", *variables, sys.executable, *PROGRAMS[program], *arguments]
+
+
+def code_digest() -> str:
+    """A digest of all sources that a figure depends on."""
+    digest = hashlib.sha256()
+    for folder in ("gearbx_mlx", "research", "scripts"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in {".py", ".cpp", ".h", ".safetensors", ".json"} and file.name != Path(__file__).name:
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def lay_out(results: Path, models: Path, data: Path) -> None:
+    """Put what the commands read beside what they write: links to models and texts."""
+    results.mkdir(parents=True, exist_ok=True)
+    whole, name = data / FEWER[1], results / FEWER[0]
+    for source in [*models.iterdir(), whole]:
+        link = results / source.name
+        if (source.is_dir() or source == whole) and not link.exists():
+            link.symlink_to(source.resolve())
+    write_text(name, "".join(whole.read_text(encoding="utf-8").splitlines(keepends=True)[: FEWER[2]]))
+
+
+def made_so_far(results: Path) -> dict[str, Made]:
+    file = results / "made.json"
+    return {name: Made(**made) for name, made in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def make(command: str, results: Path, data: Path, code: str) -> Made:
+    """Run a command; what it says goes into RESULTS/log.txt. Raises subprocess.CalledProcessError."""
+    began = time.monotonic()
+    with (results / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"\n$ {command}\n")
+        log.flush()
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(runnable(command, data), cwd=results, env=environment, stdout=log, stderr=log, check=True)
+    return Made(code, machine_name(), date.today().isoformat(), round((time.monotonic() - began) / 60, 1))
+
+
+def make_all(commands: Sequence[str], results: Path, data: Path, keep: bool) -> None:
+    """Run every command that the present code did not run yet."""
+    code, made = code_digest(), made_so_far(results)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=len(commands))
+        for command in commands:
+            progress.update(task, description=str(output_of(shlex.split(command))))
+            if command not in made or not (keep or made[command].code == code):
+                made[command] = make(command, results, data, code)
+                lines = {name: asdict(each) for name, each in made.items() if name in commands}
+                write_text(results / "made.json", json.dumps(lines, indent=2) + "\n")
+            progress.advance(task)
+
+
+@study("docs/evidence.md", "docs/pair.md", writes="images/kl_*.png, images/pair.png")
+def evidence_tables(results: Path) -> Found:
+    """The tables of these pages, from the reports of the commands on them; one without a report stays as it is.
+
+    Args:
+        results: Directory in which the commands ran.
+    """
+    tables = {name: partial(function, results) for name, function in TABLES.items()} | {
+        "exact": partial(lossless_table, results)
+    }
+    folders = {**{folder: f"kl_{model}" for model, folder in MODELS.items()}, "pair": "pair"}
+    pictures = {
+        f"{name}.png": partial(shutil.copy, results / folder / "evaluation.png")
+        for folder, name in folders.items()
+        if (results / folder / "evaluation.png").exists()
+    }
+    return Found(tables, pictures=pictures)
+
+
+@study(minutes=90, writes="docs/evidence.md, docs/pair.md and a part of docs/exact.md anew")
+def evidence(
+    results: Path, models: Path = Path("models"), data: Path = Path("data"), keep: bool = False, list: bool = False
+) -> None:
+    """Run every command of docs/evidence.md and docs/pair.md that writes a report, and write these pages.
+
+    After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where and with which code. What
+    older code measured is measured again. Needs the extras `train` and `plots`.
+
+    Args:
+        results: A directory, made if it is missing.
+        models: Directory of stories260K and babyllama105.
+        data: Directory of GSM8K's texts and of those of train_demo_model.py.
+        keep: Keep what older code measured.
+        list: Show the commands, and run none.
+    """
+    commands = [line for page in PAGES for line in page_commands((ROOT / page).read_text(encoding="utf-8"))]
+    if list:
+        print("\n".join(commands))
+        return
+    for needed in (models / "stories260K", models / "babyllama105", data / FEWER[1]):
+        if not needed.exists():
+            raise GearbxError(f"{needed} is missing")
+    results = results.resolve()
+    lay_out(results, models, data)
+    try:
+        make_all(commands, results, data.resolve(), keep)
+    except subprocess.CalledProcessError as error:
+        raise GearbxError(f"{shlex.join(error.cmd)} failed; {results / 'log.txt'} says why") from error
+    except KeyboardInterrupt:
+        raise GearbxError("interrupted; the same command goes on") from None
+    publish(STUDIES["evidence-tables"], evidence_tables(results), write=True)
+    names = [str(results / name) for name in ("stories260K", "babyllama105")]
+    publish(STUDIES["exact"], exact(names, results), write=True)
+
+
+@study(minutes=5)
+def sampled_text(
+    model: str,
+    out: Path,
+    prompt: str = "Once upon a time",
+    texts: int = 60,
+    max_tokens: int = 250,
+    seed: int = 0,
+) -> None:
+    """Sample texts from a model, as JSON Lines, where the text that it was trained on is not at hand.
+
+    The texts are sampled at temperature 1 in full precision. So along them the model is exactly as sure as its own
+    distribution says.
+
+    Args:
+        model: Directory or Hub repository.
+        out: File to write.
+    """
+    mx.random.seed(seed)
+    loaded, tokenizer = load(model)
+    gearbox, sampler = Gearbox(loaded, "16"), make_sampler(1.0)
+    with out.open("w", encoding="utf-8") as file:
+        for _ in range(texts):
+            written = generate(loaded, tokenizer, prompt, gearbox=gearbox, max_tokens=max_tokens, sampler=sampler)
+            file.write(json.dumps({"text": prompt + written}) + "\n")

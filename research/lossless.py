@@ -1,0 +1,450 @@
+"""What mode lossless saves in bytes and in time, and that it loses nothing, for docs/evidence.md."""
+
+import copy
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Ladder, Monitor, load
+from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.draft_plans import SHIPPED, find_rule, read_draft_file
+from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
+
+from .studies import Found, study
+
+EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
+
+
+def encode(tokenizer, prompt):
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def calibrated(args):
+    """Calibrate as a user does. Returns the path of the drafting file."""
+    file = Path(tempfile.mkdtemp()) / "drafting.json"
+    command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", "--prompts", args.calibrate]
+    command += ["--gears", args.gears] if args.gears else ["--top", args.top]
+    command += ["--q-group-size", str(args.q_group_size), "--kernels", args.kernels, "--format", args.format]
+    command += ["--activations", args.activations, "--max-tokens", str(args.max_tokens), "--out", str(file)]
+    subprocess.run(command + (["--model", args.model] if args.model else []), check=True, stdout=sys.stderr)
+    return str(file)
+
+
+def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, label):
+    """What lossless mode reads and drafts, and how many of its texts are the top gear's."""
+    monitor = Monitor(vocabulary(gearbox.model))
+    read = tokens = drafted = accepted = verifications = identical = near_ties = 0
+    for prompt, text in zip(track(prompts, label), texts):
+        model = LosslessModel(
+            gearbox,
+            rule,
+            draft=draft,
+            stop_tokens=tokenizer.eos_token_ids,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+        )
+        responses = list(stream_wrapped(model, tokenizer, prompt, monitor=monitor, max_tokens=max_tokens))
+        identical += [r.token for r in responses] == text
+        tokens += len(responses)
+        read += sum(r.weight_bytes for r in responses)
+        drafted += sum(r.drafted for r in responses)
+        accepted += sum(r.from_draft for r in responses)
+        verifications += sum(r.passes[-1] for r in responses)
+        near_ties += sum(r.near_tie for r in responses)
+    top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
+    return {
+        "identical": identical,
+        "texts": len(texts),
+        "tokens": tokens,
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "verifications": verifications,
+        "tokens_per_verification": tokens / verifications,
+        "near_ties": near_ties,
+        "weight_bytes_per_token": read / tokens,
+        "times_fewer_bytes": top * tokens / read,
+        "times_fewer_bytes_than_original": gearbox.original_bytes_per_token() * tokens / read,
+    }
+
+
+class Counted(ModelWrapper):
+    """A model that stays in one gear and counts its passes after the prompt."""
+
+    def __init__(self, gearbox, gear):
+        super().__init__(gearbox)
+        self.gear = gearbox.ladder.find(gear)
+        self.count = 0
+        self.after = 0
+
+    def __call__(self, inputs, cache=None, **kwargs):
+        self.count += cache[0].offset >= self.after
+        return self.run(self.gear, inputs, cache, **kwargs)
+
+
+def run_speculative(gearbox, drafting_gearbox, draft_bits, tokenizer, prompts, texts, max_tokens, length):
+    """mlx-lm's speculative decoding, whose draft model is a copy of the model in the draft gear."""
+    top, low = gearbox.ladder.top, drafting_gearbox.ladder.find(draft_bits)
+    read = tokens = identical = 0
+    for prompt, text in zip(track(prompts, f"mlx-lm speculative, {length}"), texts):
+        model, draft = Counted(gearbox, top), Counted(drafting_gearbox, low)
+        model.after = draft.after = len(prompt) - 1
+        run = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, draft_model=draft, num_draft_tokens=length)
+        out = [response.token for response in run]
+        identical += out == text
+        tokens += len(out)
+        read += model.count * gearbox.weight_bytes_per_token(top)
+        read += draft.count * drafting_gearbox.weight_bytes_per_token(low)
+    return {
+        "identical": identical,
+        "weight_bytes_per_token": read / tokens,
+        "times_fewer_bytes": gearbox.weight_bytes_per_token(top) * tokens / read,
+    }
+
+
+def chi_square(counts, expected, draws):
+    """Compare counts of outcomes with their probabilities. The p-value is Wilson and Hilferty's approximation."""
+    common = {outcome: p * draws for outcome, p in expected.items() if p * draws >= EXPECTED_LEAST}
+    rest = draws - sum(common.values())
+    cells = [(counts.get(outcome, 0), e) for outcome, e in common.items()]
+    if rest >= EXPECTED_LEAST:
+        cells.append((draws - sum(count for count, _ in cells), rest))
+    freedom = len(cells) - 1
+    if freedom < 1:
+        return None
+    statistic = sum((count - e) ** 2 / e for count, e in cells)
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    return {"statistic": statistic, "freedom": freedom, "p": 1 - statistics.NormalDist().cdf(z)}
+
+
+def probabilities(logits, temp):
+    return mx.softmax(logits.astype(mx.float32) / temp, axis=-1)
+
+
+def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
+    """Draw the next two tokens in lossless mode, and compare them with the top gear's own probabilities."""
+    model, sampler = gearbox.model, make_sampler(temp)
+    gearbox.shift(gearbox.ladder.top)
+    begun = make_prompt_cache(model)
+    model(mx.array(prompt[:-1])[None], cache=begun)
+    last = mx.array([[prompt[-1]]])
+    first = probabilities(model(last, cache=copy.deepcopy(begun))[0, -1], temp)
+    order = np.argsort(-np.array(first))[:64].tolist()
+    expected = {}
+    for token in order:  # only pairs that are likely enough for a cell of their own
+        share = first[token].item()
+        if share * draws < EXPECTED_LEAST:
+            break
+        cache = copy.deepcopy(begun)
+        model(last, cache=cache)
+        second = probabilities(model(mx.array([[token]]), cache=cache)[0, -1], temp)
+        for other in np.argsort(-np.array(second))[:64].tolist():
+            expected[token, other] = share * second[other].item()
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in track(range(draws), label):
+        mx.random.seed(1_000_003 * seed + len(prompt))
+        geared = LosslessModel(gearbox, rule, draft=draft, sampler=sampler, max_tokens=2, prompt_tokens=1)
+        cache, token, drawn = copy.deepcopy(begun), last, []
+        for _ in range(2):
+            logits = geared(token, cache=cache)[:, -1]
+            token = sampler(logits - mx.logsumexp(logits, keepdims=True))[None]
+            drawn.append(token.item())
+        counts[tuple(drawn)] += 1
+    return chi_square(counts, expected, draws)
+
+
+def compare_lengths(args, gearbox, tokenizer, prompts, texts, rule, draft):
+    """The rule and fixed lengths of draft on the same prompts, in the same draft gear; nothing without --lengths."""
+    lengths = list(map(int, filter(None, args.lengths.split(","))))
+    rules: dict[Any, Any] = {"curve": rule, **{length: FixedLength(length) for length in lengths}}
+    compared = {
+        name: run_lossless(gearbox, tokenizer, prompts, texts, args.max_tokens, other, draft, f"compared: {name}")
+        for name, other in rules.items()
+        if lengths
+    }
+    result = {"compared": compared.pop("curve", None), "fixed": compared}
+    if compared:
+        result["best_fixed"] = min(compared, key=lambda length: compared[length]["weight_bytes_per_token"])
+    return result
+
+
+def compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, prompts, texts):
+    """mlx-lm's own speculative decoding with a second copy of the model in the draft gear, by length of draft."""
+    second = Gearbox(load(args.model)[0], ladder, **settings)
+    return {
+        length: run_speculative(gearbox, second, draft.bits, tokenizer, prompts, texts, args.max_tokens, length)
+        for length in map(int, args.speculative.split(","))
+    }
+
+
+PASSES = 9
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def widened(model, times):
+    """A Llama with tied embeddings that computes the same logits with `times` copies of every unit.
+
+    Division by a power of two is exact, and copies of a group of weights have the same codes, so gears compute the same
+    too. The head reads the embedding, which is not divided; the last norm is divided instead.
+    """
+    args = replace(model.args, **{name: times * getattr(model.args, name) for name in WIDTHS})
+    wide = llama.Model(args)
+    arrays = []
+    for path, array in tree_flatten(model.parameters()):
+        if array.ndim == 1 or "embed_tokens" in path:
+            array = mx.tile(array, (1,) * (array.ndim - 1) + (times,))
+            array = array / times if path == "model.norm.weight" else array
+        else:
+            array = mx.tile(array, (times, times)) / times
+        arrays.append((path, array))
+    wide.update(tree_unflatten(arrays))
+    mx.eval(wide.parameters())
+    return wide
+
+
+def generated(model, tokenizer, prompt, max_tokens):
+    """The tokens, and the seconds per token after the first."""
+    begun, tokens = 0.0, []
+    for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens):
+        begun = begun or time.perf_counter()
+        tokens.append(response.token)
+    return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
+
+
+def pass_milliseconds(gearbox, gear, rows):
+    """The time of one pass over `rows` tokens after a context of 64: the median of a few."""
+    gearbox.shift(gear)
+    cache = make_prompt_cache(gearbox.model)
+    gearbox.model(mx.arange(1, 65)[None], cache=cache)
+    times = []
+    for _ in range(PASSES):
+        begun = time.perf_counter()
+        mx.eval(gearbox.model(mx.arange(1, rows + 1)[None], cache=cache))
+        times.append(1000 * (time.perf_counter() - begun))
+        trim_prompt_cache(cache, rows)
+    return statistics.median(times)
+
+
+def time_texts(gearbox, narrow, draft, tokenizer, prompts, made, bounds, max_tokens):
+    """Time every prompt in the top gear alone, and with drafts to each bound, in turn.
+
+    Returns:
+        tokens and seconds of the top gear's texts, the same for each bound, and how many texts are the demo model's.
+    """
+
+    def lossless(prompt, bound):
+        geared = LosslessModel(
+            gearbox,
+            ProductRule(made.rule().agreement, bound),
+            draft=draft,
+            stop_tokens=tokenizer.eos_token_ids,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+        )
+        return generated(geared, tokenizer, prompt, max_tokens)
+
+    alone, as_demo = [], 0
+    drafted: dict[float, list[Any]] = {bound: [] for bound in bounds}
+    lossless(prompts[0], bounds[0])  # a warm-up
+    for prompt in track(prompts, "timing"):
+        gearbox.shift(gearbox.ladder.top)
+        alone.append(generated(gearbox.model, tokenizer, prompt, max_tokens))
+        as_demo += alone[-1][0] == generated(narrow.model, tokenizer, prompt, max_tokens)[0]
+        for bound in bounds:
+            drafted[bound].append(lossless(prompt, bound))
+    return alone, drafted, as_demo
+
+
+def compare(alone, runs):
+    """Texts with drafts beside those of the top gear alone: how many are identical, and how fast they are."""
+    ratios = [before / seconds for (_, before), (_, seconds) in zip(alone, runs)]
+    return {
+        "identical": sum(tokens == expected for (tokens, _), (expected, _) in zip(runs, alone)),
+        "tokens_per_second": 1 / statistics.median(seconds for _, seconds in runs),
+        "ratio": statistics.median(ratios),
+        "spread": [min(ratios), max(ratios)],
+    }
+
+
+@dataclass
+class Rivals:
+    """The flags of `lossless`, as its parts take them."""
+
+    model: str | None
+    gears: str | None
+    top: str
+    q_group_size: int
+    format: str
+    kernels: str
+    activations: str
+    calibrate: str | None
+    lengths: str
+    speculative: str
+    max_tokens: int
+
+
+@study(minutes=10)
+def lossless(
+    prompts: Path,
+    model: str | None = None,
+    num_prompts: int = 50,
+    num_compared: int | None = None,
+    max_tokens: int = 128,
+    gears: str | None = None,
+    top: Literal["8", "16"] = "16",
+    q_group_size: int = 64,
+    format: str = "planes",
+    kernels: str = "native",
+    activations: Literal["float", "int16", "int8"] = "float",
+    curve: str | None = None,
+    calibrate: str | None = None,
+    lengths: str = ",".join(map(str, range(1, MOST_DRAFTED + 1))),
+    speculative: str = "2,4,6",
+    draws: int = 0,
+    temp: float = 0.8,
+) -> Found:
+    """What mode lossless reads beside the top gear alone, fixed drafts and mlx-lm's speculative decoding.
+
+    For each prompt, mlx-lm writes a text in the top gear alone, and lossless mode writes it with the curve and with
+    fixed draft lengths. Texts are compared token for token, and the bytes of weights that a token reads are counted.
+    The draft model of mlx-lm's own speculative decoding is a copy of the model in the draft gear.
+
+    Args:
+        prompts: One per line, or JSON Lines such as GSM8K's.
+        model: A directory; the model that ships if not given.
+        num_compared: Compare the curve with its rivals on so many of the prompts; all if not given.
+        gears: What --calibrate finds best if not given; without it 4,8,16.
+        top: Bits, for --calibrate without --gears.
+        format: How gears are stored.
+        curve: Drafting file; the one that ships for the model if not given.
+        calibrate: Calibrate on these prompts first, and use the result.
+        speculative: Draft lengths of mlx-lm's own speculative decoding.
+        draws: Draw two tokens so often on each of ten prompts, and compare with the top gear's own probabilities.
+    """
+    args = Rivals(
+        model, gears, top, q_group_size, format, kernels, activations, calibrate, lengths, speculative, max_tokens
+    )
+    curve = calibrated(args) if calibrate else curve
+    made = read_draft_file(curve) if curve else None
+    ladder = Ladder(made.gears) if made else Ladder.parse(gears or "4,8,16")
+    settings: dict[str, Any] = {
+        "kernels": kernels,
+        "activations": activations,
+        "group_size": q_group_size,
+        "format": format,
+    }
+    loaded, tokenizer = load(model)
+    gearbox = Gearbox(loaded, ladder, **settings)
+    rule, wish = find_rule(gearbox, curve)
+    draft = gearbox.ladder.find(wish) if wish else gearbox.ladder[0]
+    asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
+    gearbox.shift(gearbox.ladder.top)
+    texts = []
+    for prompt in track(asked, "the top gear alone"):
+        texts.append([r.token for r in mlx_lm.stream_generate(loaded, tokenizer, prompt, max_tokens)])
+    result: dict[str, Any] = {
+        "model": model or "demo",
+        "gears": [gear.bits for gear in ladder],
+        "draft_bits": draft.bits,
+        "format": format,
+        "kernels": kernels,
+        "activations": activations,
+        "prompts": len(asked),
+        "max_tokens": max_tokens,
+        "weight_bytes_top": gearbox.weight_bytes_per_token(gearbox.ladder.top),
+        "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
+        "bound": getattr(rule, "bound", None),
+        "drafting": json.loads(made.text()) if made else None,
+        "curve": run_lossless(gearbox, tokenizer, asked, texts, max_tokens, rule, draft, "lossless"),
+    }
+    asked, texts = asked[:num_compared], texts[:num_compared]
+    result |= compare_lengths(args, gearbox, tokenizer, asked, texts, rule, draft)
+    if speculative:
+        found = compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, asked, texts)
+        result["mlx_lm_speculative"] = found
+    if draws:
+        result["chi_square"] = [
+            draw_pairs(gearbox, prompt, rule, draft, temp, draws, f"draws, prompt {number}")
+            for number, prompt in enumerate(asked[:10], 1)
+        ]
+    print(json.dumps(result, indent=2))
+    return Found(data=result)
+
+
+@study(minutes=15)
+def lossless_time(
+    prompts: Path,
+    times: int = 8,
+    num_prompts: int = 4,
+    max_tokens: int = 48,
+    curve: str = str(SHIPPED / "4-8-16.json"),
+    bounds: str | None = None,
+    activations: Literal["float", "int16", "int8"] = "int16",
+) -> Found:
+    """What mode lossless saves in time, on a model larger than the processor's cache.
+
+    The demo model fits into the cache, and a random model accepts no draft. So the demo model is widened as in Net2Net
+    (Chen, Goodfellow, Shlens 2016, arXiv:1511.05641): every unit becomes --times equal ones, and what reads them
+    divides by --times. Drafts are accepted as in the demo model, and the time is that of a large one. For every prompt
+    in turn, the top gear alone is timed, and lossless with every bound on the product of a(H); the prompt's time does
+    not count.
+
+    Args:
+        prompts: One per line, or JSON Lines such as GSM8K's.
+        times: Copies of every unit: a power of two.
+        curve: Of the demo model; says the ladder too.
+        bounds: On the product of a(H), commas between; the curve's if not given.
+    """
+    made = read_draft_file(curve)
+    chosen = [float(part) for part in bounds.split(",")] if bounds else [made.bound]
+    gears = ",".join(map(str, made.gears))
+    model, tokenizer = load()
+    asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
+    narrow = Gearbox(model, gears, kernels="native")
+    gearbox = Gearbox(widened(load()[0], times), gears, kernels="native", activations=activations)
+    top, draft = gearbox.ladder.top, gearbox.ladder.find(made.draft)
+    narrow.shift(narrow.ladder.top)
+    alone, drafted, as_demo = time_texts(gearbox, narrow, draft, tokenizer, asked, made, chosen, max_tokens)
+    result = {
+        "times": times,
+        "parameters": sum(array.size for _, array in tree_flatten(gearbox.model.parameters())),
+        "gears": gears,
+        "draft_bits": made.draft,
+        "activations": activations,
+        "weight_bytes_top": gearbox.weight_bytes_per_token(top),
+        "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
+        "prompts": len(asked),
+        "tokens": sum(len(tokens) for tokens, _ in alone),
+        "identical_to_the_demo_model": as_demo,
+        "tokens_per_second_top": 1 / statistics.median(seconds for _, seconds in alone),
+        "milliseconds": {
+            "draft": pass_milliseconds(gearbox, draft, 1),
+            **{f"top, {rows} rows": pass_milliseconds(gearbox, top, rows) for rows in (1, 4, 8, 16)},
+        },
+        "bounds": {bound: compare(alone, runs) for bound, runs in drafted.items()},
+    }
+    print(json.dumps(result, indent=2))
+    return Found(data=result)

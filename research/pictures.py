@@ -1,0 +1,122 @@
+"""Pictures of the commands at work: a terminal, a chat, an analysis, the server's page; and the table of models."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from gearbx_mlx.telemetry.report import get_pyplot
+
+from . import ROOT
+from .studies import HELD_OUT, IMAGES, Found, run_python, study
+
+WIDTH = 96  # characters
+CELL = (0.085, 0.17)  # inches
+FOREGROUND, BACKGROUND = "#d8d8d8", "#1e1e1e"
+TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
+
+
+def run_command(flags: list[str]) -> tuple[str, str]:
+    """What the command writes on stdout and on stderr, with the escape sequences of colours."""
+    command = [sys.executable, "-m", "gearbx_mlx.generate", "--color", "always", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | TERMINAL)
+    return done.stdout, done.stderr
+
+
+def terminal_text(flags: list[str]) -> Text:
+    """The command, its text and its summary, with their colours."""
+    out, err = map(Text.from_ansi, run_command(flags))
+    text = Text(" ".join(["$ python -m gearbx_mlx.generate", *flags]) + "\n\n") + out + Text("\n") + err
+    text.rstrip()
+    return text
+
+
+def draw(text: Text, path: Path) -> None:
+    """Write a PNG; every character has its own place, so that columns are columns."""
+    lines = text.split("\n", allow_blank=True)
+    size = (WIDTH * CELL[0] + 0.4, len(lines) * CELL[1] + 0.4)
+    figure = get_pyplot().figure(figsize=size, facecolor=BACKGROUND)
+    for row, line in enumerate(lines):
+        for column, character in enumerate(line.plain):
+            place = ((0.2 + column * CELL[0]) / size[0], 1 - (0.2 + (row + 0.8) * CELL[1]) / size[1])
+            color = color_at(line, column)
+            figure.text(
+                *place, character, color=color, family="DejaVu Sans Mono", fontsize=9.8, ha="left", parse_math=False
+            )
+    figure.savefig(path, dpi=130)
+
+
+def color_at(line: Text, column: int) -> str:
+    styles: list[Any] = [span.style for span in line.spans if span.start <= column < span.end]
+    return next((style.color.name for style in reversed(styles) if style.color), FOREGROUND)
+
+
+COMMAND = ["gearbx_mlx.chat", "--max-tokens", "48"]
+TYPED = (
+    "Tom has 3 apples and buys 4 more. How many has he?",
+    "/mode lossless",
+    "He eats 2 of them. How many are left?",
+    "/gear low",
+    "And if he buys 5 more?",
+)
+LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each line that is typed ends in a dim one: a summary, or a word
+
+
+def recorded() -> Text:
+    """The chat with its colours; what is typed stands behind the prompt, as on a terminal."""
+    line = [sys.executable, "-m", *COMMAND, "--color", "always"]
+    typed = "".join(f"{text}\n" for text in TYPED)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL, **streams)
+    ends = [0, *(found.end() for found in LAST.finditer(done.stdout))]
+    text = Text(f"$ python -m {' '.join(COMMAND)}\n")
+    for asked, begin, end in zip(TYPED, ends, ends[1:]):
+        text += Text(f">> {asked}\n") + Text.from_ansi(done.stdout[begin:end])
+    text.rstrip()
+    return text
+
+
+def write_both(text: Text, path: Path) -> None:
+    """Draw a terminal, and put its text beside the picture: a test compares it with what the command writes."""
+    draw(text, path)
+    lines = [line.rstrip() for line in text.plain.splitlines()]
+    path.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@study(writes="images/generate.png, images/generate.txt")
+def terminal() -> Found:
+    """What `python -m gearbx_mlx.generate` shows in a terminal, for the README."""
+    return Found(pictures={"generate.png": partial(write_both, terminal_text(["--max-tokens", "200"]))})
+
+
+@study(writes="images/chat.png, images/chat.txt for docs/chat.md")
+def chat() -> Found:
+    """A chat with the demo model."""
+    return Found(pictures={"chat.png": partial(write_both, recorded())})
+
+
+@study(writes="images/entropy_trace.png, images/entropy_histogram.png, images/gear_shares.png for docs/usage.md")
+def analysis() -> None:
+    """The pictures of `gearbx_mlx analyze`; they are written at once."""
+    with tempfile.TemporaryDirectory() as out:
+        run_python("-m", "gearbx_mlx.analyze", "--prompts", HELD_OUT, "--num-prompts", "12", "--out", out)
+        for picture in Path(out).glob("*.png"):
+            (IMAGES / picture.name).write_bytes(picture.read_bytes())
+
+
+@study(writes="images/page_light.png, images/page_dark.png, images/page_phone.png for docs/server.md")
+def page() -> None:
+    """The server's page in Chromium, with an answer of the demo model; written at once."""
+    run_python(ROOT / "scripts" / "screenshot_page.py", IMAGES)
+
+
+@study(writes="docs/models.md", minutes=3)
+def models() -> None:
+    """What gears do for each class of mlx_lm.models; written at once."""
+    run_python(ROOT / "scripts" / "describe_models.py")

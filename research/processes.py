@@ -1,0 +1,150 @@
+"""Processes: how long the commands take to start, and what agreeing costs several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from pages import table
+
+from gearbx_mlx import Gearbox, Static, load, stream_generate
+from gearbx_mlx.__main__ import COMMANDS
+from gearbx_mlx.decoding import sampling
+from gearbx_mlx.ranks.agreement import ALONE, Agreement
+from gearbx_mlx.ranks.meeting import meet
+from gearbx_mlx.ranks.place import begin, current
+
+from . import ROOT
+from .studies import Found, in_turn, ratios, spread, study, table_here
+
+IMPORT = "import mlx_lm"
+GENERATE = ("-m", "gearbx_mlx.generate", "--max-tokens", "20")
+HELP = [name for name in COMMANDS if name != "lm_eval"]  # whose parser is lm-eval's
+
+
+def seconds(arguments: Sequence[str], until: int | None = None) -> float:
+    """Seconds of a Python program, or until it has written the first `until` bytes."""
+    start = time.perf_counter()
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.read(-1 if until is None else until)
+        if until is None:
+            process.wait()
+        spent = time.perf_counter() - start
+        process.stdout.read()
+    return spent
+
+
+TEXTS = 8  # of each kind
+TOKENS = 16
+SUMS = 400
+HEAD = ["ranks", "a token, agreed", "not agreed", "of that", "the shared numbers alone"]
+PERCENTILES = 25, 50, 75
+
+
+def timed_here(place):
+    """Milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
+    channels = meet(place)  # open until the end: nobody is to leave before
+    begin(place)
+    run = current()
+    assert run is not None, "mlx.launch starts this"
+    group = run.group
+    model, tokenizer = load(group=group)
+    gearbox, agreement = Gearbox(model, "4,16"), Agreement(group)
+    kinds = {"agreed": agreement, "not agreed": ALONE}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(2 * TEXTS + 2):
+        name = list(kinds)[number % 2]
+        sampling.agreement_of = partial(given, kinds[name])
+        found = token_seconds(model, tokenizer, gearbox)
+        seconds[name] += found if number > 1 else []  # the first of each kind warms up
+    seconds["shared"] = sum_seconds(agreement)
+    mx.eval(mx.distributed.all_sum(mx.ones(1), group=group))
+    del channels
+    return {name: np.percentile(np.array(found) * 1e3, PERCENTILES).tolist() for name, found in seconds.items()}
+
+
+def given(agreement: Agreement, _: object) -> Agreement:
+    return agreement
+
+
+def token_seconds(model, tokenizer, gearbox) -> list[float]:
+    """Seconds of each token of a text but the first."""
+    mode, times = Static(gear=16), [time.perf_counter()]
+    for _ in stream_generate(model, tokenizer, "A baker makes", TOKENS, mode=mode, gearbox=gearbox):
+        times.append(time.perf_counter())
+    return np.diff(times)[1:].tolist()
+
+
+def sum_seconds(agreement: Agreement) -> list[float]:
+    """Seconds until what rank 0 says of a token is there, again and again."""
+    token, entropy, times = mx.array([1], mx.uint32), mx.array([0.5]), []
+    for _ in range(SUMS):
+        begun = time.perf_counter()
+        mx.eval(agreement.arrays(token, entropy))
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def on_ranks(count: int) -> dict:
+    """What rank 0 of so many says."""
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    command = [
+        launcher,
+        "-n",
+        str(count),
+        "--backend",
+        "ring",
+        "--python",
+        sys.executable,
+        str(Path(__file__).with_name("on_rank.py")),
+    ]
+    threads = max(1, (os.cpu_count() or 1) // count)  # of each rank: they share the cores
+    environment = os.environ | {"GEARBX_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1, (done.returncode, done.stdout, done.stderr)
+    return json.loads(lines[0])
+
+
+def row(count: int, found: dict) -> list:
+    agreed, alone, shared = (found[name] for name in ("agreed", "not agreed", "shared"))
+    return [count, written(agreed), written(alone), f"{agreed[1] / alone[1]:.2f}", written(shared)]
+
+
+def written(percentiles: list[float]) -> str:
+    low, middle, high = percentiles
+    return f"{middle:.2f} ms ({low:.2f}-{high:.2f})"
+
+
+@study("docs/performance.md", minutes=1)
+def startup(trials: int = 11) -> Found:
+    """How long commands take to start: `--help`, and the first token of the demo model, beside mlx-lm's import.
+
+    A package that is installed has compiled Python files; an editable one may not.
+    """
+    works = {IMPORT: partial(seconds, ["-c", IMPORT]), "`generate`, first token": partial(seconds, GENERATE, 1)}
+    works |= {f"`{name} --help`": partial(seconds, ["-m", f"gearbx_mlx.{name}", "--help"]) for name in HELP}
+    spent = in_turn(works, trials)
+    rows = [[name, spread(found), spread(ratios(found, spent[IMPORT]))] for name, found in spent.items()]
+    return Found({"startup": table(["program", "seconds", "times mlx-lm's import"], rows)})
+
+
+@study("docs/distributed.md", minutes=3)
+def ranks(sizes: list[int] = [2]) -> Found:  # noqa: B006 - nothing changes it
+    """What agreeing costs ranks on this machine: all sample as rank 0 does (gearbx_mlx/ranks/agreement.py).
+
+    For each number of ranks, mlx.launch starts on_rank.py on all of them, each with its share of the cores. Texts with
+    and without the agreement alternate there; rank 0 says what their tokens took.
+
+    Args:
+        sizes: Numbers of ranks; as many as key-value heads if not given.
+    """
+    head = ["ranks", "a token, agreed", "not agreed", "of that", "the shared numbers alone"]
+    return Found({"ranks": table_here(head, [row(count, on_ranks(count)) for count in sizes])})

@@ -1,0 +1,309 @@
+"""Servers: what the proxy adds, what listed log-probabilities decide, and the tables of `benchmark server`."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from pages import table
+from rich.progress import track
+
+from gearbx_mlx.cli.gate import Gate
+from gearbx_mlx.cli.prompts import read_prompts
+from gearbx_mlx.decoding.route import TelemetryOnly
+from gearbx_mlx.decoding.stream import stream_generate
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.gearbox import Observer
+from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from gearbx_mlx.routing.gates import Monitor, ThresholdGate, default_thresholds
+
+from .studies import HELD_OUT, Found, read_report, spread, study, table_here
+
+WORDS = 40
+PAUSE = 0.002  # seconds between two words of the server that answers at once
+MESSAGES = [{"role": "user", "content": "Good morning!"}]
+TOP = [{"token": f"t{i}", "logprob": math.log(0.98 if i == 0 else 0.001)} for i in range(20)]
+PATIENCE = 60  # seconds
+WARM = 5  # requests that do not count
+
+
+class AtOnce(BaseHTTPRequestHandler):
+    """Answers every chat at once: with log-probabilities where they are asked for, in a stream or whole."""
+
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self.send("application/json", [b'{"data": []}'])
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = bool(body.get("logprobs"))
+        if body.get("stream"):
+            self.send("text/event-stream", events(asked))
+        else:
+            words = min(WORDS, body["max_tokens"])
+            logprobs = {"content": [{**TOP[0], "top_logprobs": TOP}] * words} if asked else None
+            choice = {
+                "index": 0,
+                "message": {"content": "word " * words},
+                "logprobs": logprobs,
+                "finish_reason": "stop",
+            }
+            self.send("application/json", [json.dumps({"choices": [choice]}).encode()])
+
+    def send(self, kind: str, parts) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # of a client that has seen enough
+            for part in parts:
+                self.wfile.write(part)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def events(asked: bool) -> Iterator[bytes]:
+    """A stream; its words come with pauses, so that a reader sees each alone."""
+    logprobs = {"content": [{**TOP[0], "top_logprobs": TOP}]} if asked else None
+    for number in range(WORDS):
+        if number:
+            time.sleep(PAUSE)
+        last = "stop" if number == WORDS - 1 else None
+        choice = {"index": 0, "delta": {"content": "word "}, "logprobs": logprobs, "finish_reason": last}
+        yield f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+def serve(ready) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), AtOnce)
+    ready.put(server.server_port)
+    server.serve_forever()
+
+
+@contextlib.contextmanager
+def server_at_once() -> Iterator[str]:
+    """The URL of the server that answers at once."""
+    ready: multiprocessing.Queue = multiprocessing.Queue()
+    process = multiprocessing.Process(target=serve, args=(ready,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ready.get(timeout=PATIENCE)}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextlib.contextmanager
+def proxy(url: str, thresholds: str) -> Iterator[str]:
+    """The URL of the proxy, as the command starts it, with one server as the small and the large one."""
+    flags = ["--small-server", url, "--large-server", url, "--thresholds", thresholds, "--port", "0"]
+    command = [sys.executable, "-m", "gearbx_mlx.server", *flags, "--log-level", "ERROR"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = re.search(r"(http://\S+)/v1: ", process.stderr.readline())
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            assert found is not None, "the proxy did not start"
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of request. event: of a direct answer, counted from 0, before which nobody can begin to answer."""
+
+    name: str
+    thresholds: str
+    streamed: bool
+    event: int = 0
+
+
+KINDS = (
+    Kind("the threshold decides", "inf", True),
+    Kind("the threshold decides", "inf", False),
+    Kind("the first ten tokens decide", "5", True, event=9),
+    Kind("the first ten tokens decide", "5", False),
+)
+
+
+def ask(client: httpx.Client, url: str, streamed: bool, model: str | None, event: int) -> tuple[float, float]:
+    """Milliseconds to an event of an answer, or to a whole answer, and between the last events."""
+    body = {"messages": MESSAGES, "max_tokens": WORDS, "stream": streamed} | ({"model": model} if model else {})
+    times: list[float] = []
+    start = time.perf_counter()
+    with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for part in response.iter_raw():
+            times += [time.perf_counter()] * (part.count(b"data: ") if streamed else 1)
+    gaps = [1000 * (b - a) for a, b in zip(times[-20:], times[-19:])]
+    return 1000 * (times[event] - start), statistics.median(gaps or [0.0])
+
+
+def measure(direct: str, trials: int, model: str | None) -> list[list[str]]:
+    """A row for each kind of request: medians, and the median and the quartiles of what the proxy adds."""
+    rows = []
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(trust_env=False, timeout=PATIENCE))
+        proxies = {bits: stack.enter_context(proxy(direct, bits)) for bits in {kind.thresholds for kind in KINDS}}
+        for kind in KINDS:
+            url, found = proxies[kind.thresholds], []
+            events = {direct: kind.event, url: 0}
+            for number in track(range(trials + WARM), kind.name):
+                order = (direct, url) if number % 2 else (url, direct)
+                times = {place: ask(client, place, kind.streamed, model, events[place]) for place in order}
+                found.append((*times[direct], *times[url]))
+            rows.append(row_of(kind, found[WARM:]))
+    return rows
+
+
+def row_of(kind: Kind, found: Sequence[tuple[float, ...]]) -> list[str]:
+    """A row of the table, from the times of both: to the answer and between its events."""
+    added = spread((through - directly for directly, _, through, _ in found), quartiles=True)
+    directly, gap, through, other_gap = (f"{statistics.median(values):.2f}" for values in zip(*found))
+    form, between = ("stream", f"{gap} / {other_gap}") if kind.streamed else ("whole", "-")
+    return [kind.name, form, directly, through, added, between]
+
+
+LISTED = (5, 11, 20)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A token: its entropy in bits, the gear of mode route, and its largest log-probabilities by type."""
+
+    entropy: float
+    gear: int
+    largest: dict[str, list[float]]
+
+
+def texts(model: Any, tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> Iterator[list[Seen]]:
+    """The tokens after each prompt."""
+    observer = Observer(model)
+    for prompt in prompts:
+        responses = stream_generate(
+            model, tokenizer, prompt, max_tokens, mode=TelemetryOnly(initial_gear="low"), gearbox=observer
+        )
+        yield [
+            Seen(response.entropy, observer.ladder.find(response.gear).index, largest(response.logprobs))
+            for response in responses
+        ]
+
+
+def largest(logprobs: mx.array) -> dict[str, list[float]]:
+    """The largest log-probabilities, as they are, and as a server in float32 has them."""
+    exact = logprobs.astype(mx.float32)
+    lists = {"bfloat16": logprobs.astype(mx.bfloat16), "float32": exact - mx.logsumexp(exact)}
+    return {
+        name: np.sort(-np.array(values.astype(mx.float32)))[: max(LISTED)].tolist() for name, values in lists.items()
+    }
+
+
+def row(found: Sequence[Sequence[Seen]], size: int, kind: str, listed: int) -> list[object]:
+    """A row of the table."""
+    widths, outside, agreed, agreed_wrong, decided, wrong = [], 0, 0, 0, 0, 0
+    gate = Gate()
+    thresholds = default_thresholds(3, size)
+    for tokens in found:
+        routing = BoundedRouting(
+            lambda: Monitor(size, gate.window),
+            lambda: ThresholdGate(thresholds, gate.hysteresis, gate.min_gear_duration),
+            0,
+        )
+        for token in tokens:
+            logprobs = [-value for value in token.largest[kind][:listed]]
+            low, high = entropy_bounds(logprobs, size, rounding_of(logprobs))
+            seen = routing.update((low, high))
+            widths.append(high - low)
+            outside += not low <= token.entropy <= high
+            agrees, certain = len(set(seen.gears)) == 1, len(seen.possible) == 1
+            agreed += agrees
+            agreed_wrong += agrees and seen.gears[0] != token.gear
+            decided += certain
+            wrong += certain and token.gear not in seen.possible
+    total = len(widths)
+    figures = (listed, kind, f"{statistics.median(widths):.2f}", outside, f"{agreed / total:.0%}", agreed_wrong)
+    return [*figures, f"{decided / total:.0%}", wrong]
+
+
+SERVER_HEAD = ["part", "kernels", "measure", "value", "spread", "aim", "count"]
+
+
+def figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def aim(row: dict[str, Any]) -> str:
+    """At least, at most, or nothing; and whether it was missed."""
+    bounds = [f"{sign} {row[name]:g}" for sign, name in (("≥", "least"), ("≤", "most")) if row[name] is not None]
+    return " ".join(bounds) + ("" if row["reached"] else ", missed")
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    spread = "-".join(figure(value) for value in row["spread"] or [])
+    value = f"{row['value']:.0f}" if row["value"] >= 1000 else figure(row["value"])
+    return [row["part"], row["kernels"], row["measure"], value, spread, aim(row), str(row["count"])]
+
+
+def server(files: list[Path]) -> str:
+    """The table, and where and when its rows were measured."""
+    rows = [row for file in files for row in read_report(file)["rows"]]
+    places = sorted({f"{row['machine']}, {row['date']}" for row in rows})
+    return table(SERVER_HEAD, map(lines, rows)) + f"\n{'; '.join(places)}\n"
+
+
+@study("docs/proxy.md", minutes=2)
+def proxy_time(trials: int = 200, server: str | None = None, model: str | None = None) -> Found:
+    """What the proxy adds to an answer: a server asked directly and through the proxy, in turn.
+
+    Args:
+        server: URL without /v1 of a server to ask; if not given, one in a process of its own answers at once, so that
+            what is left is the proxy's own time.
+        model: The model's name there.
+    """
+    with contextlib.nullcontext(server) if server else server_at_once() as direct:
+        rows = measure(direct, trials, model)
+    head = ["who decides", "answer", "directly", "through the proxy", "added (quartiles)"]
+    return Found({"proxy": table_here([*head, "between events, directly / through the proxy"], rows)})
+
+
+@study(minutes=1)
+def bounds(num_prompts: int = 20, max_tokens: int = 80) -> Found:
+    """How close the bounds are that k log-probabilities give, and how many gears they decide (docs/servers.md).
+
+    The demo model writes; of each token's log-probabilities only the largest k are looked at, in the model's type as of
+    mlx_lm.server, or in float32 as of llama.cpp.
+    """
+    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))[:2]
+    found = list(texts(model, tokenizer, read_prompts(HELD_OUT)[:num_prompts], max_tokens))
+    print(f"{sum(map(len, found))} tokens")
+    rows = [row(found, vocabulary(model), kind, listed) for kind in ("bfloat16", "float32") for listed in LISTED]
+    head = ["k", "type", "median width, bits", "outside", "bounds agree", "of them wrong", "decided", "of them wrong"]
+    return Found({"bounds": table(head, rows)})
+
+
+@study("docs/performance.md")
+def server_figures(files: list[Path]) -> Found:
+    """The figures of `gearbx_mlx benchmark server --json`, as a table.
+
+    Args:
+        files: Of --json.
+    """
+    return Found({"server": server(files)})
