@@ -26,11 +26,10 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of
 from gearbx_mlx.evaluation.text import NEXT_PROMPT, read_rows
 from gearbx_mlx.files.writing import replacing, write_text
-from gearbx_mlx.formats import codebook, codebook_library, get_format
+from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import Codebook, nbytes
 from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
-from gearbx_mlx.formats.codebook_options import CodebookOptions
 from gearbx_mlx.formats.codebook_quality import EXPERTS_JUDGED, Quality, compare, qualities
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover

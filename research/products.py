@@ -18,8 +18,16 @@ from pages import table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.benchmark.decode import random_llama
-from gearbx_mlx.formats import codebook, codebook_library, get_format, groupwise, native, planes, rowwise
-from gearbx_mlx.formats.codebook_options import CodebookOptions
+from gearbx_mlx.formats import (
+    CodebookOptions,
+    codebook,
+    codebook_library,
+    get_format,
+    groupwise,
+    native,
+    planes,
+    rowwise,
+)
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.gears.kernel_choices import measure_gears
