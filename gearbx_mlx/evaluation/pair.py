@@ -6,7 +6,7 @@ Free-running, both write answers to problems, and a coin with the same share of 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from ..decoding.pair import Pair
 from ..decoding.stream import stream_generate
 from ..files.reading import Count
-from ..routing.gates import Gate, Monitor
+from ..routing.gates import Gate
 from ..routing.pair import LARGE, NAMES, SMALL, Coin, first_model, pair_gate, pair_monitor, parameter_ratio
 from ..telemetry.report import get_pyplot, save
 from .answers import COLUMNS as SCORES
@@ -140,22 +140,13 @@ def turns(recording: PairRecording, threshold: float, window: int, min_duration:
     monitor = pair_monitor(recording.vocab_size, window)
     gears: list[int] = []
     for text in np.unique(recording.small.window):
-        gears += turns_along(
-            monitor, entropies, np.flatnonzero(recording.small.window == text), threshold, min_duration
-        )
+        monitor.reset()
+        gate, engaged = pair_gate(threshold, min_duration), first_model(threshold)
+        gate.reset(engaged)
+        for place in np.flatnonzero(recording.small.window == text):
+            gears.append(engaged)
+            engaged = gate.update(monitor.update(float(entropies[engaged][place])))
     return np.array(gears)
-
-
-def turns_along(
-    monitor: Monitor, entropies: tuple[np.ndarray, ...], places: np.ndarray, threshold: float, min_duration: int
-) -> Iterator[int]:
-    """The same for one text, from its first token on."""
-    monitor.reset()
-    gate, engaged = pair_gate(threshold, min_duration), first_model(threshold)
-    gate.reset(engaged)
-    for place in places:
-        yield engaged
-        engaged = gate.update(monitor.update(float(entropies[engaged][place])))
 
 
 def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
