@@ -36,6 +36,13 @@ def served(**settings):
         yield client
 
 
+def in_the_making(client, waiting=False):
+    """How many answers the server says that it computes, or has to compute."""
+    lines = client.get("/metrics").text.splitlines()
+    names = ["gearbx_requests_running", *(["gearbx_requests_waiting"] if waiting else [])]
+    return sum(float(line.split()[1]) for line in lines if line.split()[0] in names)
+
+
 def complete(client, prompt=WORD_PROBLEM, **body):
     """A text completion's JSON; a status other than 200 is a failure."""
     answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24, **body})

@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from http_server import chat
+from http_server import chat, in_the_making
 from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
 
 from gearbx_mlx.serving.writers import Batch
@@ -87,12 +87,12 @@ def test_stop_ends_the_servers_work(page, client, monkeypatch, how):
     monkeypatch.setattr(Batch, "step", slowly)
     page.send(QUESTION)
     page.wait(lambda: page.all(".point"))
-    assert client.scheduler.running == 1
+    assert in_the_making(client) == 1
     if how == "escape":
         page.find("#message").send_keys("\ue00c")
     else:
         page.find("#stop").click()
-    page.wait(lambda: client.scheduler.running == 0, 2)
+    page.wait(lambda: in_the_making(client) == 0, 2)
     assert 0 < len(page.answer()["points"]) < 40
     assert page.text(".summary").startswith("stopped · ")
     assert page.text("#problem") == ""
@@ -122,7 +122,7 @@ def test_reset_in_the_middle_of_an_answer_leaves_nothing_of_it(page, client, mon
     page.send(QUESTION)
     page.wait(lambda: page.all(".point"))
     page.find("#reset").click()
-    page.wait(lambda: client.scheduler.running == 0, 2)
+    page.wait(lambda: in_the_making(client) == 0, 2)
     page.wait(lambda: page.run("return running === null"))
     assert page.all(".turn") == page.all(".point") == []
     assert page.text("#problem") == ""

@@ -7,7 +7,7 @@ import time
 
 import httpx
 import pytest
-from http_server import WORD_PROBLEM, chat, complete, events, served, text_of
+from http_server import WORD_PROBLEM, chat, complete, events, in_the_making, served, text_of
 
 from gearbx_mlx import GearbxError, Static, generate, load
 
@@ -230,6 +230,6 @@ def test_work_stops_when_the_client_goes_away(client, gearbx, stream):
     ):
         next(answer.iter_lines())
     deadline = time.monotonic() + 2
-    while client.scheduler.running and time.monotonic() < deadline:
+    while in_the_making(client) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert client.scheduler.running == 0
+    assert in_the_making(client) == 0

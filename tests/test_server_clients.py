@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from http_server import MESSAGES, TEMPLATE, TOOL, WORD_PROBLEM, chat, served, text_of
+from http_server import MESSAGES, TEMPLATE, TOOL, WORD_PROBLEM, chat, in_the_making, served, text_of
 from scripted_model import save_scripted
 
 pytestmark = pytest.mark.processes
@@ -40,9 +40,9 @@ def client(server):
 def is_idle(server, seconds=2.0):
     """Whether nothing is computed or waits within some seconds."""
     deadline = time.monotonic() + seconds
-    while server.scheduler.running + server.scheduler.queued and time.monotonic() < deadline:
+    while in_the_making(server, waiting=True) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return server.scheduler.running + server.scheduler.queued == 0
+    return in_the_making(server, waiting=True) == 0
 
 
 class TestOpenAI:

@@ -81,7 +81,7 @@ def test_a_chat_template_of_the_flags_is_used(small):
     messages = [{"role": "user", "content": WORD_PROBLEM}]
     with served(gears="16", chat_template=template, **QUIET) as client:
         text = chat(client, messages=messages)["choices"][0]["message"]["content"]
-        tokenizer = client.scheduler.provider.tokenizer
+        _, tokenizer = load()
         assert text == text_of(client, tokenizer.encode(f"<{WORD_PROBLEM}>", add_special_tokens=False))
 
 
