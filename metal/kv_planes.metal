@@ -1,4 +1,4 @@
-// Keys or values as nested planes (gearbx_mlx/formats/kv_planes.py), unpacked into threadgroup memory and nowhere else.
+// Keys or values as nested planes (gearbx_mlx/formats/kv_cache.py), unpacked into threadgroup memory and nowhere else.
 //
 // A lane takes CHUNK numbers of a position: whole words of each plane, all of one group. Scale and offset of a group are
 // read by the lane that has its first numbers, and handed to the others. So each byte is read once.

@@ -20,9 +20,9 @@
 // Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (only with TABLES), RAGGED (columns is no
 //     multiple of CODES), CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE; STAGED,
 //     VECTORS * columns if X_THREADGROUP.
-// Macros, set by kernels/metal_formats.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
+// Macros, set by kernels/metal_products.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
-//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES, by kernels/metal_codebooks.py: BITS and PLACE(i) of a
+//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES: BITS and PLACE(i) of a
 //     code; ENTRIES of a table; ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins;
 //     GROUP_ARRAYS(DO), which is DO(array, its elements of a matrix) for each array of groups; STEP_WORDS, that hold CODES; OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
 // T is the type of x and out.

@@ -1,5 +1,5 @@
 // Packing and unpacking of keys and values without Python or MLX, to be built with sanitizers: over buffers of exactly
-// the size that is needed, against the formulas of formats/kv_planes.py, number by number.
+// the size that is needed, against the formulas of formats/kv_cache.py, number by number.
 
 #include <cmath>
 #include <cstdio>
