@@ -32,5 +32,3 @@ from .routing.gates import Monitor as Monitor
 from .routing.gates import ThresholdGate as ThresholdGate
 
 __version__: str
-
-def _end_at_once(number: int, frame: object) -> None: ...

@@ -4,9 +4,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from .cli import terminal
-from .cli.settings import versions
-from .errors import GearbxError
+from .cli import signals
+
+signals.end_at_once()  # the imports below take time
+
+from .cli import terminal  # noqa: E402
+from .cli.settings import versions  # noqa: E402
+from .errors import GearbxError  # noqa: E402
 
 COMMANDS = {
     "generate": "write a text, and watch the gears while it is written",

@@ -20,7 +20,7 @@ from pages import table
 from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
 from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
-from gearbx_mlx.cli.prompts import HARD, MIXED, TRIVIAL
+from gearbx_mlx.cli.loaded import HARD, MIXED, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of

@@ -24,11 +24,11 @@ import mlx_lm
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, start, with_kinds
+from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, with_kinds
 from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of, trials
 from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, measured_rows, spread_of, timed
-from gearbx_mlx.cli.settings import FlagParser, flag
-from gearbx_mlx.cli.shares import parse_shares
+from gearbx_mlx.cli.settings import FlagParser, flag, parse_shares
+from gearbx_mlx.cli.start import start
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
@@ -329,7 +329,7 @@ def run(settings: ModelBenchmark) -> int:
 
 
 def main() -> None:
-    start("decoding_costs", parse, run)
+    start("decoding_costs", parse, lambda settings: run)
 
 
 def parse() -> Any:

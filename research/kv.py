@@ -16,8 +16,8 @@ from pages import table
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, GearbxError, load
-from gearbx_mlx.commands.evaluate_text import context_for
 from gearbx_mlx.decoding.caches import put_in_gears
+from gearbx_mlx.evaluate.text import context_for
 from gearbx_mlx.evaluation.policies import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
 from gearbx_mlx.evaluation.session import EvaluationSession

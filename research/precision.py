@@ -18,7 +18,7 @@ from gearbx_mlx.bit_selection.first_order import first_order, read_sensitivities
 from gearbx_mlx.bit_selection.h_process import GarbageCheck
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity
-from gearbx_mlx.cli.calibration_text import CalibrationTextSettings
+from gearbx_mlx.cli.flags import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, start, with_kinds
+from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, with_kinds
 from gearbx_mlx.benchmark.kernels import cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
 from gearbx_mlx.benchmark.measuring import (
     GIBIBYTE,
@@ -44,8 +44,9 @@ from gearbx_mlx.benchmark.measuring import (
     spread_of,
     timed,
 )
-from gearbx_mlx.cli.output import output_path
+from gearbx_mlx.cli.flags import output_path
 from gearbx_mlx.cli.settings import FlagParser, flag
+from gearbx_mlx.cli.start import start
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import write_text
@@ -428,7 +429,7 @@ MEASURES: dict[str, Callable[[int, int, int], Any]] = {"threads": measure_thread
 
 
 def main() -> None:
-    start("products_on_threads", parse, lambda settings: RUNS[settings.what](settings))
+    start("products_on_threads", parse, lambda settings: RUNS[settings.what])
 
 
 def parse() -> Any:

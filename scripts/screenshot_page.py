@@ -14,9 +14,9 @@ from typing import Any
 
 import chromium
 
-from gearbx_mlx.cli.parsers.server import ServerSettings
 from gearbx_mlx.cli.settings import command_settings
-from gearbx_mlx.commands.server import serving
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import serving
 
 QUESTION = "Claire makes a 3 egg omelet every morning for breakfast. How many dozens of eggs will she eat in 4 weeks?"
 PATIENCE = 60  # seconds

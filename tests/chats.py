@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 from gearbx_mlx import Static, stream_generate
-from gearbx_mlx.cli.parsers.chat import ChatSettings
+from gearbx_mlx.chat import ChatSettings
+from gearbx_mlx.chat.run import open_model
+from gearbx_mlx.chat.session import Session
 from gearbx_mlx.cli.prompt import PromptSettings, rendered
 from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.cli.signals import CtrlC
-from gearbx_mlx.commands.chat import open_model
-from gearbx_mlx.commands.chat.session import Session
 from gearbx_mlx.loading import DEMO_MODEL
 
 ASKED = "Tom has 3 apples and 4 pears. How many fruits has he?"

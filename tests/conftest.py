@@ -288,7 +288,8 @@ def command(monkeypatch, capsys):
 
     Returns exit status, stdout, stderr without lines of progress.
     """
-    monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", float("inf"))  # or a slow machine would have more lines
+    monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", float("inf"))  # or a slow machine would have more lines
+    monkeypatch.setattr("gearbx_mlx.cli.signals.end_at_once", lambda: None)  # a signal is for the tests' process
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
         main = import_module(name if "." in name else f"gearbx_mlx.{name}").main

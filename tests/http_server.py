@@ -5,9 +5,9 @@ import json
 
 import httpx
 
-from gearbx_mlx.cli.parsers.server import ServerSettings
 from gearbx_mlx.cli.settings import command_settings
-from gearbx_mlx.commands.server import serving
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import serving
 
 WORD_PROBLEM = "Tom has 5 apples and buys 7 more."
 MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]

@@ -9,8 +9,8 @@ import httpx
 from fake_server import answer, chat_entry, chat_event, events, one_model
 
 from gearbx_mlx.cli.gate import GateSettings, RoutingSettings
-from gearbx_mlx.cli.proxy import ProxySettings
-from gearbx_mlx.commands.server_proxy import serving
+from gearbx_mlx.server import ProxySettings
+from gearbx_mlx.server.proxy import serving
 from gearbx_mlx.serving.web import Guard
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

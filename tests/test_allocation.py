@@ -233,7 +233,7 @@ class TestCommand:
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """As if a byte took a nanosecond, and the rest of a token a millisecond."""
         monkeypatch.setattr(
-            "gearbx_mlx.commands.allocate.seconds_of",
+            "gearbx_mlx.allocate.run.seconds_of",
             lambda gearbox: 1e-3 + 1e-9 * sum(gearbox.layer_bytes(e, gearbox.gear) for e in gearbox.layers),
         )
         weights = sum(layer.weights for layer in read_precision(manifest).layers.values())
@@ -247,7 +247,7 @@ class TestCommand:
         assert told >= speed * 0.999 - 0.1
 
     def test_no_faster_with_fewer_bits(self, command, manifest, tmp_path, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.commands.allocate.seconds_of", lambda gearbox: 1e-3)
+        monkeypatch.setattr("gearbx_mlx.allocate.run.seconds_of", lambda gearbox: 1e-3)
         result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-tps", 10)
         assert_refused(result, "3 bits are not faster than 8 here", "give --target-bpw")
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
@@ -328,12 +329,10 @@ def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_pa
 
 
 def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
-    from gearbx_mlx.commands import generate
-
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(generate, "settle", broken)
+    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "settle", broken)
     result = command("generate")
     assert (result.status, result.err.splitlines()) == (
         1,

@@ -11,14 +11,14 @@ from conftest import save_model, tiny_model
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.cli.geared import settle
-from gearbx_mlx.cli.parsers.generate import GenerateSettings
-from gearbx_mlx.cli.prompt_cache import load_cache
+from gearbx_mlx.chat.commands import obey
+from gearbx_mlx.chat.run import converse, take
+from gearbx_mlx.cli.loaded import load_cache
+from gearbx_mlx.cli.resolved import settle
 from gearbx_mlx.cli.settings import command_settings
-from gearbx_mlx.commands.chat import converse, take
-from gearbx_mlx.commands.chat.commands import obey
-from gearbx_mlx.commands.generate import to_read
 from gearbx_mlx.decoding.caches import length
+from gearbx_mlx.generate import GenerateSettings
+from gearbx_mlx.generate.run import to_read
 from gearbx_mlx.loading import DEMO_MODEL
 
 MISSING = "(No such file or directory); check the path and its permissions"

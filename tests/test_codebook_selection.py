@@ -23,9 +23,9 @@ from gearbx_mlx.bit_selection.h_process import (
     points_table,
     search,
 )
-from gearbx_mlx.cli.budget import BudgetSettings
-from gearbx_mlx.cli.floors import FloorSettings
-from gearbx_mlx.cli.sizes import parse_bytes
+from gearbx_mlx.cli.gears import FloorSettings
+from gearbx_mlx.cli.settings import parse_bytes
+from gearbx_mlx.convert import BudgetSettings
 from gearbx_mlx.formats import codebook, get_format
 from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
 from gearbx_mlx.gears.discovery import discover

@@ -12,9 +12,9 @@ import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.cli import progress
-from gearbx_mlx.commands.analyze import analyze
-from gearbx_mlx.commands.calibrate import calibrate
+from gearbx_mlx.analyze import analyze
+from gearbx_mlx.calibrate import calibrate
+from gearbx_mlx.cli import terminal
 from gearbx_mlx.loading import DEMO_MODEL
 
 SUMMARY_FIELDS = {
@@ -333,8 +333,8 @@ class TestCalibrateAndAnalyze:
 
     @pytest.mark.slow
     def test_a_log_says_how_far_they_are(self, command, tmp_path, monkeypatch):
-        monkeypatch.setattr(progress, "SHORT", 0)
-        monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
+        monkeypatch.setattr(terminal, "SHORT", 0)
+        monkeypatch.setattr(terminal, "BETWEEN_LINES", 0)
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
         flags = "--prompts", prompts, "-m", 8, "--gears", "4,16"

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +15,7 @@ from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.commands.convert import convert as convert_model
+from gearbx_mlx.convert import convert as convert_model
 from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -317,7 +318,7 @@ class TestModelCard:
         )
         source = tmp_path / "original"
         save_model(tiny_model(dtype=mx.bfloat16), source)
-        monkeypatch.setattr("gearbx_mlx.commands.convert.find", lambda name, revision: source)
+        monkeypatch.setattr(import_module("gearbx_mlx.convert.run"), "find", lambda name, revision: source)
         monkeypatch.setattr("gearbx_mlx.conversion.model_card.read_metadata", lambda name: {"license": "mit"})
         flags = ["--model", "somebody/tales", "--mlx-path", tmp_path / "geared", "--upload-repo", "me/tales-geared"]
         done = command("convert", *flags)
@@ -382,7 +383,7 @@ class TestBitsByQuality:
             )
             assert command("convert", *flags).status == 130
         monkeypatch.setattr(
-            "gearbx_mlx.commands.convert_gears.select_bits", lambda *_, **__: pytest.fail("looked again")
+            import_module("gearbx_mlx.convert.gears"), "select_bits", lambda *_, **__: pytest.fail("looked again")
         )
         done = command("convert", *flags)
         assert done.status == 0, done.err

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,7 +157,9 @@ class TestConverting:
         out, work = tmp_path / "geared", tmp_path / "geared.incomplete"
         with monkeypatch.context() as patch:
             patch.setattr(
-                "gearbx_mlx.commands.convert_gears.write_card", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+                import_module("gearbx_mlx.convert.gears"),
+                "write_card",
+                lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
             )
             assert command("convert", "--mlx-path", out).status == 130
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -178,7 +181,7 @@ class TestConverting:
     def test_files_that_may_not_grow(self, whole, tmp_path, command, limit):
         out = tmp_path / "geared"
         shell = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        shell += "from gearbx_mlx.commands import command; command('convert')()"
+        shell += "from gearbx_mlx.convert import main; main()"
         arguments = [sys.executable, "-c", shell, "--device", "cpu", "--mlx-path", out]
         done = subprocess.run(arguments, capture_output=True, text=True)
         self.stopped(SimpleNamespace(status=done.returncode, err=done.stderr), out, "File too large")

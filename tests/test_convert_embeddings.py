@@ -12,7 +12,7 @@ from mlx_lm.models import llama
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.commands.convert import convert as convert_model
+from gearbx_mlx.convert import convert as convert_model
 
 FORMATS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}

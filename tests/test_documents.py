@@ -63,13 +63,12 @@ def with_flags(name: str) -> ModuleType:
     """The module that parses the flags of a command, or of a study."""
     if (ROOT / "research" / f"{name}.py").exists():
         return import_module(f"research.{name}")
-    command = import_module(f"gearbx_mlx.{name}")
-    return command if hasattr(command, "parse") else import_module(f"gearbx_mlx.cli.parsers.{name}")
+    return import_module(f"gearbx_mlx.{name}")
 
 
 def check_lm_eval(arguments: str) -> None:
     """The arguments of lm-eval's model are those of ours."""
-    source = (ROOT / "gearbx_mlx" / "commands" / "lm_eval.py").read_text(encoding="utf-8")
+    source = (ROOT / "gearbx_mlx" / "lm_eval" / "run.py").read_text(encoding="utf-8")
     assert "--model gearbx " in arguments
     for pair in ",".join(re.findall(r"--model_args (\S+)", arguments)).split(","):
         assert not pair or re.search(rf"^        {pair.split('=')[0]}:", source, re.MULTILINE), pair

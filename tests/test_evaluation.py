@@ -13,10 +13,10 @@ from test_bad_input import assert_refused
 from test_commands import save_model
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.cli import progress
-from gearbx_mlx.cli.parsers.evaluate import POLICIES
-from gearbx_mlx.cli.report_table import report_table
-from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
+from gearbx_mlx.cli import terminal
+from gearbx_mlx.cli.tables import report_table
+from gearbx_mlx.evaluate import POLICIES
+from gearbx_mlx.evaluate import evaluate as run_evaluation
 from gearbx_mlx.evaluation.report import COLUMNS, FIRST, STYLES
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
@@ -164,8 +164,8 @@ class TestSession:
 
     @pytest.mark.slow
     def test_a_log_says_how_far_a_long_run_is(self, command, small, tmp_path, monkeypatch):
-        monkeypatch.setattr(progress, "SHORT", 0)
-        monkeypatch.setattr(progress, "BETWEEN_LINES", 0)
+        monkeypatch.setattr(terminal, "SHORT", 0)
+        monkeypatch.setattr(terminal, "BETWEEN_LINES", 0)
         lines = self.run(command, small, tmp_path / "out", "--policy", "random", "--share", "0.5").err.splitlines()
         assert {"reference: 40 of 40", "static-4: 20 of 40", "random-0.5: 40 of 40"} <= set(lines)
 

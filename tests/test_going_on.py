@@ -133,9 +133,9 @@ def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     name, *more = flags["final numbers"]
     assert command(name, *more, "--out", tmp_path / "once").status == 0
     code = "import itertools, os, signal; from gearbx_mlx.evaluation.session import Journal; "
-    code += "from gearbx_mlx.commands import command; fsync, count = os.fsync, itertools.count(); "
+    code += "from gearbx_mlx.evaluate import main; fsync, count = os.fsync, itertools.count(); "
     code += "os.fsync = lambda file: next(count) == 5 and os.kill(os.getpid(), signal.SIGKILL) or fsync(file); "
-    code += "command('evaluate')()"
+    code += "main()"
     killed = subprocess.run([sys.executable, "-c", code, *map(str, more), "--device", "cpu", "--out", tmp_path / "out"])
     assert killed.returncode == -signal.SIGKILL
     assert command(name, *more, "--out", tmp_path / "out").status == 0

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.cli import prompt
-from gearbx_mlx.cli.limits import limited_time
+from gearbx_mlx.cli.prompt import limited_time
 from gearbx_mlx.loading import DEMO_MODEL, gears_of
 
 LIBRARIES_READ = (

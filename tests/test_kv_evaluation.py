@@ -9,8 +9,8 @@ from test_bad_input import assert_refused
 from test_evaluation import HELD_OUT, evaluate
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.commands.evaluate import evaluate as run_evaluation
 from gearbx_mlx.decoding.caches import cache_in_gears
+from gearbx_mlx.evaluate import evaluate as run_evaluation
 from gearbx_mlx.evaluation.policies import StaticPolicy
 from gearbx_mlx.evaluation.replay import driven
 from gearbx_mlx.formats.kv_cache import group_for, pack, unpack

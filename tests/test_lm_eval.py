@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.commands.lm_eval import GearbxLM
 from gearbx_mlx.lm_eval import main
+from gearbx_mlx.lm_eval.run import GearbxLM
 from gearbx_mlx.loading import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
@@ -131,7 +131,7 @@ def test_what_lm_eval_itself_refuses_is_one_line(monkeypatch, capsys, kind):
     def refuse():
         raise kind("Tasks not found:\n nosuch")
 
-    monkeypatch.setattr("gearbx_mlx.commands.lm_eval.cli_evaluate", refuse)
+    monkeypatch.setattr("gearbx_mlx.lm_eval.run.cli_evaluate", refuse)
     with pytest.raises(SystemExit, match="2"):
         main()
     assert capsys.readouterr().err == "error: lm-eval: Tasks not found: nosuch\n"

@@ -11,9 +11,9 @@ from fake_server import chatting, events, fake_server
 from http_server import served
 from proxies import CHAT, EASY, chunks, proxy, written
 
-from gearbx_mlx.cli.parsers.server import ServerSettings
 from gearbx_mlx.cli.settings import command_settings
-from gearbx_mlx.commands.server import guard_of
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import guard_of
 
 TWO = ("--small-server", "http://127.0.0.1:1", "--large-server", "http://127.0.0.1:1/v1")
 

@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks, free_addresses, run_ranks
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.cli.together import LEFT
+from gearbx_mlx.cli.start import LEFT
 from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import place_here
 
@@ -203,7 +203,7 @@ import os
 import sys
 import mlx.core as mx
 from gearbx_mlx.cli import signals, terminal
-from gearbx_mlx.cli.together import together
+from gearbx_mlx.cli.start import together
 
 def passes():
     print("begun", file=sys.stderr, flush=True)

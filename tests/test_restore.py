@@ -277,7 +277,7 @@ def geared(checkpoint, tmp_path) -> Path:
 KEPT = -1  # the step in which the first file is whole: that of what is kept
 KILLED = """
 import itertools, os, signal, sys
-from gearbx_mlx.commands import command
+from gearbx_mlx.convert import main
 from gearbx_mlx.conversion.restoring import Restorer
 from gearbx_mlx.conversion.journal import TensorFile
 
@@ -299,7 +299,7 @@ finish = TensorFile.finish
 TensorFile.finish = lambda self: (finish(self), last < 0 and os.kill(os.getpid(), signal.SIGKILL))
 Restorer.tensors = counted
 os.fsync = lambda file: (step(), fsync(file))
-command("convert")()
+main()
 """
 
 

@@ -311,7 +311,7 @@ class TestCommand:
         out = tmp_path / "m.json"
         with monkeypatch.context() as patch:
             patch.setattr(
-                "gearbx_mlx.commands.sensitivity.measure_clamped", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+                "gearbx_mlx.sensitivity.run.measure_clamped", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
             )
             assert command("sensitivity", *SMALL, "--out", out).status == 130
         result = command("sensitivity", *SMALL, "--out", out)
@@ -321,8 +321,8 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_prints_how_far_it_is_where_there_is_no_terminal(self, command, tmp_path, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.cli.progress.SHORT", 0.0)
-        monkeypatch.setattr("gearbx_mlx.cli.progress.BETWEEN_LINES", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.terminal.BETWEEN_LINES", 0.0)
         result = command("sensitivity", *SMALL, "--out", tmp_path / "m.json")
         lines = result.err.splitlines()
         assert [f"layers: {done} of 24" for done in range(1, 25)] == [x for x in lines if x.startswith("layers:")]

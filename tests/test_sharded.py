@@ -9,7 +9,7 @@ from conftest import save_model, tiny_model
 from ranks import run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
-from gearbx_mlx.cli.sharded import flag_facts, mode_facts, model_facts
+from gearbx_mlx.generate.run import flag_facts, mode_facts, model_facts
 from gearbx_mlx.ranks.agreement import difference
 
 pytestmark = pytest.mark.processes

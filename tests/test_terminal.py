@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 from test_bad_input import assert_refused
 
-from gearbx_mlx.cli import progress as progress_module
-from gearbx_mlx.cli.progress import ProgressLines
-from gearbx_mlx.cli.sizes import human_bytes
+from gearbx_mlx.cli import terminal as progress_module
+from gearbx_mlx.cli.settings import human_bytes
 from gearbx_mlx.cli.tables import layers_table, summary_table
+from gearbx_mlx.cli.terminal import ProgressLines
 from gearbx_mlx.gears.cost import LayerPath
 from gearbx_mlx.gears.ladder import Ladder
 

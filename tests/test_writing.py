@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ class TestAFailedConversion:
         def interrupted(*_, **__):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("gearbx_mlx.commands.convert_gears.load_cast", interrupted)
+        monkeypatch.setattr(import_module("gearbx_mlx.convert.gears"), "load_cast", interrupted)
         assert command("convert", "--mlx-path", tmp_path / "geared").status == 130
         assert not names(tmp_path)
 

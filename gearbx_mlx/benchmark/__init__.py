@@ -7,16 +7,15 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import ClassVar, TypeVar, get_args
 
-from ..cli import signals, terminal
-from ..cli.device import choose_device, device_flag
+from ..cli.flags import device_flag
 from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
-from ..cli.together import together
+from ..cli.start import start
 from ..errors import GearbxError
 from ..gears.ladder import GROUP_SIZES, Ladder
 from ..kernels import KERNELS
@@ -162,7 +161,7 @@ KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchm
 
 def main() -> None:
     """The command: parse the flags, and run the benchmark that they name."""
-    start("benchmark", parse, lambda settings: import_module(f".{settings.what}", __name__).run(settings))
+    start("benchmark", parse, lambda settings: import_module(f".{settings.what}", __name__).run)
 
 
 def parse() -> Benchmark:
@@ -171,18 +170,6 @@ def parse() -> Benchmark:
 
 def setup_arg_parser() -> FlagParser:
     return with_kinds(FlagParser("benchmark", description="Time kernels, gears and the server on this machine."), KINDS)
-
-
-def start(name: str, parse: Callable[[], Any], run: Callable[[Any], int]) -> None:
-    """Run settings that are parsed from the command line, with a command's errors, signals and exit status."""
-
-    def body() -> int | None:
-        settings = parse()
-        choose_device(settings)  # before mlx-lm is imported, which keeps the device that it finds
-        with import_module("gearbx_mlx.kernels.device").wired_memory():
-            return signals.run_to_end(lambda: run(settings))
-
-    terminal.run(lambda: together(name, body))
 
 
 def with_kinds(parser: FlagParser, kinds: Mapping[str, type[Settings]]) -> FlagParser:

@@ -11,8 +11,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..cli.gearbox import settle_gears
 from ..cli.gears import LayoutSettings
+from ..cli.resolved import settle_gears
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..gears.cost import break_even_tokens

@@ -18,8 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cli.output import check_distinct, output_path
-from ..cli.sizes import human_bytes
+from ..cli.flags import check_distinct, output_path
+from ..cli.settings import human_bytes
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
 from ..files.writing import write_text

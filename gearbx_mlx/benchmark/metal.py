@@ -18,10 +18,10 @@ from typing import Any
 import mlx.core as mx
 
 from .. import __version__
-from ..cli.gearbox import in_whole_weights, require_gearbox, settle_gears
+from ..cli.flags import output_path
 from ..cli.gears import GearFlags, LayoutSettings
-from ..cli.output import output_path
-from ..cli.prompts import MIXED
+from ..cli.loaded import MIXED
+from ..cli.resolved import in_whole_weights, require_gearbox, settle_gears
 from ..cli.terminal import progress_bar
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bit_selection.sensitivity import CALIBRATION
-from ..cli.output import output_path
+from ..cli.flags import output_path
 from ..cli.terminal import progress_bar, spinner
 from ..errors import GearbxError
 from ..evaluation.text import read_documents

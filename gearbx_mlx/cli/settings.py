@@ -9,6 +9,7 @@ import argparse
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -18,6 +19,45 @@ from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError
+from ..routing.calibration import check_shares
+
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "3GB", "3 GiB", "500M" or "1e9".
+
+    Raises:
+        GearbxError: anything else, or less than one byte.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
+    try:
+        count = float(found[1]) * UNITS[found[2]] if found else 0.0
+    except (ValueError, KeyError):
+        count = 0.0
+    if not 1 <= count < math.inf:
+        raise GearbxError(f"'{text}' is no size; give bytes such as 3GB, 500MB or 2GiB")
+    return round(count)
+
+
+def human_bytes(count: float) -> str:
+    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def parse_shares(text: str) -> list[float]:
+    """Parts of 1 from text such as "0.6,0.3,0.1". Raises GearbxError for anything else."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise GearbxError(f"--shares '{text}' are not numbers with commas between, such as 0.6,0.3,0.1") from error
+    check_shares(shares)
+    return shares
+
 
 T = TypeVar("T")
 LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
@@ -235,6 +275,11 @@ def check_bounds(name: str, value: float, least: float, most: float = math.inf) 
     if not inside:
         upper = f" to {most:g}" if most < LARGEST_SHOWN else " or more"
         raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
+
+
+def given(settings: Settings, default: Settings) -> list[str]:
+    """The settings that differ from their defaults."""
+    return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]
 
 
 def settings_of(kind: type[T], flags: argparse.Namespace) -> T:

@@ -1,16 +1,214 @@
 """The tables of a run: its summary, and what each layer of the model runs on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import mlx.nn as nn
+from rich import box
+from rich.cells import cell_len
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..compat.arrays import dtype_name
+from ..decoding.governor import Governor
+from ..decoding.mode import Mode
+from ..decoding.pair import bytes_read
+from ..evaluation.report import Columns
+from ..gears.gearbox import Gearbox, Observer
+from ..gears.streaming import Stream
+from ..kernels.dispatch import STOCK
+from ..kernels.tuner import FAILED, Times
 from ..routing.pair import NAMES
-from ..telemetry.summary import kv_rows
+from ..telemetry.report import UNDECIDED
+from ..telemetry.summary import Tally, kv_rows, kv_summary, summarize
 from ..telemetry.trace import gear_color
-from .sizes import human_bytes
+from .settings import human_bytes
+
+BETWEEN = " · "
+
+
+def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
+    """Tokens read and written, tokens/s, gears or drafts, mean entropy, bytes of weights per token.
+
+    Args:
+        tally: of the answer.
+        last: its last response.
+        ending: why it ended, where it did not end by itself.
+    """
+    drafts = tally.drafted + tally.looked_up
+    accepted = tally.accepted + tally.from_lookup
+    parts = [
+        Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
+        Text(f"{speed(last.generation_tps)}/s"),
+        Text(f"{accepted / drafts:.0%} of {drafts} drafts") if drafts else shares(tally, mode),
+        Text(f"H {tally.mean(tally.entropy_sum):.2f} bits"),
+        Text(f"{human_bytes(tally.mean(tally.weight_bytes))}/token"),
+    ]
+    return Text(BETWEEN, style="dim").join(parts)
+
+
+def speed(tokens_per_second: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+
+
+def shares(tally: Tally, mode: str) -> Text:
+    """The share of tokens in each gear that ran, in its colour."""
+    names: Sequence[str] = tuple(tally.gear_tokens)
+    ran = [(place, name) for place, name in enumerate(names) if tally.gear_tokens[name]]
+    parts = [
+        Text(f"{name} {tally.mean(tally.gear_tokens[name]):.0%}", style=gear_color(place, len(names)))
+        for place, name in ran
+    ]
+    return Text("would use " if mode == "telemetry-only" else "") + Text(" ").join(parts)
+
+
+GAP = 2  # characters between columns
+MARGIN = 1
+
+
+def report_table(rows: Sequence[Mapping[str, Any]], columns: Columns, first: Iterable[str], width: int) -> Table:
+    """A table in which every header and every value is whole; headers wrap between words.
+
+    Args:
+        first: the columns that matter most; the others come where there is room for them.
+        width: characters.
+    """
+    cells = {name: [show(row) for row in rows] for name, show in columns.items()}
+    widths = {name: max(map(cell_len, [*cells[name], *name.split()])) for name in columns}
+    shown = fitting(widths, [*first, *(name for name in columns if name not in first)], width - 2 * MARGIN)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False)
+    for name in columns:
+        if name in shown:
+            table.add_column(name, width=widths[name], overflow="fold")
+    for row in zip(*(cells[name] for name in columns if name in shown)):
+        table.add_row(*row)
+    return table
+
+
+def fitting(widths: Mapping[str, int], names: Iterable[str], width: int) -> set[str]:
+    """The first of the names, as long as they fit side by side; the first one in any case."""
+    shown: set[str] = set()
+    for name in names:
+        width -= widths[name] + GAP
+        if shown and width + GAP < 0:
+            break
+        shown.add(name)
+    return shown
+
+
+ROUNDING = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
+
+
+def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
+    """A row for each product: the kernel that was chosen, its microseconds, and how many times as long others take.
+
+    Args:
+        used: product to the kernel and the seconds of all candidates (`Tuner.used`).
+    """
+    caption = ROUNDING if in_both(used) else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for name in ("product", "kernel", "us", "others take"):
+        table.add_column(name, justify="right" if name == "us" else "left")
+    for product, (chosen, times) in used.items():
+        others = ", ".join(f"{name} {ratio(times, name, chosen)}" for name in times if name != chosen)
+        table.add_row(product, chosen, f"{times[chosen] * 1e6:.1f}", others)
+    return table
+
+
+def ratio(times: Times, name: str, chosen: str) -> str:
+    return "does not run" if times[name] == FAILED else f"{times[name] / times[chosen]:.2f} times"
+
+
+def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
+    """Whether candidates differ in the last bits."""
+    return any({name in STOCK for name in times} == {True, False} for _, times in used.values())
+
+
+@dataclass
+class Speed:
+    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, last: Any) -> None:
+        """Take the last response of a run, or None of one that had none."""
+        if last is not None:
+            self.prompt_tokens += last.prompt_tokens
+            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
+            self.tokens += last.generation_tokens
+            self.seconds += last.generation_tokens / last.generation_tps
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """mlx-lm's draft model, by the name that it was asked for."""
+
+    name: str
+    model: nn.Module
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        """Its name, its passes, one for each token that it drafted, and the bytes of weights that they read."""
+        return {"name": self.name, "passes": tally.drafted, "weight_bytes": tally.drafted * bytes_read(self.model)}
+
+
+def summary_of(
+    name: str,
+    gearbox: Gearbox | Observer,
+    mode: Mode,
+    tally: Tally,
+    speed: Speed,
+    peak_memory: int,
+    controller: Governor | None = None,
+    draft: Draft | None = None,
+) -> dict[str, Any]:
+    """The summary of one run; `peak_memory` in bytes. With a controller, gears had fewer bits at times than by name."""
+    further: dict[str, Any] = {} if draft is None else {"draft_model": draft.summary(tally)}
+    if controller is not None:
+        further |= {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
+    stream = getattr(gearbox, "residency", None)
+    if isinstance(stream, Stream):
+        further["streaming"] = stream.summary(tally.tokens)
+    further |= kv_summary(tally, len(gearbox.model.layers))
+    reasons: dict[str, int] = {}
+    for reason in gearbox.unmanaged.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    return summarize(
+        tally,
+        model=name,
+        mode=mode.name,
+        of_mode=mode.summary(tally),
+        ladder=gearbox.ladder_report(),
+        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
+        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        original_bytes=gearbox.original_bytes_per_token(),
+        tokens_per_second=speed.tokens_per_second,
+        prompt_tokens=speed.prompt_tokens,
+        prompt_tokens_per_second=speed.prompt_tokens_per_second,
+        shift_seconds=gearbox.shift_seconds,
+        peak_memory_bytes=peak_memory,
+        active_memory_bytes=gearbox.active_memory,
+        managed_layers=len(gearbox.layers),
+        unmanaged_layers=len(gearbox.unmanaged),
+        unmanaged_reasons=reasons,
+        compute_dtype=dtype_name(gearbox.compute_dtype),
+        storage_dtype=dtype_name(gearbox.storage[""]),
+        **further,
+    )
+
 
 if TYPE_CHECKING:
     from ..gears.cost import LayerPath
@@ -194,3 +392,25 @@ def bits_table(ladder: "Ladder") -> Table:
     table.add_column("layers", no_wrap=True)
     table.add_column()
     return table
+
+
+def server_table(summary: dict[str, Any]) -> Table:
+    """The table under an analysis of a server, from the object that is written as its summary."""
+    shares = gear_shares(summary)
+    shares.append(f"{UNDECIDED} {summary['undecided_share']:.0%}")
+    listed, size, source = (summary[name] for name in ("top_logprobs", "vocab_size", "vocab_size_source"))
+    low, high = summary["mean_entropy_low_bits"], summary["mean_entropy_high_bits"]
+    return two_columns(
+        [
+            ("model", Text(f"{summary['model']}  ({summary['mode']})")),
+            ("server", Text(f"{summary['server']}  ({summary['api']})")),
+            ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
+            ("gears it would use", shares),
+            (
+                "would shift",
+                f"{summary['shifts_low']} times by the lower bounds, {summary['shifts_high']} by the upper",
+            ),
+            ("mean entropy", f"{low:.2f} to {high:.2f} bits"),
+            ("known", f"{listed} log-probabilities of {size} ({source})"),
+        ]
+    )

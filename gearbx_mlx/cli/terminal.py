@@ -7,17 +7,70 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import COLOR_SYSTEMS, Console
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.style import Style
 from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
 from ..telemetry.trace import gear_color
-from . import progress, streams
-from .signals import INTERRUPTED
+from .settings import human_bytes
+from .signals import INTERRUPTED, guarded
+
+SHORT = 2.0  # seconds: shorter work writes no line
+BETWEEN_LINES = 10.0  # seconds
+
+
+def bar(console: Console, in_bytes: bool = False) -> Progress:
+    """A bar on a terminal, which vanishes at the end; elsewhere lines such as `layers: 12 of 43`.
+
+    Args:
+        console: where to draw.
+        in_bytes: totals are bytes; show them as kB, MB, GB.
+    """
+    if not (console.is_interactive and console.file.isatty()):
+        return ProgressLines(console, in_bytes)
+    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
+    # What a command prints on stdout must stay there: rich would send it to the bar's console.
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False)
+
+
+class ProgressLines(Progress):
+    """Writes how far a task is, two seconds after its start and then every ten seconds."""
+
+    def __init__(self, console: Console, in_bytes: bool, clock: Callable[[], float] = time.monotonic):
+        super().__init__(console=console, auto_refresh=False, disable=True)
+        self.clock, self.count = clock, human_bytes if in_bytes else "{:.0f}".format
+        self.next_line = clock() + SHORT
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self.write_line(self._tasks[task_id])
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self.write_line(self._tasks[task_id])
+
+    def write_line(self, task: Task) -> None:
+        if self.clock() < self.next_line:
+            return
+        self.next_line = self.clock() + BETWEEN_LINES
+        total = "" if task.total is None else f" of {self.count(task.total)}"
+        self.console.print(Text(f"{task.description}: {self.count(task.completed)}{total}"), soft_wrap=True)
+
 
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
@@ -58,7 +111,7 @@ def progress_bar(in_bytes: bool = False) -> Progress:
     Args:
         in_bytes: totals are bytes.
     """
-    return progress.bar(messages, in_bytes)
+    return bar(messages, in_bytes)
 
 
 def run(command: Callable[[], int | None]) -> NoReturn:
@@ -68,7 +121,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     )
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
-    with streams.guarded() as errors:
+    with guarded() as errors:
         status = write_all(command)
     sys.exit(status or int(errors.lost))
 
@@ -126,7 +179,7 @@ def show_compiling() -> None:
 def compiling(files: int) -> Iterator[Callable[[], None]]:
     """A progress bar for as many files; gives what is called after each."""
     began = time.monotonic()
-    note(f"{COMPILING}: this happens once, and takes about half a minute")
+    note(f"{COMPILING}: this happens once, and may take a minute")
     with progress_bar() as progress:
         yield partial(progress.advance, progress.add_task(COMPILING, total=files))
     note(f"compiled in {time.monotonic() - began:.0f} s, and kept")

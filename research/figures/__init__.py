@@ -18,7 +18,7 @@ from msgspec import Struct
 from pages import table
 
 from gearbx_mlx import load
-from gearbx_mlx.cli.output import output_path
+from gearbx_mlx.cli.flags import output_path
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.model_directory import context_length

@@ -139,7 +139,7 @@ def parsers_of(command: str) -> list[Parser]:
         return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
     module = import_module(f"gearbx_mlx.{command}")
     if not hasattr(module, "parse"):
-        module = import_module(f"gearbx_mlx.cli.parsers.{command}")
+        module = import_module(f"gearbx_mlx.{command}")
     kind = get_type_hints(module.parse)["return"]
     if get_origin(kind) is UnionType:
         return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
@@ -149,7 +149,7 @@ def parsers_of(command: str) -> list[Parser]:
 
 def flags_of_lm_eval() -> Iterator[Flag]:
     """The arguments of the model `gearbx`; lm-eval's own flags are not ours."""
-    names = inspect.signature(import_module("gearbx_mlx.commands.lm_eval").GearbxLM).parameters
+    names = inspect.signature(import_module("gearbx_mlx.lm_eval.run").GearbxLM).parameters
     for name in sorted(names.keys() - {"batch_size", "max_batch_size", "device"}):  # which lm-eval gives itself
         good = st.sampled_from(GOOD_OF_LM_EVAL.get(name, ("1", "True")))
         odd = st.sampled_from([text for text in (*PATHS, *TEXTS, *FLOATS) if "," not in text])

@@ -34,8 +34,8 @@ OUT, ERR = ".stdout", ".stderr"
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["__main__", "matplotlib.pyplot", "mlx_lm.tuner", "gearbx_mlx.benchmark.decode"]
-    + [f"gearbx_mlx.commands.{name}" for name in COMMANDS]
-    + [f"gearbx_mlx.cli.parsers.{name}" for name in COMMANDS if name != "lm_eval"]
+    + [f"gearbx_mlx.{name}" for name in COMMANDS]
+    + [f"gearbx_mlx.{name}.run" for name in COMMANDS if name != "benchmark"]
 )
 
 

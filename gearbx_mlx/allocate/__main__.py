@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.allocate."""
+
+from . import main
+
+main()

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.analyze."""
+
+from . import main
+
+main()

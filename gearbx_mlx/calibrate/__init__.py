@@ -1,0 +1,155 @@
+"""Flags and settings of gearbx_mlx.calibrate."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..cli.flags import ModelSettings
+from ..cli.gate import GateSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.prompt import PromptSettings
+from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parse_shares, parser_of
+from ..cli.start import call, command
+from ..errors import GearbxError
+from ..evaluation.target import Wish
+from ..routing.acceptance import DraftFile
+from ..routing.gates import ThresholdFile
+from ..routing.rounds import BYTES, COSTS, TIME
+
+MODES = ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
+METHODS = SHARE, PERCENTILE, MEDIAN, MANUAL = "share", "percentile", "median", "manual"
+TOPS = (16, 8)
+
+
+@dataclass(frozen=True)
+class TargetSettings(Settings):
+    """A budget instead of thresholds, and the text to find the policy on."""
+
+    title: ClassVar[str] = "a budget instead of thresholds"
+
+    target_agreement: float | None = flag(
+        None, "Least share of tokens on which the top gear agrees.", exclusive="target"
+    )
+    target_kl: float | None = flag(None, "Most mean KL from the top gear, nats.", exclusive="target")
+    target_bytes: float | None = flag(None, "Most weight bytes read per token.", exclusive="target")
+    data: str | None = flag(
+        None, "Text to calibrate on. Default: what the top gear writes after the prompts.", named=True
+    )
+    tokens: int = flag(2000, "Predictions on this text.", least=1, most=LARGEST_SHOWN)
+    context: int = flag(256, "Tokens in a window of this text.", least=2, most=LARGEST_SHOWN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.wish()
+
+    def wish(self) -> Wish | None:
+        """The wish; None where no target is given. Raises GearbxError for a target that cannot be."""
+        targets = {"agreement": self.target_agreement, "kl": self.target_kl, "weight_bytes": self.target_bytes}
+        given = {key: value for key, value in targets.items() if value is not None}
+        return Wish(**given) if given else None
+
+
+@dataclass(frozen=True)
+class CalibrationSettings(Settings):
+    """What to find, how, on which prompts; and the file to write."""
+
+    title: ClassVar[str] = "calibration"
+
+    mode: str = flag(
+        ROUTE,
+        "route, kickdown: thresholds. lossless: the gear that drafts, its curve, and the bound, those that read the "
+        "fewest bytes of weights per token; of --gears, or of several ladders.",
+        choices=MODES,
+    )
+    cost: str = flag(
+        BYTES,
+        "For --mode lossless: choose the gears that read the fewest bytes, or those that take the least time. time "
+        "also measures passes on this machine, after --context tokens, and writes what they take into the file.",
+        choices=COSTS,
+    )
+    top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
+    method: str = flag(
+        SHARE,
+        "share: a given share of tokens per gear. percentile: 30th and 60th of the prompts' own tokens. median: of "
+        "generated tokens, and 2.5 times it. manual: trivial against hard prompts.",
+        choices=METHODS,
+    )
+    shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
+    prompts: str | None = flag(
+        None, "One prompt per line, or JSON Lines as of GSM8K. Default: three that ship.", named=True
+    )
+    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    trivial: str | None = flag(
+        None, "Prompts that are easy, for --method manual. Default: three that ship.", named=True
+    )
+    hard: str | None = flag(None, "Prompts that are hard, for --method manual. Default: three that ship.", named=True)
+    out: str | None = flag(
+        None,
+        "File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget",
+        named=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shares is not None:
+            parse_shares(self.shares)
+
+    def shares_of(self, gears: int) -> list[float]:
+        """A share for each gear, lowest first. Raises GearbxError for another number of shares."""
+        if self.shares is None:
+            return [1 / gears] * gears
+        shares = parse_shares(self.shares)
+        if len(shares) != gears:
+            raise GearbxError(f"--shares '{self.shares}': give {gears} parts, one for each gear")
+        return shares
+
+
+@dataclass(frozen=True)
+class CalibrateSettings:
+    model: ModelSettings
+    prompt: PromptSettings
+    layout: LayoutSettings
+    gears: GearFlags
+    floors: FloorSettings
+    gate: GateSettings
+    target: TargetSettings
+    calibration: CalibrationSettings
+
+    def __post_init__(self) -> None:
+        mode, method = self.calibration.mode, self.calibration.method
+        if self.target.wish() is None and mode != ROUTE and method != SHARE:
+            raise GearbxError(f"--method {method} is for --mode route; leave it out")
+        if self.calibration.cost == TIME and (mode != LOSSLESS or self.target.wish() is not None):
+            raise GearbxError("--cost time is for --mode lossless without a target; leave it out, or give that mode")
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(
+        CalibrateSettings,
+        "calibrate",
+        "Find entropy thresholds between the gears, for generate --thresholds; or when to stop drafting, for generate "
+        "--mode lossless --curve. To continue an interrupted run, give the same command again.",
+    )
+
+
+def parse() -> CalibrateSettings:
+    """Raises GearbxError for flags that no model can be calibrated with."""
+    return command_settings(CalibrateSettings, vars(setup_arg_parser().parse_args()))
+
+
+def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
+    """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
+
+    Args:
+        keywords: named like the command's flags, with their defaults: model=..., gears="4,16", mode="lossless".
+
+    Returns:
+        thresholds, or for mode lossless how to draft; for a target either of them.
+
+    Raises:
+        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.
+    """
+    return call("calibrate", "as_object", command_settings(CalibrateSettings, keywords))
+
+
+main = command("calibrate")

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.calibrate."""
+
+from . import main
+
+main()

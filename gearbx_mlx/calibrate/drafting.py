@@ -1,0 +1,176 @@
+"""calibrate --mode lossless: the gear that drafts, and when it should stop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import stream_generate
+from rich.table import Table
+
+from ..cli import terminal
+from ..cli.flags import ModelSettings
+from ..cli.gears import GearSettings
+from ..cli.loaded import load_model, warn_of_memory
+from ..cli.resolved import require_gearbox, settle_gears
+from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
+from ..errors import GearbxError
+from ..evaluation.session import Journal
+from ..formats import get_format
+from ..gears.gearbox import Gearbox
+from ..gears.ladder import DENSE, Gear, Ladder
+from ..gears.saved import saved_gears
+from ..loading import model_name
+from ..routing.acceptance import DraftFile
+from ..routing.rounds import TIME
+from . import CalibrateSettings
+from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
+
+# The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
+# other modes as well.
+LADDERS = {
+    16: ("3,16", "4,16", "5,16", "6,16", "4,8,16", "3,4,8,16"),
+    8: ("3,8", "4,8", "5,8", "6,8", "3,4,8"),
+}
+DRAFT_BITS = range(3, 7)
+
+
+def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """The drafting that reads the fewest bytes of weights per token, on the text of the top gear.
+
+    Args:
+        place: of the journal, if there is one.
+    """
+    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
+    warn_of_memory(settings.model.model, gears)
+    ladders = [gears.ladder] if gears.ladder else ladders_to_compare(gears.format, settings.calibration.top)
+    check_ladder(ladders[0], "nothing to draft with")
+    texts = prompts_by_kind(settings.calibration)["mixed"]
+    model, tokenizer, config = load_model(settings.model)
+    prompts = encoded(texts, settings.prompt, tokenizer, config)
+    compared = {"gears": [str(ladder) for ladder in ladders]}
+    journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[GearRecord])
+    files: list[DraftFile] = []
+    context = settings.target.context if settings.calibration.cost == TIME else None
+    with terminal.progress_bar() as progress:
+        task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
+        for ladder in ladders:
+            if files and get_format(gears.format).ladders:  # the gears before dropped the weights
+                model, tokenizer, _ = load_model(settings.model)
+            files += files_of(
+                ladder,
+                gears,
+                settings.model,
+                (model, tokenizer),
+                prompts,
+                journal,
+                lambda: progress.advance(task),
+                context,
+            )
+    best = min(files, key=cost_per_token)
+    line = (
+        f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
+        f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear"
+        f"{than_original(best)}{faster(best)} (predicted)"
+    )
+    return Calibration(best, line, table=drafting_table(files, best))
+
+
+def ladders_to_compare(format: str, top: int) -> list[Ladder]:
+    """A format's own ladders, or else `LADDERS`. Raises GearbxError if none has this top gear."""
+    known = get_format(format).ladders
+    found = [Ladder(bits) for bits in known if bits[-1] == top] if known else [*map(Ladder.parse, LADDERS[top])]
+    if not found:
+        raise GearbxError(f"--top {top}: the top gear of format {format} has 16 bits; leave out --top or --format")
+    return found
+
+
+def files_of(
+    ladder: Ladder,
+    gears: GearSettings,
+    settings: ModelSettings,
+    loaded: tuple[nn.Module, Any],
+    prompts: Prompts,
+    journal: Journal,
+    advance: Callable[[], object],
+    context: int | None = None,
+) -> list[DraftFile]:
+    """A file for each gear of a ladder that may draft.
+
+    Args:
+        loaded: model and tokenizer.
+        journal: gets what is recorded of each prompt.
+        advance: called after every prompt.
+        context: measure what passes take after so many tokens, too.
+    """
+    model, tokenizer = loaded
+    bits = [gear.bits for gear in ladder]
+    # The originals stay in the model, even where the top gear has fewer bits: the next ladder is made from them.
+    stored = bits if bits[-1] == DENSE or saved_gears(model) else [*bits, DENSE]
+    gearbox = require_gearbox(replace(gears, ladder=Ladder(stored)), model, settings.model, settings.dtype)
+    top = gearbox.ladder.find(bits[-1])
+    below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
+    drafting = [gear for gear in below if gear.bits in DRAFT_BITS] or below
+    recorded: dict[Any, list] = {gear: [] for gear in drafting}
+    for number, prompt in enumerate(prompts):
+        record = partial(agreements, gearbox, tokenizer, top, drafting, *prompt)
+        for gear, agreement in zip(drafting, journal.made(f"gears {ladder}, prompt {number}", record)):
+            recorded[gear].append(agreement)
+        advance()
+    about = model_name(settings.model), gears.group_size, gears.format
+    files = list(draft_files(gearbox, top, recorded, *about, context))
+    gearbox.shift(gearbox.ladder.top)
+    return files
+
+
+def agreements(
+    gearbox: Gearbox, tokenizer: Any, top: Gear, drafting: Sequence[Gear], tokens: list[int], length: int
+) -> list[GearRecord]:
+    """For each gear that may draft, its agreement with what the top gear writes after a prompt."""
+    gearbox.shift(top)
+    text = [response.token for response in stream_generate(gearbox.model, tokenizer, tokens, length)]
+    return record_agreement(gearbox, top, drafting, tokens, text)
+
+
+def times_fewer(weight_bytes: float, file: DraftFile) -> float:
+    """How many times as many bytes per token the top gear alone reads."""
+    return file.weight_bytes_per_token_top / weight_bytes
+
+
+def cost_per_token(file: DraftFile) -> float:
+    """Seconds, where they were measured; else bytes of weights."""
+    return file.weight_bytes_per_token if file.times is None else file.times.per_token
+
+
+def faster(file: DraftFile) -> str:
+    """What is saved in time, where that was measured."""
+    return "" if file.times is None else f", {file.times.times_faster:.2f} times as fast as the top gear"
+
+
+def than_original(file: DraftFile) -> str:
+    """What is saved over the original weights, where the top gear reads other bytes."""
+    if file.weight_bytes_per_token_original is None:
+        return ""
+    return f" and {file.weight_bytes_per_token_original / file.weight_bytes_per_token:.2f} than the original weights"
+
+
+def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
+    """What was compared, one line for each ladder and draft gear."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    timed = ["times as fast"] if best.times is not None else []
+    for title in ("gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes", *timed):
+        table.add_column(title, justify="left" if title == "gears" else "right", overflow="fold")
+    for file in files:
+        table.add_row(
+            ",".join(map(str, file.gears)) + (" *" if file is best else ""),
+            f"{file.draft} bits",
+            f"{file.agreement_overall:.1%}",
+            str(file.best_fixed_length),
+            f"{times_fewer(file.fixed_weight_bytes_per_token, file):.2f}",
+            f"{file.bound:g}",
+            f"{times_fewer(file.weight_bytes_per_token, file):.2f}",
+            *([] if file.times is None else [f"{file.times.times_faster:.2f}"]),
+        )
+    return table

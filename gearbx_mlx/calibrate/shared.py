@@ -1,0 +1,90 @@
+"""What all ways to calibrate share: prompts as tokens, and what they hand back."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..cli.gears import GearSettings
+from ..cli.loaded import HARD, MIXED, TRIVIAL, read_prompts, room_for
+from ..cli.prompt import PromptSettings, encode_prompt
+from ..cli.resolved import gear_inputs, model_inputs
+from ..errors import GearbxError
+from ..evaluation.session import hash_of_tokens
+from ..gears.ladder import Ladder
+from ..routing.acceptance import DraftFile
+from ..routing.gates import ThresholdFile
+from ..telemetry.summary import as_json
+from . import MANUAL, CalibrateSettings, CalibrationSettings
+
+Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found.
+
+    file: to be written. line: the same in a few words. notes, table: for the user. about: further fields of the file,
+    for the user alone.
+    """
+
+    file: ThresholdFile | DraftFile
+    line: str
+    notes: Sequence[str] = ()
+    table: Table | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def json(self) -> str:
+        return as_json(json.loads(self.file.text()) | self.about)
+
+
+def prompts_by_kind(settings: CalibrationSettings) -> dict[str, list[str]]:
+    """Kind to prompts, from files or, where none is named, the few that ship: "mixed", or "trivial" and "hard"."""
+    files = {"mixed": (settings.prompts, MIXED)}
+    if settings.method == MANUAL:
+        files = {"trivial": (settings.trivial, TRIVIAL), "hard": (settings.hard, HARD)}
+    return {
+        kind: (read_prompts(Path(file)) if file else list(default))[: settings.num_prompts]
+        for kind, (file, default) in files.items()
+    }
+
+
+def encoded(
+    texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: dict
+) -> list[tuple[list[int], int]]:
+    """The tokens of each prompt, and how many tokens may follow it."""
+    tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
+    return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
+
+
+def inputs_of(settings: CalibrateSettings, gears: GearSettings, prompts: Mapping[str, Prompts]) -> dict[str, Any]:
+    """All that the records of prompts depend on. prompts: by kind."""
+    return {
+        "mode": settings.calibration.mode,
+        "method": settings.calibration.method,
+        **model_inputs(settings.model),
+        **gear_inputs(gears),
+        "prompts": {kind: hash_of_tokens([tokens for tokens, _ in encoded]) for kind, encoded in prompts.items()},
+        "max_tokens": settings.prompt.max_tokens,
+        "extra_eos_token": [*settings.model.extra_eos_token],
+    }
+
+
+def check_ladder(ladder: Ladder, missing: str) -> None:
+    """Raises GearbxError for a single gear, which leaves `missing`."""
+    if len(ladder) < 2:
+        raise GearbxError(f"--gears {ladder}: one gear has {missing}; give two or more")
+
+
+def bits_line(thresholds: Iterable[float]) -> str:
+    """1.234, 2.345 bits"""
+    return f"{', '.join(f'{threshold:.3f}' for threshold in thresholds)} bits"
+
+
+def shares_note(ladder: Ladder, shares: Iterable[float], tokens: int) -> str:
+    shown = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(ladder, shares))
+    return f"{tokens} tokens; with these thresholds the gate puts {shown} of them in each gear"

@@ -1,0 +1,93 @@
+"""Flags and settings of gearbx_mlx.chat."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, SamplingSettings, check_pair
+from ..cli.gate import GateSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.prompt import PromptSettings
+from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
+from ..cli.start import command
+from ..errors import GearbxError
+
+
+@dataclass(frozen=True)
+class MessageSettings(PromptSettings):
+    """How a conversation becomes tokens, and how many an answer may have."""
+
+    title: ClassVar[str] = "messages"
+
+    max_tokens: int = flag(256, "Tokens of an answer at most, -1: as many as fit the context.", also=("-m",))
+
+
+@dataclass(frozen=True)
+class TerminalSettings(Settings):
+    """What is shown of an answer, and what is remembered of what was typed."""
+
+    title: ClassVar[str] = "terminal"
+
+    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"))
+    no_history: bool = flag(False, "Neither read nor write the file of lines that were typed.")
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    model: ModelSettings
+    prompt: MessageSettings
+    sampling: SamplingSettings
+    cache: CacheSettings
+    layout: LayoutSettings
+    gears: GearFlags
+    floors: FloorSettings
+    routing: RoutingSettings
+    gate: GateSettings
+    mode: ModeSettings
+    controller: ControllerSettings
+    terminal: TerminalSettings
+
+    def __post_init__(self) -> None:
+        check_pair(self, {"target_tps": self.controller.target_tps, "watch_machine": self.controller.watch_machine})
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(
+        ChatSettings,
+        "chat",
+        "Talk with a model that changes the precision of its weights while it answers.",
+        "In the chat, /help lists its commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
+    )
+
+
+def parse() -> ChatSettings:
+    """Raises GearbxError for flags that no model can be run with."""
+    return command_settings(ChatSettings, vars(setup_arg_parser().parse_args()))
+
+
+class LineParser(argparse.ArgumentParser):
+    """A parser of flags that are typed in a chat, which goes on after a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise GearbxError(f"{self.prog}: {message}")
+
+
+@dataclass(frozen=True)
+class ModeChange:
+    """The settings that /mode may change."""
+
+    mode: ModeSettings
+    routing: RoutingSettings
+    gate: GateSettings
+
+
+def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
+    """A mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
+    parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    for kind in (ModeSettings, RoutingSettings, GateSettings):
+        add_flags(parser, kind)
+    return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))
+
+
+main = command("chat")

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.chat."""
+
+from . import main
+
+main()

@@ -1,0 +1,164 @@
+"""Lines that a user types or pipes: edited and remembered on a terminal, as they are elsewhere."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import platformdirs
+
+from ..cli import terminal
+from ..cli.signals import Interrupted
+from ..errors import GearbxError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+PROMPT = ">> "
+INSTALL = "without prompt_toolkit lines are not edited; install it with pip install prompt_toolkit"
+Words = Sequence[str]
+FILES: Words = ("FILES",)  # stands for the names of files
+
+
+class Lines(Protocol):
+    """Where messages come from. `interactive`: from somebody at a terminal."""
+
+    interactive: bool
+
+    def read(self) -> str | None:
+        """The next message, without the end of its line; None: there are no more.
+
+        Raises:
+            GearbxError: a line that is no text; further lines can be read.
+            Interrupted: Ctrl-C was typed.
+        """
+        ...
+
+
+def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
+    """Standard input.
+
+    Args:
+        words: what Tab completes: a word at the beginning of the line, and those that may follow it.
+        history: remember lines in a file of the user's.
+    """
+    interactive = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    if interactive:
+        try:
+            return EditedLines(words, history_file() if history else None)
+        except ImportError:
+            terminal.note(INSTALL)
+    return PlainLines(interactive)
+
+
+class PlainLines:
+    """Lines as they come, from a pipe for instance."""
+
+    def __init__(self, interactive: bool):
+        self.interactive = interactive
+        if sys.stdin is None:
+            raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
+
+    def read(self) -> str | None:
+        if self.interactive:
+            print(PROMPT, end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.buffer.readline()  # as bytes: one wrong line must not take the next ones with it
+        except OSError as error:
+            raise OSError(f"standard input cannot be read ({error.strerror})") from error
+        if not line:
+            if self.interactive:
+                print(file=sys.stderr)
+            return None
+        try:
+            return line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise GearbxError(f"this line is not UTF-8 text ({error.reason}); convert it") from error
+
+
+class EditedLines:
+    """Lines with editing, history and completion. Raises ImportError without prompt_toolkit."""
+
+    interactive = True
+
+    def __init__(self, words: Mapping[str, Words], history: Path | None):
+        self._session = session(words, history)
+
+    def read(self) -> str | None:
+        try:
+            with as_it_was():
+                return self._session.prompt()
+        except EOFError:
+            return None
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Whatever ends the context, the terminal is as before it: a signal may end prompt_toolkit while it cleans up."""
+    import termios
+
+    attributes = termios.tcgetattr(sys.stdin)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
+
+
+def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[str]":
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class UserHistory(FileHistory):
+        """Lines that were typed, with any characters; one that cannot be written is not remembered."""
+
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):
+                super().store_string(string.encode(errors="replace").decode())
+
+    class CommandCompleter(Completer):
+        """The first word of a line, and then what belongs to it."""
+
+        def get_completions(self, document: Document, complete_event: Any) -> Any:
+            first, space, rest = document.text_before_cursor.partition(" ")
+            if not space:
+                yield from matching(first, words) if first.startswith("/") else ()
+            elif words.get(first) is FILES:
+                yield from PathCompleter(expanduser=True).get_completions(Document(rest), complete_event)
+            else:
+                yield from matching(rest, words.get(first, ()))
+
+    def matching(begun: str, offered: Iterable[str]) -> Iterator[Completion]:
+        return (Completion(f"{word} ", -len(begun), word) for word in offered if word.startswith(begun))
+
+    return PromptSession(
+        PROMPT,
+        history=None if history is None else UserHistory(str(history)),
+        completer=CommandCompleter(),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,  # else empty lines below wait for a menu
+        interrupt_exception=Interrupted,
+        output=create_output(always_prefer_tty=True),
+    )
+
+
+def history_file() -> Path | None:
+    """The user's file of lines that were typed, which nobody else can read; None where there cannot be one."""
+    path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        terminal.note(f"{path}: cannot be written ({error.strerror}); lines are not remembered")
+        return None
+    return path

@@ -1,0 +1,207 @@
+"""What a chat talks with: one model in gears, or two that take turns."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
+from ..cli.gate import check_routing
+from ..cli.loaded import Begun, generation_keywords, load_pair, save_cache
+from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, governor, settle
+from ..decoding.draft_plans import drafting_gear, find_file, find_rule
+from ..decoding.mode import refuse_draft_model
+from ..decoding.modes import MODES
+from ..decoding.pair import Pair, PairedModel
+from ..decoding.response import GearResponse
+from ..decoding.stream import stream_generate
+from ..errors import GearbxError
+from ..gears.gearbox import Gearbox, Observer
+from ..loading import DEMO_MODEL, gears_of
+from ..routing.pair import NAMES
+from . import ChatSettings, parse_mode
+
+STATIC = "static"
+OBSERVED = f"it is quantized already, or mode {TELEMETRY_ONLY} was asked for"
+IN_GEARS = " is for weights as they are, and these are in gears"
+SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
+
+
+class ChatModel(Protocol):
+    """One or two models. `gears` are the names that /gear takes, lowest first, and `modes` those that /mode takes."""
+
+    tokenizer: Any
+    config: dict[str, Any]
+    gears: Sequence[str]
+    modes: Sequence[str]
+
+    @property
+    def mode(self) -> str:
+        """The mode of the next answer, by name."""
+        ...
+
+    def new_cache(self) -> list[Any]:
+        """Empty caches."""
+        ...
+
+    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
+        ...
+
+    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+        """Answer a message, as typed; `tokens` are to be read, `keywords` are of stream_generate."""
+        ...
+
+    def hold(self, gear: str | None) -> None:
+        """Stay in a gear; None: back to the mode. Raises GearbxError for one that there is not."""
+        ...
+
+    def change(self, mode: str, words: Sequence[str]) -> None:
+        """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
+        ...
+
+
+class GearedChat:
+    """One model in gears, or one that is only observed.
+
+    Args:
+        stack: what lasts as long as the chat: the controller.
+
+    Raises:
+        GearbxError: as `generate` for the same settings.
+    """
+
+    def __init__(self, settings: ChatSettings, stack: ExitStack):
+        settled = settle(settings)
+        loaded = settled.load(settings.model.model)
+        self._settings, self._start = settings, settled.choice
+        self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
+        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
+        self._geared = loaded.in_gears()
+        gearbox = self._geared.gearbox
+        further = self._geared.gears.governor_keywords()
+        self._controller = stack.enter_context(governor(settings.controller, gearbox, True, **further))
+        self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
+        self._observes = isinstance(gearbox, Observer)
+        self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
+        self._choice, self._held = self._start, ""
+        self._check(replace(self._start, mode=self.mode))
+
+    @property
+    def mode(self) -> str:
+        return STATIC if self._held else self._choice.mode or (TELEMETRY_ONLY if self._observes else ROUTE)
+
+    def new_cache(self) -> list[Any]:
+        draft, size = self._keywords["draft_model"], self._settings.cache.max_kv_size
+        if draft is None:
+            return make_prompt_cache(self._model, size)
+        return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
+
+    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+        own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
+
+    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+        keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
+        mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
+        return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
+
+    def hold(self, gear: str | None) -> None:
+        if gear is None:
+            self._held = ""
+            return
+        if self._observes:
+            raise GearbxError(f"/gear {gear}: no layer of this model changes gear; {OBSERVED}")
+        name = self._geared.gearbox.ladder.find(gear).name
+        self._check(self._held_choice(name))
+        self._held = name
+
+    def change(self, mode: str, words: Sequence[str]) -> None:
+        choice = replace(self._start, mode=mode)
+        if words:  # else the flags that the chat was started with
+            check_mode(mode, MODES)
+            choice = choose_mode(replace(self._settings, **vars(parse_mode(mode, words))), self._saved())
+        self._check(choice)
+        self._choice, self._held = choice, ""
+
+    def _saved(self) -> Any:
+        return gears_of(self._settings.model.model)
+
+    def _held_choice(self, gear: str) -> ModeChoice:
+        return replace(self._start, mode=STATIC, gear=gear)
+
+    def _check(self, choice: ModeChoice) -> None:
+        """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
+        gearbox, ladder = self._geared.gearbox, self._geared.gearbox.ladder
+        assert choice.mode is not None
+        if self._observes and choice.mode != TELEMETRY_ONLY:
+            raise GearbxError(f"mode '{choice.mode}' needs gears, and no layer of this model changes gear; {OBSERVED}")
+        check_mode(choice.mode, self.modes)
+        check_governing(self._settings.controller, choice.mode, None)
+        if choice.mode not in (ROUTE, STATIC, TELEMETRY_ONLY):
+            refuse_draft_model(choice.mode, self._keywords)
+        if choice.mode == LOSSLESS and isinstance(gearbox, Gearbox):
+            how = choice.draft_length or choice.curve
+            _, draft = find_rule(gearbox, find_file(gearbox, how) or how)
+            drafting_gear(gearbox, draft)
+        check_routing(choice.routing, ladder)
+        if choice.gear is not None:
+            ladder.find(choice.gear)
+        self._geared.mode("", choice)
+
+
+class PairChat:
+    """A small and a large model that take turns. Raises GearbxError as `generate` for the same settings."""
+
+    def __init__(self, settings: ChatSettings, small_model: str):
+        self._settings = settings
+        self._turns = turns_of(settings.routing.thresholds, settings.gate)
+        self._pair = load_pair(settings.model, small_model)
+        self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
+        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
+        self.gears: Sequence[str] = NAMES
+        self.modes: Sequence[str] = (PAIR,)
+        self._held = ""
+
+    @property
+    def mode(self) -> str:
+        return PAIR
+
+    def new_cache(self) -> list[Any]:
+        return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)
+
+    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+        raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
+
+    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+        threshold, first = self._turns.threshold(self._pair.vocab_size), self._settings.routing.initial_gear
+        if self._held:
+            threshold, first = (math.inf if self._held == NAMES[0] else 0.0), self._held
+        mode = Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first)
+        keywords = self._keywords | keywords
+        return stream_generate(self._pair.large, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
+
+    def hold(self, gear: str | None) -> None:
+        if gear not in (None, *NAMES):
+            raise GearbxError(f"no model '{gear}' in a pair; choose from auto, {', '.join(NAMES)}")
+        self._held = gear or ""
+
+    def change(self, mode: str, words: Sequence[str]) -> None:
+        check_mode(mode, self.modes)
+        if words:
+            raise GearbxError(f"/mode {PAIR} takes no flags; /gear small or /gear large stays with one model")
+        self._held = ""
+
+
+def check_mode(mode: str, possible: Collection[str]) -> None:
+    """Raises GearbxError for a mode that does not exist, or that the models of this chat cannot have."""
+    if mode not in MODES:
+        raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(possible)}")
+    if mode not in possible:
+        choices = ", ".join(possible)
+        why = IN_GEARS if mode == TELEMETRY_ONLY and ROUTE in possible else ""
+        raise GearbxError(f"mode '{mode}'{why}: this chat has {choices}; start another one with --mode {mode}")

@@ -1,0 +1,509 @@
+"""The model. Names and defaults of flags are mlx-lm's where it has them."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from ..decoding.modes import MODES
+from ..errors import GearbxError, about
+from ..files.writing import check_writable
+from ..gears.ladder import DTYPES, SUPPORTED, WHOLE, WHOLE_LADDER, WIDTHS, Ladder, check_kv_gears
+from ..kernels import DEVICES, KERNELS
+from ..machine.readers import Scripted
+from ..routing.acceptance import MOST_DRAFTED, FixedLength
+from ..routing.gates import DEFAULT_POLICY
+from ..routing.pair import (
+    BITS,
+    DEFAULT_MIN_DURATION,
+    DEFAULT_WINDOW,
+    SWEEP,
+    check_threshold,
+    pair_gate,
+    pair_monitor,
+    scaled,
+)
+from ..routing.rounds import COSTS
+from .gate import AUTO, GateSettings, RoutingSettings
+from .gears import FloorSettings, GearFlags, LayoutSettings
+from .settings import Settings, flag, flag_of, parse_bytes
+
+COLDEST = 0.001  # divided by less, logits of half precision overflow
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Settings):
+    title: ClassVar[str] = "sampling"
+
+    seed: int | None = flag(None, "PRNG seed", least=0, most=2**63)
+    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", least=0, most=1000)
+    top_p: float = flag(1.0, "Sampling top-p.", least=0, most=1)
+    min_p: float = flag(0.0, "Sampling min-p.", least=0, most=1, rare=True)
+    top_k: int = flag(0, "Sampling top-k.", least=0)
+    xtc_probability: float = flag(0.0, "Probability of XTC sampling.", least=0, most=1, rare=True)
+    xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", least=0, most=0.5, rare=True)
+    min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", least=1, rare=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.temp < COLDEST:
+            raise GearbxError(f"--temp is {self.temp}; give 0 for greedy, or {COLDEST} to 1000")
+
+
+@dataclass(frozen=True)
+class CacheSettings(Settings):
+    title: ClassVar[str] = "KV cache and drafts"
+
+    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", least=1)
+    prefill_step_size: int = flag(2048, "Prompt tokens processed at a time.", least=1, rare=True)
+    kv_bits: int | None = flag(
+        None, "Bits for KV cache quantization. Default: none", choices=(2, 3, 4, 5, 6, 8), rare=True
+    )
+    kv_group_size: int = flag(64, "Group size for KV cache quantization.", choices=(32, 64, 128), rare=True)
+    quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", least=0, rare=True)
+    kv_gears: str | None = flag(
+        None,
+        "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16. Default: none",
+        metavar="BITS,BITS",
+        rare=True,
+    )
+    kv_gear: int | None = flag(
+        None,
+        "The gear of the KV cache that is read. Default: it follows that of the weights",
+        choices=(4, 8, 16),
+        rare=True,
+    )
+    draft_model: str | None = flag(None, "A model to be used for speculative decoding.", named=True)
+    num_draft_tokens: int = flag(3, "Tokens to draft.", least=1, rare=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kv_gears(self.kv_gears, self.kv_gear, self.kv_bits, self.draft_model)
+
+
+def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
+    """Raises GearbxError for numbers that exceed the vocabulary."""
+    for name, value, limit in (
+        ("--top-k", settings.top_k, vocab_size - 1),
+        ("--min-tokens-to-keep", settings.min_tokens_to_keep, vocab_size),
+    ):
+        if value > limit:
+            raise GearbxError(f"{name} is {value}, and the vocabulary {vocab_size}; give fewer")
+
+
+def cache_keywords(settings: CacheSettings) -> dict[str, Any]:
+    """The part of mlx-lm's `stream_generate` keywords that flags of the KV cache give."""
+    return {
+        "max_kv_size": settings.max_kv_size,
+        "prefill_step_size": settings.prefill_step_size,
+        "kv_bits": settings.kv_bits,
+        "kv_group_size": settings.kv_group_size,
+        "quantized_kv_start": settings.quantized_kv_start,
+        "kv_gears": settings.kv_gears,
+        "kv_gear": settings.kv_gear,
+        "num_draft_tokens": settings.num_draft_tokens,
+    }
+
+
+def str2bool(text: str) -> bool:
+    return text.lower() not in ("false", "f")
+
+
+@dataclass(frozen=True)
+class OutputSettings(Settings):
+    """What a run writes besides the text."""
+
+    title: ClassVar[str] = "output"
+
+    verbose: bool = flag(True, "False: the text alone, when it is complete. Default: True", type=str2bool)
+    trace: str | None = flag(None, "Write one JSON object per token.", metavar="FILE.jsonl", named=True)
+    summary: str | None = flag(None, "Write the summary as JSON.", metavar="FILE.json", named=True)
+    describe: bool = flag(
+        False,
+        "Before the text, each layer's bits and kernels, and why; after it, which kernels were fastest; on stderr.",
+        rare=True,
+    )
+    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"), rare=True)
+
+    def paths(self) -> tuple[Path | None, Path | None]:
+        """Where trace and summary go. Raises GearbxError for places that cannot be written to."""
+        trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
+        if trace and summary and trace.resolve() == summary.resolve() and not trace.is_char_device():
+            raise GearbxError(f"{trace}: both --trace and --summary; give two files")
+        return trace, summary
+
+
+def output_path(text: str | Path) -> Path:
+    """Raises GearbxError for a place that cannot be written to."""
+    path = Path(text)
+    check_writable(path)
+    return path
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raises GearbxError where two flags name the same file. files: flag to file; None: the flag was not given."""
+    places: dict[str, str] = {}
+    for name, file in files.items():
+        if file is None:
+            continue
+        other = places.setdefault(os.path.realpath(file), name)
+        if other != name:
+            raise GearbxError(f"{file}: both {other} and {name}; give two files")
+
+
+@dataclass(frozen=True)
+class CalibrationTextSettings(Settings):
+    """The text (None: the one that ships), its windows and their most tokens, and the kernels that read it."""
+
+    title: ClassVar[str] = "calibration text"
+
+    data: str | None = flag(
+        None,
+        "A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
+        named=True,
+    )
+    num_samples: int = flag(8, "Windows of the text.", least=1)
+    sequence_length: int = flag(256, "Most tokens of a window.", least=1)
+    kernels: str = flag(
+        "auto", "As for generate. Activations are not rounded, because only weights are measured.", choices=KERNELS
+    )
+
+
+def batch_policy_flag() -> Any:
+    """--batch-policy, the same wherever texts share passes."""
+    return flag(
+        DEFAULT_POLICY,
+        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
+        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
+        named=True,
+    )
+
+
+NESTED = "planes"  # the format in which further bits take hardly more memory
+CAP_BITS = (4, 5, 6, 8)
+SLOWEST = 0.001  # tokens per second
+
+
+@dataclass(frozen=True)
+class ControllerSettings(Settings):
+    """What the controller aims at and watches; it runs if any of the first four is set.
+
+    target_tps: tokens per second. machine: a file that plays the machine's state. cap_bits: bits with commas between.
+    """
+
+    title: ClassVar[str] = "controller"
+
+    target_tps: float | None = flag(
+        None,
+        "Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks at this "
+        "machine's heat, battery and memory too.",
+        metavar="N",
+    )
+    watch_machine: bool = flag(False, "Cap by heat, battery and memory, at any speed.", rare=True)
+    machine: str | None = flag(
+        None,
+        "Play the machine's state from a file (docs/machine.md) instead of reading it.",
+        metavar="FILE",
+        named=True,
+        rare=True,
+    )
+    max_memory: str | None = flag(
+        None,
+        "Keep this process below so much memory, such as 3GB: layers are capped when it is near, the least sensitive "
+        "first, which frees memory with --residency disk.",
+        metavar="SIZE",
+    )
+    cap_bits: str | None = flag(
+        None,
+        "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
+        f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
+        metavar="BITS",
+        rare=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.wanted and self.cap_bits:
+            raise GearbxError("--cap-bits goes with --target-tps or --watch-machine; give one")
+        self.limit()
+        if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
+            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
+        if self.machine is not None:
+            Scripted.from_file(self.machine)
+        self.given_bits()
+
+    @property
+    def wanted(self) -> bool:
+        watching = self.watch_machine or self.machine is not None or self.max_memory is not None
+        return self.target_tps is not None or watching
+
+    def limit(self) -> int | None:
+        """--max-memory in bytes. Raises GearbxError for what is no size."""
+        if self.max_memory is None:
+            return None
+        with about("--max-memory"):
+            return parse_bytes(self.max_memory)
+
+    def given_bits(self) -> tuple[int, ...] | None:
+        """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""
+        if self.cap_bits is None:
+            return None
+        try:
+            widths = tuple(int(part) for part in self.cap_bits.split(","))
+        except ValueError as error:
+            raise GearbxError(f"--cap-bits is '{self.cap_bits}'; give whole numbers with commas between") from error
+        unknown = [bits for bits in widths if bits not in WIDTHS]
+        if unknown:
+            raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
+        return widths
+
+    def widths(self, model: str | None, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
+        """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.
+
+        Args:
+            model: its name, for the error.
+            stored: bits of the gears that the checkpoint holds, to which nothing can be added; None: no gears.
+
+        Raises:
+            GearbxError: --cap-bits that a geared checkpoint does not have.
+        """
+        given = self.given_bits()
+        missing = [bits for bits in given or () if stored is not None and bits not in stored]
+        if missing:
+            bits = ", ".join(map(str, stored or ()))
+            raise GearbxError(
+                f"--cap-bits has {missing[0]}, and the gears of {model} have {bits} bits; choose from these, "
+                "or convert the original with more --gears"
+            )
+        if given is not None:
+            return given
+        if not self.wanted or format == WHOLE:  # whose layers have the widths of its ladder alone
+            return ()
+        if stored is not None:
+            return tuple(bits for bits in stored if bits < ladder.top.bits)
+        if format != NESTED:
+            return ()
+        return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
+
+
+def device_flag() -> Any:
+    """The flag --device as a field of settings."""
+    return flag(None, "Where to compute. Default: MLX's choice, the GPU where there is one", choices=DEVICES)
+
+
+def choose_device(settings: object) -> None:
+    """Compute on the device that settings, or one of their groups, name. Call it before mlx-lm is imported.
+
+    Raises:
+        GearbxError: as `use_device`.
+    """
+    groups = settings, *vars(settings).values()
+    name = next((group.device for group in groups if hasattr(group, "device")), None)
+    if name is not None:
+        from ..kernels.device import use_device  # imports mlx, which whoever names no device does not wait for here
+
+        use_device(name)
+
+
+SMALL_MODEL = (
+    "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds is "
+    f"bits, 0 (large alone) to inf (small alone; default: {BITS:g}, scaled to the vocabulary), --window "
+    f"{DEFAULT_WINDOW} and --min-gear-duration {DEFAULT_MIN_DURATION} unless given."
+)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Settings of the gate between two models; no thresholds: the paper's."""
+
+    thresholds: tuple[float, ...]
+    window: int
+    min_duration: int
+
+    def sweep(self, vocab_size: int) -> tuple[float, ...]:
+        """The thresholds of a sweep, in bits: as given, else those of EAD's Table 1, scaled to the vocabulary."""
+        return self.thresholds or tuple(bits if math.isinf(bits) else scaled(bits, vocab_size) for bits in SWEEP)
+
+    def threshold(self, vocab_size: int) -> float:
+        """The one threshold of a generation, in bits."""
+        return self.thresholds[0] if self.thresholds else scaled(BITS, vocab_size)
+
+
+def turns_of(thresholds: str | None, gate: GateSettings, several: bool = False) -> Turns:
+    """The settings of the gate between two models.
+
+    Args:
+        thresholds: as given: bits, with commas between.
+        several: a sweep over thresholds, each between 0 and infinity.
+
+    Raises:
+        GearbxError: settings that no pair can have.
+    """
+    if gate.hysteresis:
+        raise GearbxError("--hysteresis: the gate between two models has none; leave it out")
+    bits: tuple[float, ...] = ()
+    if thresholds is not None:
+        try:
+            bits = tuple(float(part) for part in thresholds.split(","))
+        except ValueError as error:
+            raise GearbxError(f"--thresholds {thresholds}: with --small-model give bits, such as {BITS:g}") from error
+        if len(bits) > 1 and not several:
+            raise GearbxError(f"--thresholds {thresholds}: two models have one threshold between them")
+        for value in bits:
+            check_threshold(value)
+    window = DEFAULT_WINDOW if gate.window is None else gate.window
+    duration = DEFAULT_MIN_DURATION if gate.min_gear_duration is None else gate.min_gear_duration
+    pair_monitor(2, window)
+    pair_gate(BITS, duration)
+    return Turns(bits, window, duration)
+
+
+TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
+
+
+@dataclass(frozen=True)
+class ModeSettings(Settings):
+    """The mode as given (None: as files, model and small model say), and the settings of single modes."""
+
+    title: ClassVar[str] = "mode"
+
+    mode: str | None = flag(
+        None,
+        "route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
+        "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
+        "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
+        f"{WHOLE} with gears {WHOLE_LADDER}. static: one gear throughout. pair: --model and --small-model take "
+        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, lossless for "
+        "geared ones of format exact, else route",
+        choices=tuple(MODES),
+    )
+    telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.", rare=True)
+    gear: str | None = flag(None, "For --mode static: name or bits of the gear. Default: the top gear", named=True)
+    curve: str | None = flag(
+        None,
+        "For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears are "
+        "then the default. Default: what ships for the demo model, or a rule for any model.",
+        metavar="FILE",
+        named=True,
+        rare=True,
+    )
+    draft_length: int | None = flag(
+        None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N", rare=True
+    )
+    cost: str | None = flag(
+        None,
+        "For --mode lossless, what drafts are to save: time, which is measured while the text is written, or bytes of "
+        "weights, as calibrated. The text is the same. Default: time, if the file of --curve has times of this "
+        "machine, else bytes",
+        choices=COSTS,
+        rare=True,
+    )
+    lookup_tokens: int | None = flag(
+        None,
+        "For --mode lossless: where the last tokens of the text occurred before, up to N tokens that followed there "
+        f"are proposed, for nothing (prompt lookup); 0 turns that off. Default: {MOST_DRAFTED}; 0 with --draft-length",
+        least=0,
+        most=MOST_DRAFTED,
+        metavar="N",
+        rare=True,
+    )
+    small_model: str | None = flag(None, SMALL_MODEL, named=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.telemetry_only and self.mode not in (None, TELEMETRY_ONLY):
+            raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
+        if self.curve is not None and self.draft_length is not None:
+            raise GearbxError("--curve and --draft-length exclude each other; give one")
+        if self.cost is not None and self.draft_length is not None:
+            raise GearbxError("--cost and --draft-length exclude each other; give one")
+        if self.draft_length is not None:
+            FixedLength(self.draft_length)
+        if self.small_model is not None and self.mode not in (None, PAIR):
+            raise GearbxError(f"--mode {self.mode} has one model; leave --small-model out, or give --mode pair")
+        if self.small_model is None and self.mode == PAIR:
+            raise GearbxError("--mode pair needs --small-model, a smaller model with the tokenizer of --model")
+
+    @property
+    def observes(self) -> bool:
+        """Whether no layer may change gear."""
+        return self.telemetry_only or self.mode == TELEMETRY_ONLY
+
+
+@dataclass(frozen=True)
+class ModelSettings(Settings):
+    """Which model to load (None: the one that ships), and the type and the device to compute in."""
+
+    title: ClassVar[str] = "model"
+
+    model: str | None = flag(
+        None, "Local directory or Hub repository. Default: the model that ships with gearbx-mlx.", named=True
+    )
+    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer", rare=True)
+    adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
+    extra_eos_token: Sequence[str] = flag(
+        (), "Add tokens to the list of eos tokens. Default: none", nargs="+", rare=True
+    )
+    dtype: str = flag(
+        "auto",
+        "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
+        choices=("auto", *DTYPES),
+        rare=True,
+    )
+    pipeline: bool = flag(False, "On several ranks: each has some of the layers, not a part of every layer.", rare=True)
+    device: str | None = device_flag()
+
+
+class GearedSettings(Protocol):
+    """The groups of settings that open a model in gears."""
+
+    @property
+    def model(self) -> ModelSettings: ...
+    @property
+    def cache(self) -> CacheSettings: ...
+    @property
+    def layout(self) -> LayoutSettings: ...
+    @property
+    def gears(self) -> GearFlags: ...
+    @property
+    def floors(self) -> FloorSettings: ...
+    @property
+    def routing(self) -> RoutingSettings: ...
+    @property
+    def gate(self) -> GateSettings: ...
+    @property
+    def mode(self) -> ModeSettings: ...
+    @property
+    def controller(self) -> ControllerSettings: ...
+
+
+def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
+    """Check the flags of a pair, where there is a small model.
+
+    Args:
+        further: field to value, of flags that only the command has and a pair does not take.
+
+    Raises:
+        GearbxError: flags of a single model.
+    """
+    if settings.mode.small_model is None:
+        return
+    single = {
+        "draft_model": settings.cache.draft_model,
+        "kv_gears": settings.cache.kv_gears,
+        **further,
+        "gears": settings.layout.gears,
+        "curve": settings.mode.curve,
+        "draft_length": settings.mode.draft_length,
+        "cost": settings.mode.cost,
+        "lookup_tokens": settings.mode.lookup_tokens is not None,
+        "telemetry_only": settings.mode.telemetry_only,
+        "gear": settings.mode.gear,
+    }
+    for setting, value in single.items():
+        if value:
+            raise GearbxError(f"{flag_of(setting)} is of one model; leave it out with --small-model")
+    if settings.routing.initial_gear not in (AUTO, "small", "large"):
+        raise GearbxError(f"--initial-gear {settings.routing.initial_gear}: a pair has {AUTO}, small, large")

@@ -1,0 +1,270 @@
+"""Flags of `convert`, and the settings that they become."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..bit_selection.defaults import Floors
+from ..cli.flags import device_flag
+from ..cli.gears import FloorSettings, LayoutSettings, quality_ladder
+from ..cli.settings import Settings, command_settings, flag, parse_bytes, parser_of
+from ..cli.start import call, command
+from ..errors import GearbxError
+from ..formats import has_codebooks
+from ..gears.ladder import DEFAULT_LADDER, DTYPES, EMBEDDINGS, Ladder
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most bytes of the model while it is encoded, or the most bits per weight; and prompts to compare it on.
+
+    reserve: bytes of the budget that are for generation; None: as measured.
+    """
+
+    memory_budget: int | None
+    target_bpw: float | None
+    prompts: str | None
+    reserve: int | None = None
+
+
+@dataclass(frozen=True)
+class BudgetSettings(Settings):
+    """A budget as given."""
+
+    title: ClassVar[str] = "budget (format codebook or codebook-library; instead of floors)"
+
+    memory_budget: str | None = flag(
+        None,
+        "Such as 3GB: find the floors whose model fits, while it is encoded too, and makes sense.",
+        metavar="SIZE",
+    )
+    target_bpw: float | None = flag(
+        None, "The same for bits per weight of the layers that change gear.", metavar="BITS"
+    )
+    reserve: str | None = flag(
+        None,
+        "Of the memory budget, for keys and values and activations while the model generates: such as 2GB or 20%%. "
+        "Default: measured, for the model's context, at most 8192 tokens of it.",
+        metavar="SIZE",
+    )
+    prompts: str | None = flag(
+        None,
+        "One prompt per line, or JSON Lines, on which the original is compared. Default: some that ship.",
+        named=True,
+    )
+
+    @property
+    def wanted(self) -> bool:
+        return self.memory_budget is not None or self.target_bpw is not None
+
+    def budget(self, format: str | None, floors: FloorSettings) -> Budget | None:
+        """The budget for a format; None where none is asked for.
+
+        Raises:
+            GearbxError: no such size or bits, a format that has no codebooks, floors beside the budget.
+        """
+        if not self.wanted:
+            self.reserved(None)
+            return None
+        size = None if self.memory_budget is None else parse_bytes(self.memory_budget)
+        if self.target_bpw is not None and not 0 < self.target_bpw < 16:
+            raise GearbxError(f"--target-bpw is {self.target_bpw:g}; give bits between 0 and 16")
+        if not has_codebooks(format):
+            raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
+        if floors.wanted:
+            raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
+        return Budget(size, self.target_bpw, self.prompts, self.reserved(size))
+
+    def reserved(self, size: int | None) -> int | None:
+        """Bytes of a budget of `size` bytes that are for generation; None: as measured.
+
+        Raises:
+            GearbxError: no such size or share, or no budget that it is a part of.
+        """
+        if self.reserve is None:
+            return None
+        if size is None:
+            raise GearbxError(f"--reserve is {self.reserve}, a part of --memory-budget; give that too, or leave it out")
+        reserved = size_or_share(self.reserve, size)
+        if not 0 <= reserved < size:
+            raise GearbxError(f"--reserve is {self.reserve}; give less than --memory-budget: 2GB, 20% or 0")
+        return round(reserved)
+
+
+def size_or_share(text: str, whole: int) -> float:
+    """Bytes of "2GB", of "20%" of `whole`, or of "0". Raises GearbxError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", text)
+    if found and found[2]:
+        return float(found[1]) / 100 * whole
+    return 0.0 if found and float(found[1]) == 0 else parse_bytes(text)
+
+
+DESCRIPTION = (
+    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
+    "To continue an interrupted run, give the same command again."
+)
+
+
+@dataclass(frozen=True)
+class ConversionSettings(Settings):
+    """Which model to convert (None: the one that ships), and where to write it.
+
+    dtype: the type to save the original weights in; None: theirs. manifest: a precision manifest, one of whose tables
+    is written for mlx-lm, or which lies beside the gears.
+    """
+
+    title: ClassVar[str] = "conversion"
+
+    model: str | None = flag(
+        None, "Local directory or Hub repository. Default: the model that ships.", named=True, also=("--hf-path",)
+    )
+    mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
+    revision: str | None = flag(None, "Of a Hub repository: a branch, a tag or a commit.", named=True)
+    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
+    dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
+    device: str | None = device_flag()
+    embeddings: str | None = flag(
+        None,
+        "Whether the lowest gear looks up quantized rows of embeddings, as what mlx_lm.convert writes. The other gears "
+        f"have the original rows. Default: {EMBEDDINGS[0]}",
+        choices=EMBEDDINGS,
+    )
+    upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
+    manifest: str | None = flag(
+        None,
+        "From gearbx_mlx.sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
+        "a controller caps first, and how far. With one (--gears 4) write its table, instead of gears, as a checkpoint "
+        "for mlx-lm with every layer at its own bits.",
+        metavar="FILE",
+        named=True,
+    )
+    verify: str | None = flag(
+        None,
+        "Instead of converting, compare every array of a geared checkpoint with its hash. Of format exact, also make "
+        "the original's files again and compare them.",
+        metavar="DIR",
+        named=True,
+    )
+    restore: str | None = flag(
+        None,
+        "Instead of converting, write the original of a geared checkpoint of format exact to --mlx-path: every file "
+        "that mlx-lm reads, byte for byte.",
+        metavar="DIR",
+        named=True,
+    )
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """Everything that `convert` runs with.
+
+    Raises:
+        GearbxError: flags that exclude each other, or a ladder that has nothing to quantize.
+    """
+
+    conversion: ConversionSettings
+    layout: LayoutSettings
+    floors: FloorSettings
+    budget: BudgetSettings
+
+    def __post_init__(self) -> None:
+        if self.conversion.verify is not None or self.conversion.restore is not None:
+            self._check_alone()
+        elif self.conversion.manifest is not None:
+            self._check_manifest()
+        elif self.layout.format == "exact" and self.conversion.dtype is not None:
+            raise GearbxError(
+                f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; leave it out, "
+                "or convert the model first with mlx_lm.convert --dtype, which rounds"
+            )
+        elif not self.ladder.quantized_bits:
+            raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
+        elif isinstance(self.quality, Budget) and self.ladder[0].bits != 2:
+            raise GearbxError(
+                f"--gears {self.ladder}: a budget finds the bits of a gear that begins at 2; leave out --gears"
+            )
+
+    def _check_alone(self) -> None:
+        conversion, layout = self.conversion, self.layout
+        given = [
+            conversion.embeddings,
+            conversion.model,
+            conversion.manifest,
+            conversion.upload_repo,
+            conversion.dtype,
+            conversion.trust_remote_code or None,
+            *vars(layout).values(),
+        ]
+        if conversion.verify is not None and conversion.restore is not None:
+            raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
+        if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
+            if conversion.restore is not None:
+                raise GearbxError(
+                    "--restore writes what was converted; leave out all flags but --mlx-path and --revision"
+                )
+            raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
+
+    def _check_manifest(self) -> None:
+        if self.conversion.dtype or self.layout.manage or self.conversion.embeddings:
+            raise GearbxError(
+                "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
+            )
+        self.layout.named(self.layout.format or "affine")  # which has no choices
+        if self.floors.wanted or self.budget.wanted:
+            raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
+
+    @property
+    def writes_table(self) -> bool:
+        """Whether a table of a manifest is written, and no gears."""
+        gears = self.layout.gears
+        return self.conversion.manifest is not None and (gears is None or len(Ladder.parse(gears)) == 1)
+
+    @property
+    def ladder(self) -> Ladder:
+        """The gears to write."""
+        by_quality = self.floors.wanted or self.budget.wanted
+        format = self.layout.chosen_format
+        return Ladder.parse(self.layout.gears or quality_ladder(format, by_quality, DEFAULT_LADDER))
+
+    @property
+    def quality(self) -> Floors | Budget | None:
+        """What the bits of every layer follow from: floors, a budget, or nothing but the gears."""
+        format = self.layout.chosen_format
+        return self.budget.budget(format, self.floors) or self.floors.floors(format)
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(ConvertSettings, "convert", DESCRIPTION)
+
+
+def parse() -> ConvertSettings:
+    return command_settings(ConvertSettings, vars(setup_arg_parser().parse_args()))
+
+
+def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
+    """The directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
+
+    An interrupted conversion is continued when the function is called again with the same arguments. Progress and
+    notes go to stderr.
+
+    Args:
+        hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
+        mlx_path: the directory to write.
+        keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
+            dtype, device, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
+            min_cos_lazy, memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
+            written instead.
+
+    Raises:
+        GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
+            or a directory that exists or cannot be written.
+    """
+    settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
+    if settings.conversion.verify is not None:
+        raise GearbxError("verify is for the command, which writes nothing then; leave it out")
+    return call("convert", "uploaded_checkpoint", settings)
+
+
+main = command("convert")

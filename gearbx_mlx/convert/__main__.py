@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.convert."""
+
+from . import main
+
+main()

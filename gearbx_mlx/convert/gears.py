@@ -1,0 +1,206 @@
+"""The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from msgspec import structs
+
+from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
+from ..bit_selection.defaults import Floors
+from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
+from ..bit_selection.precision import PrecisionManifest, read_precision
+from ..bit_selection.precision import fit as fit_precision
+from ..cli.loaded import HARD, MIXED, TRIVIAL, read_prompts, trust
+from ..cli.settings import human_bytes
+from ..cli.terminal import escaped, messages, note, progress_bar
+from ..conversion.companions import REPORT, begin_anew, copy_companions, write_config
+from ..conversion.converter import BASE_FILE, Converter
+from ..conversion.journal import JOURNAL, Plan, read_journal
+from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
+from ..conversion.original import OriginalFiles, check_names, weights_in
+from ..errors import GearbxError, about, one_line
+from ..files.reading import unreadable
+from ..files.writing import write_text
+from ..formats import get_format
+from ..gears.activations import DTYPES
+from ..gears.discovery import is_quantized
+from ..gears.ladder import EMBEDDINGS
+from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
+from ..gears.tensor_files import header_of
+from ..loading import load
+from ..telemetry.summary import as_json
+from . import Budget, ConvertSettings
+
+
+def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
+    """Fill the directory `work`, from the beginning or from where an earlier run stopped.
+
+    Raises:
+        GearbxError: a model that is quantized, cannot be read or cannot come back, or other files in `work`, such as
+            the beginning of another conversion.
+        OSError: the directory cannot be written.
+    """
+    conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
+    model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
+    if is_quantized(model):
+        raise GearbxError(f"{source}: is quantized already; convert the original")
+    if get_format(settings.layout.chosen_format).ladders:
+        check_names(source)
+    if read_journal(work)[0] is None:
+        begin_anew(source, work)
+    copy_companions(source, work)
+    precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
+    plan = plan_of(settings, hashes_of(source), precision)
+    if settings.quality is not None:
+        plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
+    converter = Converter(model, plan, work)
+    try:
+        files = open_original(source) if get_format(plan.format).ladders else None
+        converter.wanted = {*files.hashes.values()} if files else set()
+        with progress_bar(in_bytes=True) as progress:
+            task = progress.add_task("converting", total=converter.size)
+            for size in converter:
+                progress.advance(task, size)
+        manifest = converter.finish(files.keep(converter.views, work) if files else None)
+    except RuntimeError as error:  # of MLX, reading what is not there any more
+        raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
+    finally:
+        converter.close()
+    write_config(source, work, converter.quantization())
+    if precision is not None:
+        write_text(work / PRECISION, precision.as_json())
+    write_card(converter, manifest, work, origin, files.size if files else None)
+    (work / JOURNAL).unlink()
+
+
+def open_original(source: Path) -> OriginalFiles:
+    """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
+        files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
+    _, lost = files.others
+    if lost:
+        note(f"{source}: --restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
+    return files
+
+
+def hashes_of(source: Path) -> dict[str, str]:
+    """The hash of each file of the original's weights, by name. Raises GearbxError where one cannot be read."""
+    hashes = {}
+    for file in weights_in(source):
+        try:
+            hashes[file.name] = header_of(file).hash
+        except OSError as error:
+            raise unreadable(file, error) from error
+    return hashes
+
+
+def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
+    """The precision manifest that is to lie beside the gears.
+
+    Raises:
+        GearbxError: it cannot be read, is another model's, or was measured with another format or group size.
+    """
+    manifest = read_precision(Path(file))
+    settings.layout.filled(manifest, f"{file} was measured with")
+    with about(file):
+        _, _, missing = fit_precision(manifest, model)
+    for path in missing:
+        note(f"{file}: has no {path}, which is capped last")
+    if manifest.gears:
+        note(f"{file}: its tables stay in the file; every layer has the bits of the gear")
+    return manifest
+
+
+def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: PrecisionManifest | None) -> Plan:
+    """What to write, before the bits of every layer are found. hashes: of the original's files."""
+    why = "the manifest was measured with"
+    return Plan(
+        **settings.layout.filled(precision, why),
+        gears=tuple(gear.bits for gear in settings.ladder),
+        clamps=precision.clamps or None if precision is not None else None,
+        dtype=settings.conversion.dtype,
+        source=hashes,
+        embeddings=settings.conversion.embeddings or EMBEDDINGS[0],
+        wish=None if settings.quality is None else vars(settings.quality),
+    )
+
+
+def bits_for(
+    quality: Floors | Budget, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
+) -> dict[str, int]:
+    """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
+    earlier, _, _ = read_journal(work)
+    if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
+        return dict(earlier.bits)
+    lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
+    model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
+    report: dict[str, Any] = {}
+    with progress_bar() as progress:
+        if isinstance(quality, Budget):
+            prompts = MIXED + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
+            limits, reserve = (quality.memory_budget, quality.target_bpw), reserve_for(quality, model)
+            found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
+            selection, report["points"] = found.best.selection, point_rows(found)
+            messages.print(points_table(found))
+        else:
+            selection = select_bits(model, plan.format, plan.manage, quality, progress, give_up=True)
+    for line in selection_lines(selection):
+        note(line)
+    if earlier is None:
+        work.mkdir(parents=True, exist_ok=True)
+        write_text(work / REPORT, as_json(selection_as_dict(selection) | report))
+    return dict(selection.bits)
+
+
+def reserve_for(budget: Budget, model: nn.Module) -> int:
+    """Bytes of a budget in memory that are for generation; prints what they are for."""
+    if budget.memory_budget is None:
+        return 0
+    if budget.reserve is not None:
+        note(f"reserve: {human_bytes(budget.reserve)} beside the weights, as given")
+        return budget.reserve
+    reserve = measure_reserve(model)
+    cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
+    note(
+        f"reserve: {cache} for keys and values of {reserve.tokens} tokens, {rest} for activations; --reserve changes it"
+    )
+    return reserve.bytes
+
+
+def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: bool) -> tuple[nn.Module, Any]:
+    """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
+    model, tokenizer = load(source, lazy=lazy, **keywords)
+    if dtype is not None:
+        wanted = getattr(model, "cast_predicate", lambda name: True)
+
+        def cast(name: str, array: mx.array) -> mx.array:
+            return array.astype(DTYPES[dtype]) if wanted(name) and mx.issubdtype(array.dtype, mx.floating) else array
+
+        model.update(tree_map_with_path(cast, model.parameters()))
+    return model, tokenizer
+
+
+def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None) -> None:
+    """Write the model card, and print the sizes of the files.
+
+    Args:
+        original: bytes of the original's weights, if they can come back.
+    """
+    entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
+    spans = {name: entry.data_offsets for name, entry in entries.items()}
+    gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
+    names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
+    files = {name: (work / name).stat().st_size for name in names}
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
+    base, others, *kept = map(human_bytes, files.values())
+    runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
+    note(f"base {base}, {runs}; other gears {others}")
+    for path, reason in converter.larger.items():
+        note(f"{path}: stays dense, since it {reason}")
+    if original is not None:
+        total = sum(files.values())
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")

@@ -1,0 +1,237 @@
+"""The body of `convert`: from a model to a checkpoint on disk, which stock mlx-lm reads too."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from ..cli.settings import human_bytes
+from ..cli.terminal import progress_bar
+from ..conversion.journal import is_begun
+from ..conversion.model_card import provenance
+from ..conversion.restoring import Restorer, is_restoring, original_of, write_original
+from ..errors import GearbxError, one_line
+from ..files.writing import alone_in
+from ..gears.manifest import ORIGINAL_FILE, RESTORE
+from ..gears.saved import SavedGears, open_gears
+from ..loading import DEMO_MODEL, find, gears_of
+from . import ConversionSettings, ConvertSettings
+from .gears import write_gears
+from .table import write_manifest_table
+
+
+def restore(saved: SavedGears, work: Path) -> None:
+    """Fill the directory `work`, from the beginning or from where an earlier run stopped.
+
+    Raises:
+        GearbxError: a checkpoint that is damaged or does not have its original, or another one's files in `work`.
+        OSError: the directory cannot be written.
+    """
+    restorer = Restorer(saved)
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("restoring", total=restorer.size)
+        write_original(restorer, work, lambda size: progress.advance(task, size))
+
+
+def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
+    """The gears of a checkpoint with what is kept of its original.
+
+    Raises:
+        GearbxError: no such directory or repository, or one without gears.
+    """
+    directory = find(path_or_hf_repo, revision, also=(ORIGINAL_FILE,))
+    saved = open_gears(directory)
+    if saved is None:
+        raise GearbxError(f"{directory}: holds no gears; give what gearbx_mlx.convert wrote")
+    return saved
+
+
+def verify(path_or_hf_repo: str, revision: str | None) -> str:
+    """A line that says what was compared.
+
+    Raises:
+        GearbxError: a directory without gears, gears without hashes, or arrays that are damaged: the message names the
+            first one, and says how many there are.
+    """
+    saved = find_gears(path_or_hf_repo, revision)
+    directory = saved.directory
+    if not saved.manifest.hashes:
+        raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original anew")
+    sizes = {name: place.size for name, place in saved.hashes.places.items()}
+    damaged = []
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("comparing", total=sum(sizes.values()))
+        for name, is_whole in saved.hashes.compare(sizes, RESTORE):
+            damaged += [] if is_whole else [name]
+            progress.advance(task, sizes[name])
+    if damaged:
+        file = saved.hashes.places[damaged[0]].file
+        raise GearbxError(f"{file}: {damaged[0]} is damaged ({len(damaged)} of {len(sizes)} arrays are); {RESTORE}")
+    said = f"{directory}: {len(sizes)} arrays, {human_bytes(sum(sizes.values()))}, are what was written"
+    return said if saved.manifest.original is None else f"{said}; {verify_original(saved)}"
+
+
+def verify_original(saved: SavedGears) -> str:
+    """Make every file of the original again, and compare it with its hash. Returns a line that says so.
+
+    Raises:
+        GearbxError: something that does not come back.
+    """
+    restorer = Restorer(saved)
+    with progress_bar(in_bytes=True) as progress:
+        task = progress.add_task("decoding", total=restorer.size)
+        tensors = 0
+        for parameters, keys in restorer.groups:
+            for key, _ in restorer.tensors(parameters, keys):
+                progress.advance(task, restorer.size_of(key))
+                tensors += 1
+    files = sum(1 for _ in restorer.files())
+    return f"decoded, {tensors} tensors and {files} other files are those of the original"
+
+
+INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole yet
+
+
+def run(settings: ConvertSettings) -> int:
+    if settings.conversion.verify is not None:
+        print(verify(settings.conversion.verify, settings.conversion.revision))
+        return 0
+    print(uploaded_checkpoint(settings))
+    return 0
+
+
+def uploaded_checkpoint(settings: ConvertSettings) -> Path:
+    """Write a checkpoint, and upload it if a repository is named."""
+    out = write_checkpoint(settings)
+    upload(out, settings.conversion.upload_repo)
+    return out
+
+
+def write_checkpoint(settings: ConvertSettings) -> Path:
+    """Write a checkpoint beside its place, and rename it when it is whole."""
+    conversion = settings.conversion
+    out, work = destination(conversion.mlx_path)
+    check_repository(conversion.upload_repo)
+    if conversion.restore is None:
+        fill, has_begun = filling_gears(settings, out), is_begun
+    else:
+        fill, has_begun = filling_original(conversion.restore, conversion.revision), is_restoring
+    try:
+        with working_in(work, has_begun):
+            if out.exists():  # the other process has just finished
+                raise taken(conversion.mlx_path)
+            fill(work)
+            os.replace(work, out)
+    except OSError as error:
+        raise GearbxError(
+            f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
+        ) from error
+    return out
+
+
+def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
+    """What fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
+    conversion = settings.conversion
+    source = find_original(conversion)
+    model = None if conversion.model is None else str(conversion.model)
+    origin = provenance(conversion.upload_repo or out.name, model, source)
+    if not settings.writes_table:
+        return lambda work: write_gears(settings, source, work, origin)
+    file, trusted = str(conversion.manifest), conversion.trust_remote_code
+    return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
+
+
+def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Path], None]:
+    """What fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have it."""
+    saved = find_gears(path_or_hf_repo, revision)
+    original_of(saved)
+    return lambda work: restore(saved, work)
+
+
+@contextlib.contextmanager
+def working_in(work: Path, is_begun: Callable[[Path], bool]) -> Iterator[None]:
+    """Make the directory of a conversion and lock it; remove it after a failure from which nobody can go on.
+
+    That is after a mistake, or where nothing is done yet; what was there before stays. After an interrupt or an error
+    of the system, the same command goes on.
+
+    Args:
+        is_begun: whether something is done in a directory.
+    """
+    work.mkdir(exist_ok=True)
+    with alone_in(work, "a conversion"):
+        was_there = any(work.iterdir())
+        try:
+            yield
+        except BaseException as error:
+            if not was_there and (is_mistake(error) or not is_begun(work)):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether the same command would fail again: not after an interrupt or an error of the system."""
+    cause = error.__cause__ or error
+    return isinstance(cause, Exception) and not isinstance(cause, OSError | RuntimeError | MemoryError)
+
+
+def destination(mlx_path: str | Path) -> tuple[Path, Path]:
+    """The directory to write, and the one beside it where it is until it is whole.
+
+    Raises:
+        GearbxError: the directory exists, its parent does not, or the file system refuses the name.
+    """
+    try:
+        out = Path(mlx_path).expanduser()
+        exists, has_parent = out.exists(), out.parent.is_dir()
+        work = out if exists else out.with_name(out.name + INCOMPLETE)
+        work.exists()  # fails for a name that is too long
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise GearbxError(f"--mlx-path {mlx_path}: no directory can have this name ({reason}); give another") from error
+    if exists:
+        raise taken(mlx_path)
+    if not has_parent:
+        raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; make it first")
+    return out, work
+
+
+def taken(mlx_path: str | Path) -> GearbxError:
+    return GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
+
+
+def find_original(conversion: ConversionSettings) -> Path:
+    """The directory of the model. Raises GearbxError where it is missing or has gears already."""
+    source = find(conversion.model or DEMO_MODEL, conversion.revision)
+    if gears_of(source) is not None:
+        raise GearbxError(f"{source}: holds gears already; convert the original")
+    return source
+
+
+def check_repository(repo: str | None) -> None:
+    """Raises GearbxError for a name that the Hub refuses; before the work, not after it."""
+    try:
+        if repo is not None:
+            validate_repo_id(repo)
+    except HFValidationError as error:
+        raise GearbxError(f"--upload-repo {repo}: {one_line(error)}") from error
+
+
+def upload(out: Path, repo: str | None) -> None:
+    """Upload a checkpoint, if a repository is named; the Hub's messages go to stderr."""
+    if repo is None:
+        return
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            hub = HfApi()
+            hub.create_repo(repo_id=repo, exist_ok=True)
+            hub.upload_folder(repo_id=repo, folder_path=out, repo_type="model")
+    except Exception as error:  # the network, the Hub, a token without permission
+        raise GearbxError(
+            f"{out}: is whole, and was not uploaded ({one_line(error)}); hf upload {repo} {out} goes on"
+        ) from error

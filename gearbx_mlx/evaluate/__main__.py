@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.evaluate."""
+
+from . import main
+
+main()

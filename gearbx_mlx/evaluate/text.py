@@ -1,0 +1,142 @@
+"""evaluate --task text: policies along a text, each token compared with the top gear's."""
+
+from pathlib import Path
+from typing import Any
+
+from ..cli import terminal
+from ..cli.gears import GearSettings
+from ..cli.loaded import load_model, warn_of_memory
+from ..cli.resolved import gear_inputs, model_inputs, require_gearbox, settle_gears
+from ..decoding.caches import check_heads
+from ..errors import GearbxError
+from ..evaluation.answers import problem_files
+from ..evaluation.policies import entries
+from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown
+from ..evaluation.runs import Runs
+from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens
+from ..evaluation.text import read_documents, windows_of
+from ..files.model_directory import context_length
+from ..gears.ladder import Gear, Ladder, kv_ladder
+from ..loading import model_name
+from . import POLICIES, EvaluateSettings
+
+
+def inputs_of(settings: EvaluateSettings, gears: GearSettings) -> dict[str, Any]:
+    """The inputs that every task on one model depends on."""
+    return {
+        "data contents": fingerprint(*problem_files(Path(settings.task.data))),
+        "task": settings.task.task,
+        **model_inputs(settings.model),
+        **gear_inputs(gears),
+    }
+
+
+def about(settings: EvaluateSettings, gears: GearSettings, kernels: str) -> dict[str, Any]:
+    """What the report of one model says of how it was made.
+
+    Args:
+        kernels: those that ran, "native" or "mlx".
+    """
+    return {
+        "model": model_name(settings.model.model),
+        "data": settings.task.data,
+        "format": gears.format,
+        "manage": gears.manage,
+        "group_size": gears.group_size,
+        "kernels": kernels,
+    }
+
+
+DEFAULT_CONTEXT = 256
+PICTURE = "evaluation.png"
+
+
+def measured(settings: EvaluateSettings, out: Path) -> Report:
+    """The report of a text.
+
+    Args:
+        out: directory of the session, which an interrupted run leaves for the next one.
+
+    Raises:
+        KeyboardInterrupt: before any recording was complete.
+    """
+    comparison, data = settings.comparison, settings.task.data
+    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
+    warn_of_memory(settings.model.model, gears)
+    between = parse_between(comparison.between, gears.gears)
+    documents = read_documents(Path(data))
+    model, tokenizer, config = load_model(settings.model)
+    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    kv_gears = kv_ladder(comparison.kv_gears) if comparison.kv_gears else ()
+    if kv_gears:
+        check_heads(model, kv_gears)
+    context = context_for(comparison.context, config)
+    windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
+    gate = vars(settings.gate.filled())
+    depends_on = {"windows": hash_of_tokens(windows), "native": gearbox.kernels.native}
+    session = EvaluationSession(out, inputs(settings, gears, between, context, gate) | depends_on)
+    with terminal.progress_bar() as progress:
+        runs = Runs(
+            session,
+            gearbox,
+            windows,
+            between,
+            gate,
+            comparison.seed,
+            comparison.reference_dtype,
+            lambda steps, total, name: progress.track(steps, total, description=name),
+        )
+        rows = entries(comparison.policy or POLICIES, comparison.shares(), gears.gears, kv_gears)
+        complete = finished(runs, rows, out)
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    report = runs.report({**about(settings, gears, kernels), "complete": complete, "context": context})
+    return Report(report, markdown(report), COLUMNS, FIRST, {PICTURE: draw} if "noise_floor" in report else {})
+
+
+def finished(runs: Runs, rows: list, out: Path) -> bool:
+    """Whether all recordings were made, and not interrupted. Raises KeyboardInterrupt if none was."""
+    try:
+        runs.compute(rows)
+    except KeyboardInterrupt:
+        if not runs.recordings:
+            terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
+            raise
+        return False
+    return True
+
+
+def inputs(
+    settings: EvaluateSettings, gears: GearSettings, between: tuple[Gear, Gear], context: int, gate: dict
+) -> dict:
+    """All that the recordings depend on. Shares and policies are not among it: a report may be extended."""
+    comparison = settings.comparison
+    return inputs_of(settings, gears) | {
+        "context": context,
+        "tokens": comparison.tokens,
+        "seed": comparison.seed,
+        "reference_dtype": comparison.reference_dtype,
+        "between": [gear.bits for gear in between],
+        **gate,
+    }
+
+
+def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
+    """The two gears of --between. Raises GearbxError unless they are of the ladder, the lower one first."""
+    if len(ladder) < 2:
+        raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
+    if text is None:
+        return ladder[0], ladder.top
+    gears = [ladder.find(part.strip()) for part in text.split(",")]
+    if len(gears) != 2 or gears[0].index >= gears[1].index:
+        raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
+    return gears[0], gears[1]
+
+
+def context_for(context: int | None, config: dict) -> int:
+    """Tokens in a window: as given, else the default. Raises GearbxError for more than the model was made for."""
+    longest = context_length(config)
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    if longest and context > longest:
+        raise GearbxError(f"--context is {context}, and the model was made for {longest}; give at most that")
+    return context

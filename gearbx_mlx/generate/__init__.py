@@ -1,0 +1,91 @@
+"""Flags and settings of gearbx_mlx.generate."""
+
+import argparse
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..cli.flags import (
+    CacheSettings,
+    ControllerSettings,
+    ModelSettings,
+    ModeSettings,
+    OutputSettings,
+    SamplingSettings,
+    check_pair,
+)
+from ..cli.gate import GateSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.prompt import PromptSettings
+from ..cli.settings import Settings, command_settings, flag, parser_of
+from ..cli.start import command
+
+if TYPE_CHECKING:
+    from ..decoding.stream import generate as generate
+
+DEFAULT_PROMPT = (
+    "A baker makes 36 rolls in the morning and half as many in the afternoon. "
+    "She sells each roll for $2. How much money does she earn that day?"
+)
+
+
+@dataclass(frozen=True)
+class InputSettings(Settings):
+    """What is to be answered, how the answer begins, and what was read before."""
+
+    title: ClassVar[str] = "input"
+
+    prompt: str = flag(
+        DEFAULT_PROMPT, "Message to be processed ('-' reads from stdin). Default: a word problem", also=("-p",)
+    )
+    prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
+    prompt_cache_file: str | None = flag(
+        None, "A file containing saved KV caches to avoid recomputing them", named=True
+    )
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    model: ModelSettings
+    prompt: PromptSettings
+    input: InputSettings
+    sampling: SamplingSettings
+    cache: CacheSettings
+    layout: LayoutSettings
+    gears: GearFlags
+    floors: FloorSettings
+    routing: RoutingSettings
+    gate: GateSettings
+    mode: ModeSettings
+    controller: ControllerSettings
+    output: OutputSettings
+
+    def __post_init__(self) -> None:
+        check_pair(self, {"prompt_cache_file": self.input.prompt_cache_file})
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(
+        GenerateSettings,
+        "generate",
+        "Generate text with a model that changes the precision of its weights while it writes.",
+        "In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead. In mode "
+        "lossless, 'token for token' means: as --mode static writes with the same gears, kernels and type. Without "
+        "native kernels (on a GPU, say) several rows are rounded otherwise than one, so that a near-tie between two "
+        "tokens may end differently; the summary counts near-ties.",
+    )
+
+
+def parse() -> GenerateSettings:
+    """Raises GearbxError for flags that no model can be run with."""
+    return command_settings(GenerateSettings, vars(setup_arg_parser().parse_args()))
+
+
+def __getattr__(name: str) -> Any:
+    """`generate`, the function: mlx-lm's, in gears. Its import takes seconds, and `--help` does not wait for it."""
+    if name != "generate":
+        raise AttributeError(f"module 'gearbx_mlx.generate' has no attribute '{name}'")
+    return import_module("gearbx_mlx.decoding.stream").generate
+
+
+main = command("generate")

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.generate."""
+
+from . import main
+
+main()

@@ -1,0 +1,312 @@
+"""Write a text with one model in gears."""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.table import Table
+
+from ..cli import terminal
+from ..cli.flags import OutputSettings, turns_of
+from ..cli.gate import AUTO
+from ..cli.loaded import PromptCache, generation_keywords, load_cache, load_pair, room_for, summary_of_pair
+from ..cli.prompt import encode_prompt, read_prompt
+from ..cli.resolved import Geared, Loaded, governor, settle, show_kernels
+from ..cli.settings import flag_of
+from ..cli.tables import Draft, Speed, layers_table, pair_table, summary_of, summary_table
+from ..decoding.caches import length
+from ..decoding.mode import Mode
+from ..decoding.pair import Pair
+from ..decoding.response import GearResponse
+from ..decoding.route import auto_thresholds
+from ..decoding.stream import stream_generate
+from ..errors import GearbxError, OutputLost
+from ..files.writing import write_text
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..machine.energy import Energy, counted
+from ..ranks.agreement import check_equal
+from ..ranks.place import current
+from ..routing.pair import NAMES
+from ..telemetry.summary import Tally, as_json
+from ..telemetry.trace import TraceWriter, record
+from . import GenerateSettings
+
+
+def run_pair(
+    settings: GenerateSettings, small_model: str, prompt: str, trace: Path | None, summary: Path | None
+) -> int:
+    turns = turns_of(settings.routing.thresholds, settings.gate)
+    pair = load_pair(settings.model, small_model)
+    tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
+    max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
+    threshold = turns.threshold(pair.vocab_size)
+    mode = Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=settings.routing.initial_gear)
+    keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
+    responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
+    written = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
+    names = small_model, settings.model.model
+    result = summary_of_pair(names, pair, mode, written.tally, written.speed, mx.get_peak_memory())
+    result |= written.energy_fields()
+    show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
+    return written.status
+
+
+@dataclass(frozen=True)
+class Written:
+    """Exit status, what adds up over the tokens, mlx-lm's figures, and the machine's energy."""
+
+    status: int
+    tally: Tally
+    speed: Speed
+    energy: Energy
+
+    def energy_fields(self) -> dict[str, Any]:
+        """Fields of the summary: joules per token, and of what; none where the machine does not say."""
+        if self.energy.joules is None:
+            return {}
+        return {"energy_joules_per_token": self.tally.mean(self.energy.joules), "energy_of": self.energy.name}
+
+
+def write_out(
+    responses: Iterable[GearResponse],
+    gears: Sequence[str],
+    fields: Sequence[str],
+    output: OutputSettings,
+    trace: Path | None,
+) -> Written:
+    """Write text and trace as they come; Ctrl-C ends both whole.
+
+    Args:
+        gears: names, lowest first.
+        fields: of a response, that the mode adds to the trace.
+    """
+    tally, speed, text, last = Tally.of(gears), Speed(), "", None
+    energy = Energy()
+    out = terminal.TintedText(gears, output.color if output.verbose else "never")
+    status = 0
+    mx.reset_peak_memory()
+    try:
+        with TraceWriter(trace) as writer, counted() as energy:
+            for response in responses:
+                writer.write(record(tally.tokens, response, fields=fields))
+                tally.add(response)
+                last = response
+                text += response.text
+                if output.verbose:
+                    out.write(response.text, response.gear)
+    except KeyboardInterrupt:
+        status = terminal.INTERRUPTED
+    speed.add(last)
+    with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
+        print(text if not output.verbose else "", flush=True)
+    return Written(status, tally, speed, energy)
+
+
+def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:
+    """Print the summary's table under the text, and write the summary as JSON where that is asked for."""
+    if verbose:
+        terminal.messages.print()
+        terminal.messages.print(table)
+    if file:
+        write_text(file, as_json(result))
+
+
+OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
+TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
+PIECE = 1 << 20  # bytes
+ALONE = {  # flags of which one process alone can do what they ask for, and why
+    "small_model": "two models that take turns run in one process",
+    "draft_model": "mlx-lm's draft models run in one process; use --mode lossless",
+    "adapter_path": "ranks cannot share adapters; fuse them first (mlx_lm.fuse)",
+    "prompt_cache_file": "a file of KV caches has all heads and layers, of which a rank has its own; give the prompt",
+    "low_model": "the low gear of another model cannot be divided",
+    "target_tps": "the clock and the state of one machine would choose the gears of all",
+    "watch_machine": "the clock and the state of one machine would choose the gears of all",
+    "machine": "the clock and the state of one machine would choose the gears of all",
+    "auto_bits": "bits are found in one process; convert with them first (gearbx_mlx.convert)",
+}
+
+
+def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
+    """The settings of this rank; unchanged where one process runs alone. On other ranks than 0 nothing is written.
+
+    Raises:
+        GearbxError: flags, files that they name, or versions that differ between ranks, or flags that ranks cannot
+            have.
+    """
+    run = current()
+    if run is None:
+        return settings
+    given = values(settings)
+    check_equal(run.group, versions() | flag_facts(given))
+    for name, why in ALONE.items():
+        if given.get(name):
+            raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
+    if settings.input.prompt == "-":
+        raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")
+    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=False))
+
+
+def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
+    """What each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
+    return {flag_of(name): str(given[name]) if name in TEXT else fact(given[name]) for name in given if name not in OWN}
+
+
+def fact(value: Any) -> str:
+    if not isinstance(value, str | Path) or not os.path.isfile(value):
+        return str(value)
+    try:
+        return f"a file with the digest {file_digest(value)}"
+    except OSError:
+        return str(value)  # who needs the file says why it cannot be read
+
+
+def file_digest(path: str | Path) -> str:
+    """As `digest`, of a file that may be larger than the memory."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return found.hexdigest()[:32]
+
+
+def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int]) -> None:
+    """Compare what decides the order and the size of what ranks tell each other.
+
+    Raises:
+        GearbxError: a model, bits of its layers, a mode or a prompt that are not the same on all ranks.
+    """
+    run = current()
+    if run is None:
+        return
+    text = mode_facts(mode) | {"the prompt": digest(repr(list(tokens)).encode())}
+    check_equal(run.group, model_facts(gearbox) | text)
+
+
+def mode_facts(mode: Mode) -> dict[str, str]:
+    """The mode and its settings, of which a file counts by its content."""
+    settings = {f"{item.name} of mode {mode.name}": fact(getattr(mode, item.name)) for item in fields(mode)}
+    return {"the mode": mode.name} | settings
+
+
+def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
+    """The model, and what every gear makes of its layers."""
+    facts = {
+        "the model's fingerprint": model_fingerprint(gearbox.model),
+        "the ladder": str(gearbox.ladder),
+        "the bits of the layers": digest(repr([(each.path, each.bits) for each in gearbox.layer_paths()]).encode()),
+    }
+    if isinstance(gearbox, Gearbox):
+        facts |= {"the format": gearbox.format.name, "the group size": str(gearbox.group_size)}
+        facts["the type of the activations"] = str(gearbox.compute_dtype)
+    return facts
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def values(settings: Any) -> Mapping[str, Any]:
+    """Every flag's value, by its field's name."""
+    groups = [getattr(settings, item.name) for item in fields(settings)]
+    return {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
+
+
+def versions() -> dict[str, str]:
+    """Of what computes; all ranks need the same."""
+    names = ("gearbx-mlx", "mlx", "mlx-lm")
+    return {f"version of {name}": version_of(name) for name in names} | {"kind of machine": platform.machine()}
+
+
+def version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "a source tree"
+
+
+def run(settings: GenerateSettings) -> int:
+    settings = on_this_rank(settings)
+    trace, summary = settings.output.paths()
+    prompt = read_prompt(settings.input.prompt)
+    if settings.sampling.seed is not None:
+        mx.random.seed(settings.sampling.seed)
+    if settings.mode.small_model is not None:
+        pass  # which one model need not wait for
+
+        return run_pair(settings, settings.mode.small_model, prompt, trace, summary)
+    settled = settle(settings)
+    cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
+    loaded = settled.load(settings.model.model if cache is None else cache.model)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    tokens, entries = to_read(settings, loaded, prompt, cache)
+    max_tokens = room_for(
+        loaded.config, length(entries or ()) + len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size
+    )
+    keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
+    geared = loaded.in_gears()
+    gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
+    check_together(gearbox, mode, tokens)
+    if settings.output.describe:
+        describe(gearbox, mode)
+    further = geared.gears.governor_keywords()
+    with governor(settings.controller, gearbox, settings.output.verbose, **further) as controller:
+        keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
+        responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
+        names = [gear.name for gear in geared.gears.gears]
+        written = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
+    draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
+    draft = Draft(draft_path, draft_model) if draft_path is not None else None
+    counted = written.tally, written.speed, mx.get_peak_memory()
+    result = summary_of(loaded.name, gearbox, mode, *counted, controller, draft) | written.energy_fields()
+    show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
+    if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
+        show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
+    return written.status
+
+
+def to_read(
+    settings: GenerateSettings, loaded: Loaded, prompt: str, cache: PromptCache | None
+) -> tuple[list[int], list[Any] | None]:
+    """The tokens that the model is to read, and the caches of its layers (None: new ones).
+
+    Raises:
+        GearbxError: as `encode_prompt`; a prompt cache that does not suit the model.
+    """
+    prefill = settings.input.prefill_response
+    if cache is None:
+        return encode_prompt(settings.prompt, loaded.tokenizer, prompt, prefill), None
+    before = cache.before(settings.prompt.templates(loaded.tokenizer))
+    tokens = encode_prompt(settings.prompt, loaded.tokenizer, prompt, prefill, before)
+    return cache.unread(loaded.model, tokens, settings.cache.max_kv_size, before)
+
+
+def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
+    """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
+    mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
+    if settings.routing.thresholds == AUTO and settings.output.verbose:
+        terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
+    return mode
+
+
+def describe(gearbox: Gearbox | Observer, mode: Mode) -> None:
+    """Print what every layer runs on, and how."""
+    terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+    if mode.about():
+        terminal.note(mode.about())
+
+
+def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
+    """Fields of a response that the trace shows in this mode, with a draft model and with a KV cache in gears."""
+    if keywords["kv_gears"] is not None:
+        return (*mode.trace_fields, "kv_bytes", "kv_caches")
+    if keywords["draft_model"] is None:
+        return mode.trace_fields
+    return (*mode.trace_fields, "passes", "weight_bytes", "drafted", "from_draft")

@@ -1,0 +1,33 @@
+"""python -m gearbx_mlx.lm_eval: run lm-eval's own command with the model `gearbx`, which computes token by token."""
+
+import argparse
+from importlib import import_module
+
+from ..cli import signals, terminal
+from ..cli.flags import choose_device
+from ..errors import GearbxError
+from ..kernels import DEVICES
+
+
+def run() -> None:
+    """Raises GearbxError where lm-eval is not installed, or for a device that is not here."""
+    choose_device(device_of_command())
+    try:
+        body = import_module("gearbx_mlx.lm_eval.run")
+    except ModuleNotFoundError as error:
+        raise GearbxError(f"lm_eval needs {error.name}, which is not installed: pip install lm-eval") from error
+    with import_module("gearbx_mlx.kernels.device").wired_memory():
+        body.main()
+
+
+def device_of_command() -> argparse.Namespace:
+    """lm-eval's own flag --device, read before mlx-lm is imported; one that only torch knows, such as mps, is left."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--device", nargs="?")
+    found, _ = parser.parse_known_args()
+    return argparse.Namespace(device=found.device if found.device in DEVICES else None)
+
+
+def main() -> None:
+    signals.end_at_once()
+    terminal.run(run)

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.lm_eval."""
+
+from . import main
+
+main()

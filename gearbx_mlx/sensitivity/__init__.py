@@ -1,0 +1,86 @@
+"""Flags of `sensitivity`, and the settings that they become."""
+
+import argparse
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..bit_selection.defaults import ACCURACY_THRESHOLD, HIGH, LOW
+from ..cli.flags import CalibrationTextSettings, ModelSettings, check_distinct
+from ..cli.gears import FormatSettings
+from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
+from ..cli.start import command
+from ..errors import GearbxError
+from ..gears.ladder import DENSE, Ladder
+
+DESCRIPTION = (
+    "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
+    "alone is reduced. To continue an interrupted run, give the same command again."
+)
+
+
+@dataclass(frozen=True)
+class MeasurementSettings(Settings):
+    """What to measure, how, and where to write it."""
+
+    title: ClassVar[str] = "sensitivity"
+
+    bits: str = flag("3,4,5,6,8", "Widths, ascending.")
+    accuracy_threshold: float = flag(
+        ACCURACY_THRESHOLD,
+        "Percent that one layer alone may add to the perplexity: its fewest bits are those that stay below.",
+        least=0.001,
+        most=LARGEST_SHOWN,
+    )
+    out: str = flag("manifest.json", "File to write.", named=True)
+    fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.", exclusive="how")
+    compare: bool = flag(False, "Measure, and print how well the fast way ranks the layers.", exclusive="how")
+    sensitivities: str | None = flag(
+        None,
+        "Take a file of mlx_lm.dynamic_quant instead of measuring.",
+        metavar="FILE",
+        named=True,
+        exclusive="how",
+    )
+    write_sensitivities: str | None = flag(
+        None, "Write such a file, for mlx_lm.dynamic_quant.", metavar="FILE", named=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.write_sensitivities is not None and not {LOW, HIGH} <= {*self.widths}:
+            raise GearbxError(
+                f"--bits {self.bits}: mlx_lm.dynamic_quant needs {LOW} and {HIGH} bits; measure these as well"
+            )
+        files = {"--sensitivities": self.sensitivities, "--write-sensitivities": self.write_sensitivities}
+        check_distinct({"--out": self.out, **files})
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Raises GearbxError for bits that make no ladder, or include 16."""
+        widths = tuple(gear.bits for gear in Ladder.parse(self.bits))
+        if DENSE in widths:
+            raise GearbxError(
+                f"--bits {self.bits}: 16 is full precision, which the others are compared with; leave it out"
+            )
+        return widths
+
+
+@dataclass(frozen=True)
+class SensitivitySettings:
+    """Everything that `sensitivity` runs with."""
+
+    model: ModelSettings
+    text: CalibrationTextSettings
+    measurement: MeasurementSettings
+    layout: FormatSettings
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(SensitivitySettings, "sensitivity", DESCRIPTION)
+
+
+def parse() -> SensitivitySettings:
+    return command_settings(SensitivitySettings, vars(setup_arg_parser().parse_args()))
+
+
+main = command("sensitivity")

@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.sensitivity."""
+
+from . import main
+
+main()

@@ -1,0 +1,203 @@
+"""Flags of gearbx_mlx.server: mlx_lm.server's, and the gearbox's."""
+
+import argparse
+import os
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
+from ..cli.gate import GateSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, flag_of, given, parse_bytes, parser_of
+from ..cli.start import command
+from ..errors import GearbxError, about
+from ..files.reading import parse_json, typed
+from ..routing.gates import policy_named
+from ..serving import ASSUMED_VOCABULARY
+
+KEYS = "GEARBX_SMALL_SERVER_KEY", "GEARBX_LARGE_SERVER_KEY"
+SERVERS = "small_server", "large_server"
+
+
+@dataclass(frozen=True)
+class ProxySettings(Settings):
+    """Two servers between which requests are routed; without them, a model is served here."""
+
+    title: ClassVar[str] = "two servers"
+
+    small_server: str | None = flag(
+        None,
+        "URL of an OpenAI-style API that answers what it is sure of; with --large-server, in the place of --model. "
+        f"For them --thresholds, --window and --min-gear-duration are those of --small-model. Key: {KEYS[0]} of the "
+        "environment",
+        metavar="URL",
+        named=True,
+    )
+    large_server: str | None = flag(
+        None, f"URL of the API that answers the rest. Key: {KEYS[1]} of the environment", metavar="URL", named=True
+    )
+    small_server_model: str | None = flag(
+        None, "The model's name there. Default: as each request says", metavar="NAME", named=True
+    )
+    large_server_model: str | None = flag(
+        None, "The model's name there. Default: as each request says", metavar="NAME", named=True
+    )
+    connect_timeout: float = flag(5.0, "Seconds that a server has to take a connection.", least=0.01, most=3600)
+    server_timeout: float = flag(
+        600.0, "Seconds to wait for a server's next bytes: of a whole answer, for all of it.", least=0.01, most=1e6
+    )
+    vocab_size: int = flag(
+        ASSUMED_VOCABULARY,
+        "Length of the small model's logits, on which the upper bounds of the entropy depend.",
+        least=2,
+        most=LARGEST_SHOWN,
+    )
+    no_fallback: bool = flag(False, "Answer 502 where a server fails, instead of asking the other one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in SERVERS if getattr(self, name) is not None]
+        if len(given) == 1:
+            other = next(name for name in SERVERS if name not in given)
+            raise GearbxError(f"{flag_of(given[0])} needs another one beside it; give {flag_of(other)} too")
+
+    @property
+    def wanted(self) -> bool:
+        return self.small_server is not None
+
+    def key(self, server: int) -> str | None:
+        """The key of a server. Raises GearbxError for one that no header can have."""
+        key = os.environ.get(KEYS[server]) or None
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise GearbxError(
+                f"{KEYS[server]} of the environment has characters that no HTTP header can have; check it"
+            )
+        return key
+
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class ListenSettings(Settings):
+    """Where the server listens, and who may come in."""
+
+    title: ClassVar[str] = "server"
+
+    host: str = flag("127.0.0.1", "Host for the HTTP server. Others than this machine reach 0.0.0.0.", named=True)
+    port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
+    allowed_origins: str | None = flag(
+        None,
+        "Origins of pages that may ask, with commas between. Default: *, any; none where the key of a server would be "
+        "used without --api-key",
+        named=True,
+    )
+    api_key: str | None = flag(
+        None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
+    )
+    max_body_bytes: int = flag(2**24, "The most bytes of a request.", least=1, most=2**31)
+    request_timeout: float = flag(30.0, "Seconds that a client has to send its request.", least=0.1, most=3600)
+    allow_models: bool = flag(False, "Requests may name other models, which are then loaded in place of this one.")
+    log_level: str = flag("INFO", "Set the logging level.", choices=LOG_LEVELS)
+
+
+@dataclass(frozen=True)
+class AnswerSettings(Settings):
+    """What requests get that do not say it themselves."""
+
+    title: ClassVar[str] = "answers"
+
+    max_tokens: int = flag(512, "Default maximum number of tokens to generate.", least=1)
+    temp: float = flag(0.0, "Default sampling temperature.", least=0, most=1000)
+    top_p: float = flag(1.0, "Default nucleus sampling top-p.", least=0, most=1)
+    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", least=0)
+    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", least=0, most=1)
+    chat_template: str = flag("", "Specify a chat template for the tokenizer")
+    chat_template_args: str = flag(
+        "{}", "JSON of arguments for the tokenizer's apply_chat_template, e.g. '{\"enable_thinking\":false}'."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.template_arguments()
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Raises GearbxError unless --chat-template-args is a JSON object."""
+        with about("--chat-template-args"):
+            return typed(parse_json(self.chat_template_args), dict[str, Any])
+
+
+@dataclass(frozen=True)
+class ConcurrencySettings(Settings):
+    """How much is done and kept at once."""
+
+    title: ClassVar[str] = "concurrency"
+
+    decode_concurrency: int = flag(32, "Answers that are in the making at once.", least=1, most=4096)
+    prompt_concurrency: int = flag(8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096)
+    batch_policy: str = batch_policy_flag()
+    prompt_cache_size: int = flag(10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1)
+    prompt_cache_bytes: int | None = flag(
+        None, "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit", type=parse_bytes
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        policy_named(self.batch_policy)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    listen: ListenSettings
+    model: ModelSettings
+    answers: AnswerSettings
+    concurrency: ConcurrencySettings
+    cache: CacheSettings
+    layout: LayoutSettings
+    gears: GearFlags
+    floors: FloorSettings
+    routing: RoutingSettings
+    gate: GateSettings
+    mode: ModeSettings
+    controller: ControllerSettings
+    proxy: ProxySettings
+
+    def __post_init__(self) -> None:
+        governed = {"target_tps": self.controller.target_tps, "watch_machine": self.controller.watch_machine}
+        check_pair(self, governed)
+        if self.proxy.wanted:
+            self.check_proxy()
+        else:
+            for name in given(self.proxy, ProxySettings()):
+                raise GearbxError(
+                    f"{flag_of(name)} is of a proxy; name its servers with --small-server, --large-server"
+                )
+
+    def check_proxy(self) -> None:
+        """Raises GearbxError for flags of a model that is served here."""
+        kept = "listen", "routing", "gate", "proxy"
+        groups = [getattr(self, item.name) for item in fields(self) if item.name not in kept]
+        for group in groups:
+            for name in given(group, type(group)()):
+                raise GearbxError(
+                    f"{flag_of(name)} is of a model that is served here; leave it out with --small-server"
+                )
+        if self.listen.allow_models:
+            raise GearbxError("--allow-models is of models that are served here; leave it out with --small-server")
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(
+        ServerSettings,
+        "server",
+        "Serve a model that changes the precision of its weights while it writes, as mlx_lm.server serves models.",
+    )
+
+
+def parse() -> ServerSettings:
+    """Raises GearbxError for flags that no server can be started with."""
+    return command_settings(ServerSettings, vars(setup_arg_parser().parse_args()))
+
+
+main = command("server")

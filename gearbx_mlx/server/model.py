@@ -1,0 +1,215 @@
+"""Serve a model in gears, or two models that take turns."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import LRUPromptCache
+
+from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
+from ..cli.gate import RoutingSettings
+from ..cli.loaded import LoadedPair, load_draft_model, load_pair
+from ..cli.resolved import Geared, Settled, governor, settle
+from ..decoding.governor import Governor
+from ..decoding.lossless import Lossless
+from ..decoding.mode import Mode
+from ..decoding.modes import mode_class
+from ..decoding.pair import Pair
+from ..errors import GearbxError
+from ..files.model_directory import context_length
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox
+from ..loading import DEMO_MODEL, find
+from ..routing.pair import NAMES, check_threshold
+from ..serving.app import server_application
+from ..serving.listening import Server
+from ..serving.metrics import Gauges, Metrics
+from ..serving.provider import GearedProvider, Served
+from ..serving.requests import Options
+from ..serving.scheduler import Scheduler
+from ..serving.web import Guard
+from . import ServerSettings
+
+SHIFTING = ("route", "kickdown", "lossless", "static")
+GOVERNED = ("route", "kickdown")
+
+
+def serve_geared(
+    geared: Geared, draft_model: nn.Module | None, controller: Governor | None, close: Callable[[], None]
+) -> Served:
+    """A model with its gearbox, as it is served. `close` ends what watches the machine for it."""
+    modes = modes_of(geared, draft_model is not None, controller is not None)
+    default_mode = geared.mode("").settled(geared.gearbox, geared.loaded.tokenizer, None).name
+    return Served(
+        model=geared.loaded.model,
+        tokenizer=geared.loaded.tokenizer,
+        config=geared.loaded.config,
+        gearbox=geared.gearbox,
+        mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
+        modes=modes,
+        default_mode=default_mode,
+        gears=tuple(gear.name for gear in geared.gears.gears),
+        context=context_length(geared.loaded.config),
+        vocabulary=vocabulary(geared.loaded.model),
+        draft_model=draft_model,
+        controller=controller,
+        close=close,
+    )
+
+
+def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str, ...]:
+    """The modes that requests may ask for."""
+    if not isinstance(geared.gearbox, Gearbox):
+        return (TELEMETRY_ONLY,)
+    if governed:
+        return GOVERNED
+    if has_draft_model:
+        return ("route", "static")
+    alone = len(geared.gearbox.ladder) == 1
+    return tuple(mode for mode in SHIFTING if not (alone and mode == "lossless"))
+
+
+def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options: Options, prompt: str) -> Mode:
+    """The mode of a request: the server's own, changed as its options say.
+
+    Raises:
+        GearbxError: a mode or a gear that the server was not started for, options of another mode.
+    """
+    choice = geared.loaded.settled.choice
+    wanted = options.mode or ("static" if options.gear is not None else None)
+    if wanted is not None and wanted not in modes:
+        raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
+    if wanted is not None:
+        choice = replace(choice, mode=wanted)
+    kind = mode_class(choice.mode or default_mode)
+    if options.gear is not None:
+        refuse_unless(kind.name == "static", "gear", kind.name)
+        choice = replace(choice, gear=geared.gearbox.ladder.find(options.gear).name)
+    if options.thresholds is not None:
+        refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
+        bits = ",".join(repr(float(each)) for each in options.thresholds)
+        choice = replace(choice, routing=RoutingSettings(bits, choice.routing.initial_gear))
+    mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
+    if options.draft is not None:
+        refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
+        mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]
+    return mode
+
+
+def refuse_unless(fits: bool, field: str, mode: str) -> None:
+    if not fits:
+        raise GearbxError(f"gearbx.{field} is of another mode than '{mode}'; leave it out, or give gearbx.mode")
+
+
+def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
+    """Two models that take turns, as they are served."""
+
+    def mode(options: Options, prompt: str) -> Mode:
+        if options.mode not in (None, PAIR):
+            raise GearbxError(f"gearbx.mode '{options.mode}' is not served here; two models take turns: {PAIR}")
+        for field in ("gear", "draft"):
+            refuse_unless(getattr(options, field) is None, field, PAIR)
+        threshold = turns.threshold(pair.vocab_size)
+        if options.thresholds is not None:
+            if len(options.thresholds) != 1:
+                raise GearbxError("gearbx.thresholds: two models have one threshold between them")
+            (threshold,) = options.thresholds
+            check_threshold(threshold)
+        return Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=initial_gear)
+
+    further: dict[str, Any] = {"modes": (PAIR,), "default_mode": PAIR, "gears": NAMES}
+    return Served(
+        model=pair.large,
+        tokenizer=pair.tokenizer,
+        config=pair.config,
+        gearbox=None,
+        mode=mode,
+        context=context_length(pair.config),
+        vocabulary=pair.vocab_size,
+        small_model=pair.small,
+        **further,
+    )
+
+
+MOST_BYTES = 1 << 63
+
+
+@contextmanager
+def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
+    """A server that listens and has its model; it answers while the context lasts.
+
+    Raises:
+        GearbxError: an address that is taken, a model that cannot be loaded.
+    """
+    with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
+        prepare = partial(prepared, settings)
+        provider = GearedProvider(cli_args(settings), settings.model.model, prepare, settings.listen.allow_models)
+        concurrency = settings.concurrency
+        kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
+        scheduler = Scheduler(provider, kept)
+        server.serves = said_of(provider)
+        try:
+            server.start(server_application(guard, scheduler, Metrics(gauges(scheduler))))
+            yield server
+        finally:
+            scheduler.stop_and_join()
+            server.stop()
+            provider.forget()
+
+
+def gauges(scheduler: Scheduler) -> Gauges:
+    """What /metrics reads at the moment it is asked."""
+    return {
+        "requests_running": ("Answers in the making", lambda: scheduler.running),
+        "requests_waiting": ("Requests that wait for their turn", lambda: scheduler.queued),
+        "memory_bytes": ("Bytes of MLX's arrays", mx.get_active_memory),
+        "peak_memory_bytes": ("The most bytes that MLX's arrays had", mx.get_peak_memory),
+    }
+
+
+def said_of(provider: GearedProvider) -> str:
+    """What is served, in a few words."""
+    served = provider.served
+    assert served is not None
+    return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
+
+
+def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
+    """What loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit it."""
+    model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
+    find(path or DEMO_MODEL)
+    if settings.mode.small_model is not None:
+        turns = turns_of(settings.routing.thresholds, settings.gate)
+        return lambda: serve_pair(
+            load_pair(model, settings.mode.small_model or "", template), turns, settings.routing.initial_gear
+        )
+    settled = settle(replace(settings, model=model))
+    return lambda: load_geared(settings, settled, path, template)
+
+
+def load_geared(settings: ServerSettings, settled: Settled, path: str | None, template: str) -> Served:
+    """A model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
+    with ExitStack() as stack:
+        loaded = settled.load(path, template)
+        draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
+        geared = loaded.in_gears()
+        controller = None
+        if settings.controller.wanted:
+            further = geared.gears.governor_keywords()
+            controller = stack.enter_context(governor(settings.controller, geared.gearbox, True, **further))
+        return serve_geared(geared, draft_model, controller, stack.pop_all().close)
+
+
+def cli_args(settings: ServerSettings) -> argparse.Namespace:
+    """The flags as mlx-lm's server has them, for the parts of it that are at work here."""
+    groups = settings.listen, settings.answers, settings.concurrency, settings.cache
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    values |= {"model": settings.model.model, "adapter_path": settings.model.adapter_path, "pipeline": False}
+    values |= {"trust_remote_code": settings.model.trust_remote_code}
+    values["chat_template_args"] = settings.answers.template_arguments()
+    return argparse.Namespace(**values)
