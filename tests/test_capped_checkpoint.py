@@ -3,13 +3,14 @@
 import json
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from gearbx_mlx import Gearbox, commands, load
+from gearbx_mlx import Gearbox, load
 from gearbx_mlx.gears.activations import stored_dtype
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -30,7 +31,7 @@ def files(tmp_path_factory):
     path = tmp_path_factory.mktemp("capped")
     made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
     made.script.write_text(SCRIPT)
-    run = {name: commands.command(name) for name in ("sensitivity", "convert")}
+    run = {name: import_module(f"gearbx_mlx.{name}").main for name in ("sensitivity", "convert")}
     small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,8", "--manage", "attention"]
     call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
     content = json.loads(made.manifest.read_text())

@@ -138,8 +138,6 @@ def parsers_of(command: str) -> list[Parser]:
     if command == "lm_eval":
         return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
     module = import_module(f"gearbx_mlx.{command}")
-    if not hasattr(module, "parse"):
-        module = import_module(f"gearbx_mlx.{command}")
     kind = get_type_hints(module.parse)["return"]
     if get_origin(kind) is UnionType:
         return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
