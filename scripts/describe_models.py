@@ -40,7 +40,7 @@ def row(name: str, tokenizer: Any) -> list[str]:
     reason = why_not(name)
     notes = [note for note in (reason, BYTES.get(name)) if note]
     if name in UNBUILDABLE:
-        return [f"`{name}`", "", "", "", "", reason]
+        return [f"`{name}`", "", "", "", "", reason or ""]
     model = tiny(name) if reason is None else as_initialised(name)
     caches = sorted({type(part).__name__ for part in parts(make_prompt_cache(model))})
     try:
@@ -72,7 +72,8 @@ def by_reason(others: dict[str, str]) -> str:
 def lossless(model: nn.Module, gearbox: Gearbox, tokenizer: Any, notes: list[str]) -> str:
     """What becomes of a text in mode lossless; a warning becomes a note."""
     top = [r.token for r in stream_generate(model, tokenizer, PROMPT, LENGTH, mode=Static(), gearbox=gearbox)]
-    with warnings.catch_warnings(record=True, action="always", category=GearbxWarning) as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GearbxWarning)
         try:
             mode = Lossless(draft_length=4)
             responses = list(stream_generate(model, tokenizer, PROMPT, LENGTH, mode=mode, gearbox=gearbox))

@@ -83,14 +83,16 @@ def python_defects(file: str, text: str) -> Iterator[Defect]:
         begins.append(begins[-1] + len(line))
     in_bytes = text.encode()
 
-    def place(line: int, column: int) -> int:
+    def place(line: int | None, column: int | None) -> int:
+        assert line is not None
+        assert column is not None
         return len(in_bytes[: begins[line - 1] + column].decode())
 
     def between(left: ast.expr, right: ast.expr) -> Iterator[Defect]:
         first, last = place(left.end_lineno, left.end_col_offset), place(right.lineno, right.col_offset)
         found = re.search(rf"(?<![\w])(?:{SYMBOLS})(?![\w])|{SYMBOLS}", text[first:last])
         if found:
-            yield Defect(file, left.end_lineno, first + found.start(), found[0], OTHER[found[0]])
+            yield Defect(file, left.end_lineno or left.lineno, first + found.start(), found[0], OTHER[found[0]])
 
     tree = ast.parse(text)
     skipped = {id(each) for node in ast.walk(tree) for part in annotations(node) for each in ast.walk(part)}
@@ -150,7 +152,7 @@ class Tests:
             self.files[within_root(name)].append(number)
         self.by_default = default_tests()
         cases = ElementTree.parse(junit).iter("testcase")
-        self.seconds = {(case.get("classname"), case.get("name")): float(case.get("time")) for case in cases}
+        self.seconds = {(case.get("classname"), case.get("name")): float(case.get("time", "0")) for case in cases}
 
     def executed(self, file: str) -> set[int]:
         """The lines of a file that some test executes."""
@@ -199,7 +201,8 @@ def within_root(name: str) -> str:
 def draw(tests: Tests, seed: int, count: int, of_core: int) -> list[Defect]:
     """Defects of the package, in lines that a test executes, and of the core."""
     choose = random.Random(seed)
-    package, core = [], []
+    package: list[Defect] = []
+    core: list[Defect] = []
     for path in sorted((ROOT / "gearbx_mlx").rglob("*")):
         file = path.relative_to(ROOT).as_posix()
         if file.startswith(CORE) and path.suffix in (".cpp", ".h") and not any(name in path.stem for name in NOT_HERE):

@@ -15,6 +15,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from demo_corpora import VALIDATION_SHARE, Corpus, load_corpora

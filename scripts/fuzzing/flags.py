@@ -19,9 +19,19 @@ from gearbx_mlx.cli.settings import flag_of
 from .cases import STRANGE, Case
 from .inputs import MODELS
 
-PATHS = (*STRANGE, "missing", "no/such/file", "/dev/null", "/dev/full", "/proc", ".", "prompts.txt", "gsm8k.jsonl")
+PATHS: tuple[str, ...] = (
+    *STRANGE,
+    "missing",
+    "no/such/file",
+    "/dev/null",
+    "/dev/full",
+    "/proc",
+    ".",
+    "prompts.txt",
+    "gsm8k.jsonl",
+)
 PATHS += ("manifest.json", "thresholds.json", "cache.safetensors", "llama/model.safetensors", "geared", "evaluation")
-TEXTS = (
+TEXTS: tuple[str, ...] = (
     "",
     " ",
     "-",
@@ -176,8 +186,8 @@ def flag_for(item: Field, kind: type) -> Flag:
     elif item.name in GOOD:
         good = st.sampled_from(GOOD[item.name])
     elif kind is float:
-        low, high = 0.0 if least is None else least, 10.0 if math.isinf(most) else most
-        good = st.floats(low, high).map(str)
+        lowest, highest = 0.0 if least is None else least, 10.0 if math.isinf(most) else most
+        good = st.floats(lowest, highest).map(str)
     else:
         good = st.sampled_from([str(item.default), "True", *TEXTS[-8:]])
     edges = [str(number) for bound in (least, most) if is_number(bound) for number in around(bound, kind)]

@@ -18,7 +18,7 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 from . import running
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "intermediate_size": 128,
@@ -42,7 +42,7 @@ HYBRID = {
     **{"block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False},
     **{"layer_types": ["conv", "full_attention"]},
 }
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
     "small": ("llama", SIZES | {"num_hidden_layers": 1}),
     "mixture": ("qwen3_moe", SIZES | EXPERTS),
@@ -51,10 +51,15 @@ MODELS = {
     "sliding": ("gemma3_text", SIZES | WINDOWS),
     "quantized": ("llama", SIZES),
 }
-QUESTIONS = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
-MATHEMATICS = [{"problem": "1 + 1?", "solution": "$\\boxed{\\frac{4}{2}}$", "level": "Level 1", "type": "Algebra"}] * 2
+QUESTIONS: list[dict] = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
+MATHEMATICS: list[dict] = [
+    {"problem": "1 + 1?", "solution": "$\\boxed{\\frac{4}{2}}$", "level": "Level 1", "type": "Algebra"}
+] * 2
 TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
-MACHINE = [{"tokens": 0, "thermal": "fair"}, {"tokens": 1, "battery": 0.2, "charging": False, "memory": 0.9}]
+MACHINE: list[dict] = [
+    {"tokens": 0, "thermal": "fair"},
+    {"tokens": 1, "battery": 0.2, "charging": False, "memory": 0.9},
+]
 TASK = """
 task: tiny
 dataset_path: json
@@ -65,7 +70,11 @@ doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["."], max_gen_toks: 2}
 """
-LORA = {"num_layers": 1, "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.0}, "fine_tune_type": "lora"}
+LORA: dict[str, Any] = {
+    "num_layers": 1,
+    "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.0},
+    "fine_tune_type": "lora",
+}
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,16 @@ def run(
     late = process.is_alive()
     waiting = late and idle == IDLE_SECONDS
     for number in (signal.SIGINT, signal.SIGKILL):
-        if process.is_alive():
+        if process.is_alive() and process.pid:
             os.kill(process.pid, number)
             process.join(PATIENCE)
     left = sorted(path.name for path in {path for path in directory.rglob("*") if path.name.endswith(REST)} - before)
     err = (directory / ERR).read_text(encoding="utf-8", errors="replace")
-    return Outcome(process.exitcode, err, time.monotonic() - start, late, waiting, left)
+    status = -signal.SIGKILL if process.exitcode is None else process.exitcode  # None: it does not even die
+    return Outcome(status, err, time.monotonic() - start, late, waiting, left)
 
 
-def is_idle(process: int) -> bool:
+def is_idle(process: int | None) -> bool:
     """Whether a process does nothing for a second; not if it has ended, or a compiler that it started runs."""
     try:
         seen = psutil.Process(process)

@@ -38,7 +38,7 @@ mlx_lm.load = mlx_lm.utils.load = load_demo  # before the tests import it
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Helpers of the tests that try a model (`model_test_runner`, ...) get it wrapped."""
-    for kind in {item.cls for item in items if item.cls}:
+    for kind in {item.cls for item in items if isinstance(item, pytest.Function) and item.cls}:
         for name, function in inspect.getmembers(kind, inspect.isfunction):
             if list(inspect.signature(function).parameters)[1:2] == ["model"]:
                 setattr(kind, name, with_wrapped(function))

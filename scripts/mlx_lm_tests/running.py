@@ -48,7 +48,7 @@ def get_tests(cache: Path, seconds: float = 300) -> Path:
 
 def download(name: str, directory: Path, seconds: float) -> Path:
     """The file that pip gets. Raises GearbxError if it gets none."""
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         "-m",
         "pip",

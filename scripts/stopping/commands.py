@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fuzzing import running
 
@@ -53,7 +54,7 @@ def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
     return command, arguments
 
 
-def process_of(name: str, inputs: Path, directory: Path) -> running.context.Process:
+def process_of(name: str, inputs: Path, directory: Path) -> Any:
     """A process that runs the command once it is started."""
     command, arguments = line_of(name, inputs)
     return running.context.Process(target=running.child, args=(command, arguments, str(directory), None))

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from fuzzing import running
 
@@ -54,7 +55,9 @@ def killed(name: str, expected: Expected, inputs: Path, directory: Path, chance:
 def signalled(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
     """Send a signal at a random moment, to the command as a user starts it."""
     number = chance.choice([signal.SIGINT, signal.SIGTERM])
-    default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # jobs in the background ignore it
+    default: dict[str, Any] = {
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    }  # jobs in the background ignore it
     with (directory / running.OUT).open("w") as out, (directory / running.ERR).open("w") as err:
         process = subprocess.Popen(
             shell_of(name, inputs), cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **default
