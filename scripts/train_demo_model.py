@@ -148,7 +148,8 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, valid: dict, args: argp
     )
     generator = torch.Generator().manual_seed(args.seed)
     checkpoint = args.out / "training.checkpoint"
-    best, step, spent = {"loss": math.inf, "step": 0}, 0, 0.0
+    best: dict[str, Any] = {"loss": math.inf, "step": 0}
+    step, spent = 0, 0.0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
