@@ -27,8 +27,8 @@ nb::capsule stack_part(const std::vector<mx::array>& weights, const mx::array& s
                        const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits,
                        const std::optional<mx::array>& bias) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form = {widths, group, x_bits};
-  const auto x = mx::broadcast_to(mx::array(0.0f), {1, scales.shape(-1) * group}, s);
+  const StackForm form(widths, group, x_bits, scales);
+  const auto x = mx::broadcast_to(mx::array(0.0f), {1, form.columns(scales)}, s);
   const auto inputs = form.inputs(x, weights, scales, biases, 2, s);
   return linear_part({inputs.begin() + 1, inputs.end()}, bias, [&] { return form.matrix(inputs); });
 }

@@ -156,10 +156,20 @@ struct StackForm {
   std::vector<int> widths;
   int group;
   int x_bits;
+  bool in_panels = false;  // arrays are (panels, ..., rows of a panel)
+
+  // Of a matrix with these scales: arrays of three dimensions are in panels.
+  StackForm(std::vector<int> widths, int group, int x_bits, const mx::array& scales)
+      : widths(std::move(widths)), group(group), x_bits(x_bits), in_panels(scales.ndim() == 3) {}
+  // Of the matrices of experts.
+  StackForm(std::vector<int> widths, int group, int x_bits) : widths(std::move(widths)), group(group), x_bits(x_bits) {}
 
   bool operator==(const StackForm& other) const {
-    return widths == other.widths && group == other.group && x_bits == other.x_bits;
+    return widths == other.widths && group == other.group && x_bits == other.x_bits && in_panels == other.in_panels;
   }
+
+  int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
+  int columns(const mx::array& scales) const { return scales.shape(in_panels ? 1 : -1) * group; }
 
   gearbx_stack matrix(const std::vector<mx::array>& inputs) const {
     gearbx_stack m = {};
@@ -167,8 +177,9 @@ struct StackForm {
     m.group = group;
     m.x_bits = x_bits;
     const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
-    m.rows = scales.shape(-2);
-    m.columns = static_cast<int64_t>(scales.shape(-1)) * group;
+    m.rows = rows(scales);
+    m.columns = columns(scales);
+    m.in_panels = in_panels;
     m.scales = scales.data<void>();
     m.scale_type = type_of(scales);
     for (int p = 0; p < m.planes; p++) {
@@ -187,10 +198,11 @@ struct StackForm {
             "there must be 1 to 8 planes, each with weights and biases");
     require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
-    require(scales.ndim() == dimensions,
-            dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
-    const int64_t columns = static_cast<int64_t>(scales.shape(-1)) * group;
-    check_x(x, columns);
+    if (in_panels) check_panels(scales);
+    else
+      require(scales.ndim() == dimensions,
+              dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
+    check_x(x, columns(scales));
     type_of(scales);
 
     std::vector<mx::array> all = {in_float32(x, s)};
@@ -198,7 +210,7 @@ struct StackForm {
     for (size_t p = 0; p < planes; p++) {
       require(widths[p] >= 1 && widths[p] <= 8 && widths[p] != 7, "planes must have 1 to 6 or 8 bits");
       auto shape = scales.shape();
-      shape.back() = static_cast<int>(columns / 32 * widths[p]);
+      shape[in_panels ? 1 : shape.size() - 1] = columns(scales) / 32 * widths[p];
       require(weights[p].dtype() == mx::uint32 && weights[p].shape() == shape,
               "packed weights and scales have shapes that do not fit");
       bits += widths[p];
@@ -212,6 +224,14 @@ struct StackForm {
       all.push_back(in_rows(b, s));
     }
     return all;
+  }
+
+ private:
+  void check_panels(const mx::array& scales) const {
+    require(scales.shape(2) == gearbx_panel_rows(), "panels must have the rows of this processor's");
+    require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");
+    const bool four = widths == std::vector<int>{4} || widths == std::vector<int>{4, 4};
+    require(four || widths == std::vector<int>{8}, "panels must have one plane of 4 or 8 bits, or two of 4");
   }
 };
 

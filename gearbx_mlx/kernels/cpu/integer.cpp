@@ -7,7 +7,8 @@
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
 // memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row
-// by row (one_vector.h).
+// by row (one_vector.h). Rows that are stored side by side (`in_panels`) are a panel as they are, for any number of
+// vectors. All of these give the same bits: sums over a group are integers, and floats are added in one order.
 
 #include "integer.h"
 
@@ -61,10 +62,52 @@ class Ahead {
   const char* next_[GEARBX_MAX_PLANES];
 };
 
+// Codes of a panel that was written for this product (panel.h).
+struct Written {
+  static constexpr int AT_ONCE = 1;
+  const uint8_t* codes;
+  Ahead ahead;
+
+  GEARBX_INLINE void fetch() { ahead.fetch(); }
+  GEARBX_INLINE void next(Ints* out) {
+    *out = load_ints(codes);
+    codes += 4 * LANES;
+  }
+};
+
+// Codes of rows that are stored side by side, in P planes of W bits.
+template <int W, int P>
+struct Stored {
+  static constexpr int AT_ONCE = 8 / W;
+  static constexpr int64_t DISTANCE = 2048;  // of the prefetch, in bytes
+  const uint8_t* planes[P];
+
+  GEARBX_INLINE void fetch() {
+    for (int p = 0; p < P; p++)
+      for (int at = 0; at < RUN / AT_ONCE * 4 * LANES; at += 64) __builtin_prefetch(planes[p] + DISTANCE + at, 0, 2);
+  }
+  GEARBX_INLINE void next(Ints* out) {
+    Ints dwords[P][1];
+    for (int p = 0; p < P; p++, planes[p - 1] += 4 * LANES) dwords[p][0] = load_ints(planes[p]);
+    out[0] = signed_codes(joined<W, P, 0, 1>(dwords, 0));
+    if constexpr (W < 8) out[1] = signed_codes(joined<W, P, 1, 1>(dwords, 0));
+  }
+
+ private:
+  GEARBX_INLINE static Ints signed_codes(Ints codes) {
+    return SIGNED_BYTES && W * P > 4 ? flip_ints(codes, 0x80808080u) : codes;
+  }
+};
+
+// Scales and offsets of some groups of a panel, a float for each row.
+struct Factors {
+  const float *scales, *offsets;
+  bool affine;
+};
+
 // Adds the products of N vectors and `groups` groups to the totals. Activations have X bytes.
-template <int N, int X, bool NARROW>
-void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x, Ahead ahead, float* totals) {
-  const uint8_t* codes = panel.codes;
+template <int N, int X, bool NARROW, class Codes>
+void multiply(Codes codes, const Factors& by, int groups, int group, Rounded x, float* totals) {
   Floats total[N];
   for (int v = 0; v < N; v++) total[v] = load_floats(totals + v * LANES);
   for (int g = 0; g < groups; g++, x.starts += N, x.steps += N, x.sums += N) {
@@ -74,65 +117,107 @@ void multiply(const Panel& panel, int groups, int group, bool affine, Rounded x,
       sums[v][X - 1] = all_ints(x.starts[v]);
     }
     for (int run = 0; run < group; run += 4 * RUN) {
-      ahead.fetch();
+      codes.fetch();
       Sums<NARROW> some[N * X];
       for (int v = 0; v < N; v++)
         for (int b = 0; b < X; b++) some[v * X + b].begin(sums[v][b]);
-      for (int step = 0; step < RUN; step++, codes += 4 * LANES, x.x += N * X * 4) {
-        add_all<N * X>(load_ints(codes), x.x, some);
+      for (int step = 0; step < RUN; step += Codes::AT_ONCE) {
+        Ints next[Codes::AT_ONCE];
+        codes.next(next);
+        for (int i = 0; i < Codes::AT_ONCE; i++, x.x += N * X * 4) add_all<N * X>(next[i], x.x, some);
       }
       for (int v = 0; v < N; v++)
         for (int b = 0; b < X; b++) sums[v][b] = some[v * X + b].end(sums[v][b]);
     }
-    const Floats scale = load_floats(panel.scales + g * LANES), offset = load_floats(panel.offsets + g * LANES);
+    const Floats scale = load_floats(by.scales + g * LANES), offset = load_floats(by.offsets + g * LANES);
     for (int v = 0; v < N; v++) {
       if (X == 2) sums[v][1] = add_ints(sums[v][1], multiply_ints(sums[v][0], BASE));
       const Floats sum = multiply_floats(to_floats(sums[v][X - 1]), all_floats(x.steps[v]));
-      const Floats added = affine ? multiply_add_floats(sum, scale, multiply_floats(offset, all_floats(x.sums[v])))
-                                  : multiply_floats(sum, scale);
+      const Floats added = by.affine
+                               ? multiply_add_floats(sum, scale, multiply_floats(offset, all_floats(x.sums[v])))
+                               : multiply_floats(sum, scale);
       total[v] = add_floats(total[v], added);
     }
   }
   for (int v = 0; v < N; v++) store_floats(totals + v * LANES, total[v]);
 }
 
-typedef void (*Multiply)(const Panel&, int groups, int group, bool affine, Rounded, Ahead, float* totals);
+template <class Codes>
+using Multiply = void (*)(Codes, const Factors&, int groups, int group, Rounded, float* totals);
 
-template <int X, bool NARROW, size_t... N>
-Multiply find_multiply(int vectors, std::index_sequence<N...>) {
-  static constexpr Multiply forms[] = {multiply<N + 1, X, NARROW>...};
+template <class Codes, int X, bool NARROW, size_t... N>
+Multiply<Codes> find_multiply(int vectors, std::index_sequence<N...>) {
+  static constexpr Multiply<Codes> forms[] = {multiply<N + 1, X, NARROW, Codes>...};
   return forms[vectors - 1];
 }
 
-Multiply find_multiply(int vectors, int bytes, bool narrow) {
+template <class Codes, bool NARROW>
+Multiply<Codes> find_multiply(int vectors, int bytes) {
   const auto counts = std::make_index_sequence<TILE>();
-  if (SIGNED_BYTES && narrow)
-    return bytes == 1 ? find_multiply<1, SIGNED_BYTES>(vectors, counts)
-                      : find_multiply<2, SIGNED_BYTES>(vectors, counts);
-  return bytes == 1 ? find_multiply<1, false>(vectors, counts) : find_multiply<2, false>(vectors, counts);
+  return bytes == 1 ? find_multiply<Codes, 1, NARROW>(vectors, counts) : find_multiply<Codes, 2, NARROW>(vectors, counts);
 }
 
-// All vectors times LANES rows or fewer.
-void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
+// `count` groups of all vectors, from group `first` on, by `multiply` for a tile of them.
+template <class Multiply>
+void multiply_tiles(const Job& job, const gearbx_stack& m, int64_t first, const Multiply& multiply) {
+  const int64_t groups = m.columns / m.group;
+  for (int64_t v = 0; v < job.vectors; v += TILE) {
+    const int n = static_cast<int>(job.vectors - v < TILE ? job.vectors - v : TILE);
+    const int64_t at = v * groups + first * n;  // of the tile's first vector and group
+    multiply(v, n, Rounded{job.x.x + at * m.group * (m.x_bits / 8), job.x.starts + at, job.x.steps + at, job.x.sums + at});
+  }
+}
+
+// All vectors times `height` rows, as many as LANES or fewer, by the groups of a panel.
+template <class Some>
+void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals, const Some& some) {
   const gearbx_stack& m = *matrix.stack;
   const int64_t groups = m.columns / m.group;
-  const int bytes = m.x_bits / 8, most = groups_of_panel(m);
+  const int most = groups_of_panel(m);
   std::memset(totals, 0, static_cast<size_t>(job.vectors * LANES) * 4);
-  Panel panel;
-  for (int64_t first = 0; first < groups; first += most) {
-    const int count = static_cast<int>(groups - first < most ? groups - first : most);
-    write_panel(m, matrix.how, row, height, first, count, panel);
-    for (int64_t v = 0; v < job.vectors; v += TILE) {
-      const int n = static_cast<int>(job.vectors - v < TILE ? job.vectors - v : TILE);
-      const int64_t at = v * groups + first * n;  // of the tile's first vector and group
-      const Rounded x = {job.x.x + at * m.group * bytes, job.x.starts + at, job.x.steps + at, job.x.sums + at};
-      const Multiply multiply = find_multiply(n, bytes, matrix.how.bits <= 4);
-      const Ahead ahead = v ? Ahead() : Ahead(m, row, first * m.group);
-      multiply(panel, count, m.group, m.kind == GEARBX_AFFINE, x, ahead, totals + v * LANES);
-    }
-  }
+  for (int64_t first = 0; first < groups; first += most)
+    some(first, static_cast<int>(groups - first < most ? groups - first : most));
   for (int64_t v = 0; v < job.vectors; v++)
     std::memcpy(matrix.y + v * m.rows + row, totals + v * LANES, static_cast<size_t>(height) * 4);
+}
+
+// Rows that are stored one after the other: some groups become a panel first.
+void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
+  const gearbx_stack& m = *matrix.stack;
+  Panel panel;
+  const Factors by = {panel.scales, panel.offsets, m.kind == GEARBX_AFFINE};
+  const auto find = SIGNED_BYTES && matrix.how.bits <= 4 ? find_multiply<Written, SIGNED_BYTES> : find_multiply<Written, false>;
+  multiply_rows(job, matrix, row, height, totals, [&](int64_t first, int count) {
+    write_panel(m, matrix.how, row, height, first, count, panel);
+    multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
+      const Written codes = {panel.codes, v ? Ahead() : Ahead(m, row, first * m.group)};
+      find(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
+    });
+  });
+}
+
+// Rows that are stored side by side.
+template <int W, int P>
+void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
+  const gearbx_stack& m = *matrix.stack;
+  alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
+  const Factors by = {scales, offsets, true};
+  multiply_rows(job, matrix, row, LANES, totals, [&](int64_t first, int count) {
+    stored_scales(m, row * (m.columns / m.group) + first * LANES, count * LANES, scales, offsets);
+    multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
+      Stored<W, P> codes;
+      for (int p = 0; p < P; p++)
+        codes.planes[p] = static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + first * m.group * LANES) / 8 * W;
+      find_multiply<Stored<W, P>, W * P <= 4>(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
+    });
+  });
+}
+
+void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
+  const gearbx_stack& m = *matrix.stack;
+  if (!m.in_panels) return multiply_written(job, matrix, row, height, totals);
+  if (m.widths[0] == 8) return multiply_stored<8, 1>(job, matrix, row, totals);
+  (m.planes == 1 ? multiply_stored<4, 1> : multiply_stored<4, 2>)(job, matrix, row, totals);
 }
 
 void do_piece(const void* context, int piece) {
@@ -151,13 +236,13 @@ void do_piece(const void* context, int piece) {
 #endif
   float* room = totals.room_for(job.vectors * LANES);
   for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
-    multiply_rows(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
+    multiply_panel(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
 }
 
-// Whether rows are read one after the other: for one vector, unless rows are so short that most of the sums over LANES
-// groups would be of nothing.
+// Whether rows are read one after the other: for one vector, unless they are stored side by side, or are so short that
+// most of the sums over LANES groups would be of nothing.
 bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
-  return ROW_BY_ROW && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
+  return ROW_BY_ROW && !m.in_panels && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
 }
 
 Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
@@ -195,3 +280,5 @@ void integer_products(const gearbx_stack* const* stacks, int count, const float*
 }
 
 }  // namespace gearbx
+
+extern "C" int gearbx_panel_rows(void) { return gearbx::LANES; }

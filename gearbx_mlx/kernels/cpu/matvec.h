@@ -32,6 +32,9 @@ typedef struct {
   int kind;
   int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes from row to row
   int x_bits;  // 0: activations as they are; 8, 16: rounded, with a step per vector and group, for integer products
+  // Whether the rows of a panel, as many as gearbx_panel_rows says, are stored side by side: their first uint32, then
+  // their second one, and so on; scales and biases too. For affine stacks with x_bits whose planes all have 4, or 8 bits.
+  int in_panels;
 } gearbx_stack;
 
 typedef struct {
@@ -54,6 +57,9 @@ uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 // instructions on one thread, as a baseline. scales (rows, groups).
 void gearbx_scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups, const float* x,
                              float* y);
+
+// The rows of a panel (gearbx_stack), which this processor multiplies side by side.
+int gearbx_panel_rows(void);
 
 // The number of threads that compute a product, the caller's included (pool.h).
 int gearbx_threads(void);

@@ -272,6 +272,30 @@ void write_scales(const gearbx_stack& m, int64_t row, int height, int64_t first,
   write_values<T>(rows(m.scales), first, count, factor, false, out.scales);
 }
 
+// The scales of the lowest plane and the sums of the biases of all planes, `count` of them from place `at`, where rows are
+// stored side by side. The operations are those of write_scales.
+template <class T>
+void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, float* offsets) {
+  float factor = 1.0f;
+  for (int p = 0; p < m.planes; p++) {
+    if (p) factor /= static_cast<float>(1 << m.widths[p]);
+    const T* biases = static_cast<const T*>(m.biases[p]) + at;
+    for (int i = 0; i < count; i += LANES) {
+      const Floats bias = load_values(biases + i), all = all_floats(factor);
+      store_floats(offsets + i, p ? multiply_add_floats(bias, all, load_floats(offsets + i)) : multiply_floats(bias, all));
+    }
+  }
+  const T* stored = static_cast<const T*>(m.scales) + at;
+  for (int i = 0; i < count; i += LANES)
+    store_floats(scales + i, multiply_floats(load_values(stored + i), all_floats(factor)));
+}
+
+inline void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, float* offsets) {
+  if (m.scale_type == GEARBX_BFLOAT16) return stored_scales<Bf16>(m, at, count, scales, offsets);
+  if (m.scale_type == GEARBX_FLOAT16) return stored_scales<Fp16>(m, at, count, scales, offsets);
+  stored_scales<float>(m, at, count, scales, offsets);
+}
+
 // Writes `count` groups of `height` rows.
 inline void write_panel(const gearbx_stack& m, const Unpacking& how, int64_t row, int height, int64_t first, int count,
                         Panel& out) {

@@ -66,9 +66,9 @@ class DenseMatvec : public Operation {
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                        const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form = {widths, group, x_bits};
+  const StackForm form(widths, group, x_bits, scales);
   auto inputs = form.inputs(x, weights, scales, biases, 2, s);
-  return output(x.shape(), scales.shape(0), std::make_shared<StackMatvec>(s, form), std::move(inputs));
+  return output(x.shape(), form.rows(scales), std::make_shared<StackMatvec>(s, form), std::move(inputs));
 }
 
 // weight: rows of bytes. scales: one for each row, or for each group of 32 inputs.
@@ -152,5 +152,6 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_blocks(m);
   m.def("read_sum", &read_sum, "words"_a);
   m.def("scalar_groupwise", &scalar_groupwise, "x"_a, "weight"_a, "scales"_a);
+  m.def("panel_rows", &gearbx_panel_rows);
   m.def("threads", &gearbx_threads);
 }
