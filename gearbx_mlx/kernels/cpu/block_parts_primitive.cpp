@@ -48,7 +48,7 @@ nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& s
                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
                        const mx::array& offsets, const std::vector<int>& widths, int group,
                        const std::optional<mx::array>& bias) {
-  const ExactForm form = {widths, group};
+  const ExactForm form(widths, group, scales, low);
   const auto s = mx::default_stream(mx::Device::cpu);
   const auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
   return linear_part(inputs, bias, [&] { return form.matrix(inputs, 0); });

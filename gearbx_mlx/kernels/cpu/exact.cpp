@@ -58,20 +58,63 @@ float* decoded_rows(int64_t rows, int64_t columns) {
   return reserve(memory, rows * columns);
 }
 
+constexpr int64_t SOME_ROWS = 48;  // whole panels, and whole tiles
+
+// Calls work(matrix, row, end, y) for the rows from `row` to `end`, some at a time where they are in panels: of those it
+// makes a matrix whose codes, scales and biases are row after row. `y` is the result of its first row.
+template <class Y, class Work>
+void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y* y, int64_t y_row, const Work& work) {
+  if (!m.panel_rows) return work(m, row, end, y);
+  static thread_local std::vector<uint32_t> codes;
+  static thread_local std::vector<uint16_t> numbers;
+  const int64_t height = m.panel_rows, dwords = m.columns * m.bits / 32, groups = m.columns / m.group;
+  codes.resize(static_cast<size_t>(m.planes * at_once * dwords));
+  numbers.resize(static_cast<size_t>((1 + m.planes) * at_once * groups));
+  while (row < end) {
+    const int64_t first = row / height * height, left = (m.rows - first), count = at_once < left ? at_once : left;
+    gearbx_exact some = m;
+    some.panel_rows = 0;
+    some.rows = count;
+    uint16_t* values = numbers.data();
+    const auto write = [&](const uint16_t* from) {
+      for (int64_t r = 0; r < count; r += height) gearbx_rows_of_words(from + (first + r) * groups, groups, values + r * groups);
+      values += at_once * groups;
+      return values - at_once * groups;
+    };
+    some.scales = write(m.scales);
+    for (int p = 0; p < m.planes; p++) {
+      some.biases[p] = write(m.biases[p]);
+      uint32_t* words = codes.data() + p * at_once * dwords;
+      for (int64_t r = 0; r < count; r += height)
+        gearbx_rows_of_dwords(reinterpret_cast<const uint32_t*>(m.weights[p]) + (first + r) * dwords, dwords,
+                              words + r * dwords);
+      some.weights[p] = reinterpret_cast<const uint8_t*>(words);
+    }
+    some.low += first * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
+    some.offsets += first;
+    const int64_t last = first + count < end ? first + count : end;
+    work(some, row - first, last - first, y + first * y_row);
+    row = last;
+  }
+}
+
 template <class Codes>
 struct Multiply {
   static void rows(const gearbx_exact& m, const Activations& x, int64_t row, int64_t end, float* y) {
-    if (x.vectors == 1) {
-      for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.x);
-      return;
-    }
+    const int64_t stride = m.rows;
+    if (x.vectors == 1)
+      return by_rows(m, row, end, m.panel_rows, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
+        for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.x);
+      });
     const int64_t height = block_rows(m.rows, 4 * m.columns, x.vectors);
     float* weights = decoded_rows(height, m.columns);
-    for (; row < end; row += height) {
-      const int64_t count = end - row < height ? end - row : height;
-      for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
-      multiply_rows<float>({weights, count, m.columns, {}}, x, y + row, m.rows);
-    }
+    by_rows(m, row, end, SOME_ROWS, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
+      for (; row < end; row += height) {
+        const int64_t count = end - row < height ? end - row : height;
+        for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
+        multiply_rows<float>({weights, count, m.columns, {}}, x, y + row, stride);
+      }
+    });
   }
 };
 
@@ -79,14 +122,17 @@ template <class Codes>
 struct Decode {
   static void rows(const gearbx_exact& m, uint16_t* decoded, int64_t row, int64_t end) {
     float* weights = decoded_rows(1, m.columns);
-    for (; row < end; row++) {
-      decode_row<Codes>(m, row, weights);
-      for (int64_t i = 0; i < m.columns; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, weights + i, 4);
-        decoded[row * m.columns + i] = static_cast<uint16_t>(bits >> 16);
+    const auto work = [&](const gearbx_exact& m, int64_t row, int64_t end, uint16_t* decoded) {
+      for (; row < end; row++) {
+        decode_row<Codes>(m, row, weights);
+        for (int64_t i = 0; i < m.columns; i++) {
+          uint32_t bits;
+          std::memcpy(&bits, weights + i, 4);
+          decoded[row * m.columns + i] = static_cast<uint16_t>(bits >> 16);
+        }
       }
-    }
+    };
+    by_rows(m, row, end, m.panel_rows, decoded, m.columns, work);
   }
 };
 

@@ -12,8 +12,17 @@ namespace gearbx {
 struct ExactForm {
   std::vector<int> widths;
   int group;
+  bool in_panels;  // weights, scales and biases are (panels, ..., rows of a panel)
 
-  bool operator==(const ExactForm& other) const { return widths == other.widths && group == other.group; }
+  ExactForm(std::vector<int> widths, int group, const mx::array& scales, const mx::array& low)
+      : widths(std::move(widths)), group(group), in_panels(scales.ndim() == 3 && low.ndim() == 2) {}
+
+  bool operator==(const ExactForm& other) const {
+    return widths == other.widths && group == other.group && in_panels == other.in_panels;
+  }
+
+  int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
+  int columns(const mx::array& scales) const { return scales.shape(in_panels ? 1 : -1) * group; }
 
   // The matrix, or the first expert's; its arrays begin at inputs[at].
   gearbx_exact matrix(const std::vector<mx::array>& inputs, size_t at) const {
@@ -25,8 +34,9 @@ struct ExactForm {
     m.group = group;
     for (int p = 0; p < m.planes; p++) m.weights[p] = bytes(next());
     const mx::array& scales = next();
-    m.rows = scales.shape(-2);
-    m.columns = static_cast<int64_t>(scales.shape(-1)) * group;
+    m.rows = rows(scales);
+    m.columns = columns(scales);
+    m.panel_rows = in_panels ? gearbx_panel_rows() : 0;
     m.scales = scales.data<uint16_t>();
     for (int p = 0; p < m.planes; p++) m.biases[p] = next().data<uint16_t>();
     m.low = bytes(next());
@@ -46,30 +56,41 @@ struct ExactForm {
     require(weights.size() == widths.size() && biases.size() == widths.size(),
             "there must be weights and biases for each plane");
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
-    require(scales.ndim() == dimensions && scales.shape(-1) > 0,
-            dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
-    const int columns = scales.shape(-1) * group;
-    const auto fits = [&](const mx::array& a, mx::Dtype type, int width) {
-      auto shape = scales.shape();
-      shape.back() = width;
+    if (in_panels) {
+      require(scales.shape(2) == gearbx_panel_rows() && widths[0] == 4, "panels must have codes of 4 bits, and rows");
+    } else {
+      require(scales.ndim() == dimensions && scales.shape(-1) > 0,
+              dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
+    }
+    const int width = columns(scales);
+    auto by_row = scales.shape();
+    if (in_panels) by_row = {rows(scales), width};
+    const auto fits_as = [&](const mx::array& a, mx::Dtype type, mx::Shape shape, size_t axis, int size) {
+      shape[axis] = size;
       return a.dtype() == type && a.shape() == shape;
+    };
+    const auto fits = [&](const mx::array& a, mx::Dtype type, int size) {
+      return fits_as(a, type, scales.shape(), in_panels ? 1 : scales.ndim() - 1, size);
+    };
+    const auto fits_rows = [&](const mx::array& a, mx::Dtype type, int size) {
+      return fits_as(a, type, by_row, by_row.size() - 1, size);
     };
     std::vector<mx::array> all;
     for (const auto& w : weights) {
-      require(fits(w, mx::uint32, columns / 32 * widths[0]), "packed weights and scales have shapes that do not fit");
+      require(fits(w, mx::uint32, width / 32 * widths[0]), "packed weights and scales have shapes that do not fit");
       all.push_back(in_rows(w, s));
     }
     require(scales.dtype() == mx::uint16, "scales must be uint16, the bits of bfloat16");
     all.push_back(in_rows(scales, s));
     for (const auto& b : biases) {
-      require(fits(b, mx::uint16, scales.shape(-1)), "biases must have the type and shape of the scales");
+      require(fits(b, mx::uint16, width / group), "biases must have the type and shape of the scales");
       all.push_back(in_rows(b, s));
     }
-    require(widths.size() == 1 ? fits(low, mx::uint8, columns) : fits(low, mx::uint32, columns / 32 * 5),
+    require(widths.size() == 1 ? fits_rows(low, mx::uint8, width) : fits_rows(low, mx::uint32, width / 32 * 5),
             "low bits do not fit the scales");
     require(high.dtype() == mx::uint8 && high.ndim() == 1, "high must be a vector of uint8");
-    const auto rows = static_cast<int64_t>(scales.size()) / scales.shape(-1);
-    require(offsets.dtype() == mx::uint32 && offsets.ndim() == 1 && offsets.shape(0) == rows + 1,
+    const auto all_rows = static_cast<int64_t>(low.size()) / low.shape(-1);
+    require(offsets.dtype() == mx::uint32 && offsets.ndim() == 1 && offsets.shape(0) == all_rows + 1,
             "there must be a uint32 offset for each row, and one more");
     for (const auto& a : {low, high, offsets}) all.push_back(in_rows(a, s));
     return all;

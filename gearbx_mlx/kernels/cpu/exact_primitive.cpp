@@ -70,18 +70,18 @@ mx::array exact_matvec(const mx::array& x, const std::vector<mx::array>& weights
                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
                        const mx::array& offsets, const std::vector<int>& widths, int group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form = {widths, group};
+  const ExactForm form(widths, group, scales, low);
   auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
-  check_x(x, static_cast<int64_t>(scales.shape(1)) * group);
+  check_x(x, form.columns(scales));
   inputs.insert(inputs.begin(), in_float32(x, s));
-  return output(x.shape(), scales.shape(0), std::make_shared<ExactMatvec>(s, form), std::move(inputs));
+  return output(x.shape(), form.rows(scales), std::make_shared<ExactMatvec>(s, form), std::move(inputs));
 }
 
 mx::array exact_experts(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                         const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
                         const mx::array& offsets, const std::vector<int>& widths, int group, mx::array indices) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form = {widths, group};
+  const ExactForm form(widths, group, scales, low);
   auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 3, s);
   check_x(x, static_cast<int64_t>(scales.shape(2)) * group);
   const auto pairs = broadcast(x, indices, s);
@@ -95,10 +95,10 @@ mx::array exact_decode(const std::vector<mx::array>& weights, const mx::array& s
                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
                        const mx::array& offsets, const std::vector<int>& widths, int group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form = {widths, group};
-  auto inputs = form.inputs(weights, scales, biases, low, high, offsets, scales.ndim() == 3 ? 3 : 2, s);
-  auto shape = scales.shape();
-  shape.back() *= group;
+  const ExactForm form(widths, group, scales, low);
+  auto inputs = form.inputs(weights, scales, biases, low, high, offsets, low.ndim() == 3 ? 3 : 2, s);
+  auto shape = low.shape();
+  shape.back() = form.columns(scales);
   return mx::array(shape, mx::bfloat16, std::make_shared<ExactDecode>(s, form), std::move(inputs));
 }
 

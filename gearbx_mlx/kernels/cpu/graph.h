@@ -179,7 +179,7 @@ struct StackForm {
     const mx::array& scales = inputs[static_cast<size_t>(m.planes + 1)];
     m.rows = rows(scales);
     m.columns = columns(scales);
-    m.in_panels = in_panels;
+    m.panel_rows = in_panels ? gearbx_panel_rows() : 0;
     m.scales = scales.data<void>();
     m.scale_type = type_of(scales);
     for (int p = 0; p < m.planes; p++) {
@@ -228,7 +228,7 @@ struct StackForm {
 
  private:
   void check_panels(const mx::array& scales) const {
-    require(scales.shape(2) == gearbx_panel_rows(), "panels must have the rows of this processor's");
+    require(scales.shape(2) == gearbx_panel_rows(), "panels must have as many rows as this processor multiplies at once");
     require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");
     const bool four = widths == std::vector<int>{4} || widths == std::vector<int>{4, 4};
     require(four || widths == std::vector<int>{8}, "panels must have one plane of 4 or 8 bits, or two of 4");

@@ -7,7 +7,7 @@
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
 // memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row
-// by row (one_vector.h). Rows that are stored side by side (`in_panels`) are a panel as they are, for any number of
+// by row (one_vector.h). Rows that are stored side by side (`panel_rows`) are a panel as they are, for any number of
 // vectors. All of these give the same bits: sums over a group are integers, and floats are added in one order.
 
 #include "integer.h"
@@ -215,7 +215,7 @@ void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* t
 
 void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
-  if (!m.in_panels) return multiply_written(job, matrix, row, height, totals);
+  if (!m.panel_rows) return multiply_written(job, matrix, row, height, totals);
   if (m.widths[0] == 8) return multiply_stored<8, 1>(job, matrix, row, totals);
   (m.planes == 1 ? multiply_stored<4, 1> : multiply_stored<4, 2>)(job, matrix, row, totals);
 }
@@ -242,7 +242,7 @@ void do_piece(const void* context, int piece) {
 // Whether rows are read one after the other: for one vector, unless they are stored side by side, or are so short that
 // most of the sums over LANES groups would be of nothing.
 bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
-  return ROW_BY_ROW && !m.in_panels && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
+  return ROW_BY_ROW && !m.panel_rows && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
 }
 
 Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
@@ -282,3 +282,36 @@ void integer_products(const gearbx_stack* const* stacks, int count, const float*
 }  // namespace gearbx
 
 extern "C" int gearbx_panel_rows(void) { return gearbx::LANES; }
+
+extern "C" void gearbx_rows_of_dwords(const uint32_t* panel, int64_t dwords, uint32_t* rows) {
+  using namespace gearbx;
+  int64_t i = 0;
+  for (; i + LANES <= dwords; i += LANES)
+    for (int row = 0; row < LANES; row += DWORDS) {
+      Ints some[DWORDS];  // of each row, LANES dwords
+      transpose<DWORDS>(reinterpret_cast<const uint8_t*>(panel + i * LANES + row), 4 * LANES, some);
+      for (int r = 0; r < DWORDS; r++) store_ints(rows + (row + r) * dwords + i, some[r]);
+    }
+  for (; i < dwords; i++)
+    for (int r = 0; r < LANES; r++) rows[r * dwords + i] = panel[i * LANES + r];
+}
+
+extern "C" void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint16_t* rows) {
+  using namespace gearbx;
+  int64_t i = 0;
+#ifdef GEARBX_AVX512_VNNI
+  for (; i < words; i += 16) {
+    alignas(64) uint32_t wide[16 * 16];
+    Ints some[16];
+    const int left = static_cast<int>(words - i < 16 ? words - i : 16);
+    for (int k = 0; k < left; k++)
+      store_ints(wide + 16 * k, _mm512_cvtepu16_epi32(_mm256_loadu_si256(
+                                    reinterpret_cast<const __m256i*>(panel + (i + k) * 16))));
+    transpose<16>(reinterpret_cast<const uint8_t*>(wide), 64, some);
+    for (int r = 0; r < 16; r++)
+      _mm512_mask_cvtepi32_storeu_epi16(rows + r * words + i, static_cast<__mmask16>((1u << left) - 1), some[r]);
+  }
+#endif
+  for (; i < words; i++)
+    for (int r = 0; r < LANES; r++) rows[r * words + i] = panel[i * LANES + r];
+}

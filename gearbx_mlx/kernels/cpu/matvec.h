@@ -32,9 +32,9 @@ typedef struct {
   int kind;
   int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes from row to row
   int x_bits;  // 0: activations as they are; 8, 16: rounded, with a step per vector and group, for integer products
-  // Whether the rows of a panel, as many as gearbx_panel_rows says, are stored side by side: their first uint32, then
-  // their second one, and so on; scales and biases too. For affine stacks with x_bits whose planes all have 4, or 8 bits.
-  int in_panels;
+  // 0, or the rows of a panel, gearbx_panel_rows(), which are stored side by side: their first uint32, then their second
+  // one, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 4 or 8 bits, or two of 4.
+  int panel_rows;
 } gearbx_stack;
 
 typedef struct {
@@ -58,8 +58,12 @@ uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 void gearbx_scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups, const float* x,
                              float* y);
 
-// The rows of a panel (gearbx_stack), which this processor multiplies side by side.
+// The rows of a panel (gearbx_stack): as many as this processor multiplies side by side.
 int gearbx_panel_rows(void);
+
+// Writes what belongs to each row of a panel one row after the other. dwords, words: of a row.
+void gearbx_rows_of_dwords(const uint32_t* panel, int64_t dwords, uint32_t* rows);
+void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint16_t* rows);
 
 // The number of threads that compute a product, the caller's included (pool.h).
 int gearbx_threads(void);
