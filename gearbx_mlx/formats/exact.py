@@ -36,7 +36,7 @@ from ..kernels.exact import (
 )
 from ..kernels.products import decoded, exact_experts, exact_product
 from .base import DENSE, StoredArray, whole_groups
-from .native import Native, NativeMultiLinear, with_expert_bias
+from .native import Native, NativeMultiLinear, for_kernels, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
@@ -212,6 +212,7 @@ class ExactModule(nn.Module):
 
     def __init__(self, matrix: ExactMatrix, dense: nn.Module):
         super().__init__()
+        self.record = type(matrix)
         self.codes = list(matrix.weights)
         self.group_scales, self.group_biases = matrix.scales, list(matrix.biases)
         self.low, self.high, self.offsets = matrix.low, matrix.high, matrix.offsets
@@ -224,7 +225,7 @@ class ExactModule(nn.Module):
     def matrix(self) -> ExactMatrix:
         """The arrays as they are now."""
         codes, beside = self["codes"], (self["low"], self["high"], self["offsets"])
-        return ExactMatrix(codes, self["group_scales"], self["group_biases"], *beside, self["widths"], self.group_size)
+        return self.record(codes, self["group_scales"], self["group_biases"], *beside, self["widths"], self.group_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -339,7 +340,7 @@ class Exact:
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         widths = WIDTHS[tuple(ladder)]
-        matrix = encode(dense.weight, widths, group_size)
+        matrix = for_kernels(dense, encode(dense.weight, widths, group_size))
         planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
         low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}

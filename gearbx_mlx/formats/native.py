@@ -1,7 +1,7 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,8 +12,9 @@ from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import NATIVE as OURS
-from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind
-from ..kernels.products import dense_experts, dense_product, stack_experts, stack_product
+from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind, cpu_kernels
+from ..kernels.exact import ExactMatrix
+from ..kernels.products import dense_experts, dense_product, panel_rows, stack_experts, stack_product
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -131,8 +132,21 @@ def dense_kind(weight: mx.array) -> Kind:
 
 
 def affine_planes(module: nn.Module) -> Planes:
-    """The single plane of one of MLX's quantized modules."""
-    return Planes([module["weight"]], module["scales"], [module["biases"]], (module.bits,), module.group_size)
+    """The single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
+    kind = getattr(module, "record", Planes)
+    return kind([module["weight"]], module["scales"], [module["biases"]], (module.bits,), module.group_size)
+
+
+Matrix = TypeVar("Matrix", Planes, ExactMatrix)
+
+
+def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
+    """A packed weight in the order in which the kernels of its layer read it.
+
+    A CPU that rounds activations multiplies rows that stand side by side. Other kernels take rows one after the other.
+    """
+    rounds = isinstance(dense, Native) and dense.x_bits and cpu_kernels(1) is not None
+    return matrix.in_panels(panel_rows()) if rounds else matrix
 
 
 def planes_kind(planes: Planes) -> Kind:

@@ -34,7 +34,14 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
 from .base import Copies, StoredArray, whole_groups
-from .native import Native, NativeQuantizedLinear, NativeQuantizedSwitchLinear, planes_kind, with_expert_bias
+from .native import (
+    Native,
+    NativeQuantizedLinear,
+    NativeQuantizedSwitchLinear,
+    for_kernels,
+    planes_kind,
+    with_expert_bias,
+)
 
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
@@ -115,6 +122,7 @@ class PlanesModule(nn.Module):
 
     def __init__(self, planes: Planes, dense: nn.Module):
         super().__init__()
+        self.record = type(planes)
         self.weights, self.scales, self.plane_biases = list(planes.weights), planes.scales, list(planes.biases)
         self.widths, self.group_size = tuple(planes.widths), planes.group_size
         self.bits = sum(planes.widths)
@@ -125,7 +133,7 @@ class PlanesModule(nn.Module):
     @property
     def planes(self) -> Planes:
         """The arrays as they are now."""
-        return Planes(self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size)
+        return self.record(self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -216,7 +224,7 @@ class Affine(Copies):
     ) -> dict[int, nn.Module]:
         weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
         planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], (bits,), group_size)
-        return {bits: quantized_module(dense, planes)}
+        return {bits: quantized_module(dense, for_kernels(dense, planes))}
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
@@ -246,7 +254,7 @@ class NestedPlanes(Affine):
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        planes = split(dense.weight, plane_widths(ladder), group_size, dtype)
+        planes = for_kernels(dense, split(dense.weight, plane_widths(ladder), group_size, dtype))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
     def module(
@@ -310,7 +318,12 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     else:
         module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
         module.global_scale = None
-    module.group_size, (module.bits,), module.mode = planes.group_size, planes.widths, "affine"
+    module.group_size, (module.bits,), module.mode, module.record = (
+        planes.group_size,
+        planes.widths,
+        "affine",
+        type(planes),
+    )
     (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
     if "bias" in dense:
         module.bias = dense.bias

@@ -6,11 +6,13 @@ stack of r planes takes r calls. A native kernel reads all planes in one pass; i
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 CODES = 32
+IN_PANELS = ((4,), (8,), (4, 4))  # widths of stacks whose rows native kernels of a CPU take side by side
 
 # The smallest scale: groups of equal weights have no range.
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
@@ -55,6 +57,19 @@ class Planes(NamedTuple):
         """The same change to the scales and all biases."""
         return self._replace(scales=change(self.scales), biases=[change(bias) for bias in self.biases])
 
+    def by_row(self) -> "Planes":
+        """The same weight with its rows one after the other, as MLX has them."""
+        return self
+
+    def in_panels(self, rows: int) -> "Planes":
+        """The same weight in panels of so many rows, or as it is where native kernels do not take that."""
+        fits = self.scales.ndim == 2 and len(self.scales) % rows == 0
+        if not fits or tuple(self.widths) not in IN_PANELS:
+            return self
+        made = PanelPlanes(*self.each(partial(side_by_side, rows=rows)))
+        mx.eval(made.arrays)
+        return made
+
     def dequantize(self) -> mx.array:
         """The weights (..., O, I), float32."""
         grouped = (*self.scales.shape, self.group_size)
@@ -64,6 +79,39 @@ class Planes(NamedTuple):
             codes = unpack_mlx_codes(words, width).reshape(grouped).astype(mx.float32)
             total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
         return total.reshape(self.shape)
+
+
+class PanelPlanes(Planes):
+    """A weight (O, I) whose rows stand side by side in panels of R rows, as a CPU multiplies them.
+
+    What is (O, K) in the stack is (O / R, K, R): the first number of each row of a panel, then the second of each.
+    """
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        panels, groups, rows = self.scales.shape
+        return panels * rows, groups * self.group_size
+
+    def by_row(self) -> Planes:
+        return Planes(*self.each(one_after_the_other))
+
+    def in_panels(self, rows: int) -> Planes:
+        return self
+
+    def dequantize(self) -> mx.array:
+        return self.by_row().dequantize()
+
+
+def side_by_side(array: mx.array, rows: int) -> mx.array:
+    """(O, K) as (O / rows, K, rows)."""
+    return mx.contiguous(array.reshape(-1, rows, array.shape[-1]).swapaxes(1, 2))
+
+
+def one_after_the_other(array: mx.array) -> mx.array:
+    """(P, K, R) as (P R, K)."""
+    return mx.contiguous(array.swapaxes(1, 2)).reshape(-1, array.shape[1])
 
 
 def plane_shifts(widths: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .bit_planes import Planes, unpack_mlx_codes
+from .bit_planes import PanelPlanes, Planes, unpack_mlx_codes
 
 WINDOW = 144  # neighbours of a 4-bit or 3-bit value: from 144 below its upper 16 bits on, 256 of them
 NEAR = 8.8  # steps of an 8-bit value around zero in which its neighbours would not suffice
@@ -61,6 +61,19 @@ class ExactMatrix(NamedTuple):
             low=change(self.low),
         )
 
+    def by_row(self) -> "ExactMatrix":
+        """The same matrix with its rows one after the other."""
+        return self
+
+    def in_panels(self, rows: int) -> "ExactMatrix":
+        """The same matrix with codes, scales and biases in panels of so many rows (`Planes.in_panels`)."""
+        planes = self.planes.in_panels(rows)
+        return PanelExactMatrix(*self.with_planes(planes)) if isinstance(planes, PanelPlanes) else self
+
+    def with_planes(self, planes: Planes) -> "ExactMatrix":
+        """The same with other codes, scales and biases."""
+        return self._replace(weights=planes.weights, scales=planes.scales, biases=planes.biases)
+
     def rows(self, first: int, end: int) -> "ExactMatrix":
         """The rows from `first` to the one before `end` of a matrix (O, I)."""
         return self.each(lambda array: array[first:end])._replace(offsets=self.offsets[first : end + 1])
@@ -82,6 +95,29 @@ class ExactMatrix(NamedTuple):
         """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
         begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
         return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([begins, self.offsets[-1:]]))
+
+
+class PanelExactMatrix(ExactMatrix):
+    """A matrix (O, I) whose codes, scales and biases are those of `PanelPlanes`; the rest is as it was."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.planes.shape
+
+    @property
+    def planes(self) -> Planes:
+        return PanelPlanes(self.weights, self.scales, self.biases, self.widths, self.group_size)
+
+    def by_row(self) -> ExactMatrix:
+        return ExactMatrix(*self.with_planes(self.planes.by_row()))
+
+    def taken(self, chosen: mx.array) -> ExactMatrix:
+        rows = self.scales.shape[-1]
+        planes = self.planes.each(lambda array: array[chosen // rows, :, chosen % rows])
+        ends = mx.concatenate([self.offsets[:-1][chosen], self.offsets[-1:]])
+        return ExactMatrix(*self.with_planes(planes)._replace(low=self.low[chosen], offsets=ends))
 
 
 class Prediction(NamedTuple):
@@ -187,7 +223,7 @@ def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
 def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
     """The weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a tile."""
     parts: list[mx.array] = []
-    for tile in tiles(matrix.flat):
+    for tile in tiles(matrix.by_row().flat):
         parts.append(decode(tile.after(parts[-1:])))
     return mx.concatenate(parts).reshape(matrix.shape)
 
@@ -195,6 +231,6 @@ def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
 def product_by_tiles(x: mx.array, matrix: ExactMatrix) -> mx.array:
     """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
     parts: list[mx.array] = []
-    for tile in tiles(matrix):
+    for tile in tiles(matrix.by_row()):
         parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)

@@ -57,9 +57,9 @@ def stack_product(
         return y
     kernel = kernel_for(x, chosen)
     if kernel == MLX:
-        return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
+        return add_bias(planes_matmul(x, planes.by_row()).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
-        return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
+        return add_bias(x @ planes_dense(planes.by_row()).astype(x.dtype).T, bias)
     if is_metal(x):
         return launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
@@ -227,6 +227,12 @@ def compiled() -> ModuleType:
     module = cpu.native()
     assert module is not None
     return module
+
+
+def panel_rows() -> int:
+    """How many rows of a matrix the native CPU kernels multiply side by side."""
+    rows: int = compiled().panel_rows()
+    return rows
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:

@@ -86,6 +86,44 @@ static void round_activations(float* x, int64_t columns, int group, int bits) {
   }
 }
 
+/* The numbers of each panel's rows, `count` of `size` bytes to a row, side by side. */
+static void* in_panels(const void* from, int64_t rows, int64_t count, size_t size) {
+  const int64_t height = gearbx_panel_rows();
+  char* to = malloc((size_t)(rows * count) * size);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < count; i++)
+      memcpy(to + (size_t)((r / height * count + i) * height + r % height) * size,
+             (const char*)from + (size_t)(r * count + i) * size, size);
+  return to;
+}
+
+/* The same product with rows side by side has the same bits. */
+static void check_panels(const gearbx_stack* rows, const float* x, int vectors, const float* y) {
+  gearbx_stack m = *rows;
+  const int four = m.widths[0] == 4 && (m.planes == 1 || (m.planes == 2 && m.widths[1] == 4));
+  if (!m.x_bits || m.rows % gearbx_panel_rows() || !(four || (m.planes == 1 && m.widths[0] == 8))) return;
+  const int64_t groups = m.columns / m.group;
+  m.panel_rows = gearbx_panel_rows();
+  m.scales = in_panels(rows->scales, m.rows, groups, (size_t)size_of(m.scale_type));
+  for (int p = 0; p < m.planes; p++) {
+    m.biases[p] = in_panels(rows->biases[p], m.rows, groups, (size_t)size_of(m.scale_type));
+    m.weights[p] = in_panels(rows->weights[p], m.rows, m.columns / 32 * m.widths[p], 4);
+  }
+  float* z = malloc((size_t)(vectors * m.rows) * 4);
+  gearbx_stack_matvec(&m, x, vectors, z);
+  products++;
+  if (memcmp(y, z, (size_t)(vectors * m.rows) * 4)) {
+    failures++;
+    printf("panels of %d planes, group %d, %d rows, %d vectors: other bits\n", m.planes, m.group, (int)m.rows, vectors);
+  }
+  for (int p = 0; p < m.planes; p++) {
+    free((void*)m.weights[p]);
+    free((void*)m.biases[p]);
+  }
+  free((void*)m.scales);
+  free(z);
+}
+
 static void check_stack(int planes, const int* widths, int group, int type, int64_t rows, int64_t groups, int vectors,
                         int x_bits) {
   const int64_t columns = groups * group;
@@ -120,6 +158,7 @@ static void check_stack(int planes, const int* widths, int group, int type, int6
   float* x = random_x(vectors * columns);
   float* y = malloc((size_t)(vectors * rows) * 4);
   gearbx_stack_matvec(&m, x, vectors, y);
+  check_panels(&m, x, vectors, y);
   for (int v = 0; x_bits && v < vectors; v++) round_activations(x + v * columns, columns, group, x_bits);
   char what[80];
   snprintf(what, sizeof what, "%d planes, first of %d bits, group %d, type %d, x_bits %d,", planes, widths[0], group, type,
@@ -338,6 +377,15 @@ int main(void) {
           for (int v = 0; v < 4; v++)
             for (int x_bits = 0; x_bits <= 16; x_bits += 8)
               check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v], x_bits);
+  static const int side_by_side[][3] = {{1, 4}, {1, 8}, {2, 4, 4}};
+  for (int s = 0; s < 3; s++)
+    for (int group = 32; group <= 128; group *= 2)
+      for (int type = 0; type < 3; type++)
+        for (int v = 0; v < 4; v++)
+          for (int x_bits = 8; x_bits <= 16; x_bits += 8) {
+            check_stack(side_by_side[s][0], side_by_side[s] + 1, group, type, 16, 1, counts[v], x_bits);
+            check_stack(side_by_side[s][0], side_by_side[s] + 1, group, type, 48, 21, counts[v] + 3, x_bits);
+          }
   const int four = 4;
   /* Several pieces, and more groups than are widened at once. */
   check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 0);

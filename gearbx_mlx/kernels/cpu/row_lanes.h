@@ -223,6 +223,10 @@ inline Floats multiply_floats(Floats a, Floats b) { return multiply8(a, b); }
 inline Floats multiply_add_floats(Floats a, Floats b, Floats c) { return multiply_add8(a, b, c); }
 inline Floats to_floats(Ints a) { return __builtin_convertvector(a, Floats); }
 inline Floats as_floats(Ints a) { return reinterpret_cast<Floats>(a); }
+template <class T>
+Floats load_values(const T* p) {
+  return load8(p);
+}
 inline Floats low_halves(Ints a) {
   Floats out;
   for (int l = 0; l < LANES; l++) out[l] = fp16_to_float(static_cast<uint16_t>(a[l]));
