@@ -104,5 +104,6 @@ def test_a_gearbox_has_them_where_activations_are_rounded(native, format):
     x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.bfloat16)
     rounded, as_they_are = linear("int16"), linear("float")
     assert rounded.weight.ndim == 3
+    assert str(rounded) == str(as_they_are)
     assert as_they_are.weight.ndim == 2
     assert mx.allclose(rounded(x), as_they_are(x), rtol=0.02, atol=0.02)

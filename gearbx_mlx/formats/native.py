@@ -61,7 +61,12 @@ class NativeDense(Native, nn.Linear):
 
 
 class NativeQuantizedLinear(Native, nn.QuantizedLinear):
-    """An affine QuantizedLinear with native kernels."""
+    """An affine QuantizedLinear with native kernels, for which its rows may stand side by side."""
+
+    def _extra_repr(self) -> str:
+        rows, width = affine_planes(self).shape
+        kind = f"group_size={self.group_size}, bits={self.bits}, mode={self.mode}"
+        return f"input_dims={width}, output_dims={rows}, bias={'bias' in self}, {kind}"
 
     def __call__(self, x: mx.array) -> mx.array:
         return stack_product(x, affine_planes(self), self.get("bias"), self.x_bits, self.chosen)

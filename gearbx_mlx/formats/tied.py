@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..compat.classes import bare
-from .native import NativeDense, NativeEmbedding
+from .native import NativeDense, NativeEmbedding, affine_planes
 
 
 class TiedEmbedding(nn.Embedding):
@@ -99,8 +99,9 @@ def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype
     """Rows x of an affine matrix, (..., D), in `dtype` as long as its scales have the type `stored`, then in theirs."""
     own = table["scales"].dtype
     dtype = dtype if own == stored else own
-    scales, biases = (table[name][x].astype(dtype) for name in ("scales", "biases"))
-    return mx.dequantize(table["weight"][x], scales, biases, table.group_size, table.bits)
+    (codes,), scales, (biases,), *_ = affine_planes(table).taken(x.flatten())
+    rows = mx.dequantize(codes, scales.astype(dtype), biases.astype(dtype), table.group_size, table.bits)
+    return rows.reshape(*x.shape, -1)
 
 
 def quantized_table(arrays: Mapping[str, mx.array], bits: int, group_size: int, dtype: mx.Dtype) -> nn.Module:
@@ -121,7 +122,10 @@ def linear_of(module: nn.Module) -> nn.Module:
         return module.projection
     if not isinstance(module, nn.Embedding):
         return module
-    return linear_with(module.weight, isinstance(module, NativeEmbedding))
+    linear = linear_with(module.weight, isinstance(module, NativeEmbedding))
+    if isinstance(module, NativeEmbedding):
+        linear.x_bits = module.x_bits
+    return linear
 
 
 def linear_with(weight: mx.array, native: bool = False) -> nn.Module:

@@ -152,6 +152,9 @@ def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
         made = with_kernels(module, choice.native, operations)
         if made is not module:  # one by one, since some are in others
             put_modules(model, tree_unflatten([(path, made)]))
+    for module in model.modules():
+        if isinstance(module, Native):
+            module.x_bits = choice.x_bits  # which decides how its gears lie in memory
 
 
 def as_they_are_now(model: nn.Module, layers: Iterable[Layer]) -> list[Layer]:

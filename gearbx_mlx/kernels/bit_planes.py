@@ -57,6 +57,10 @@ class Planes(NamedTuple):
         """The same change to the scales and all biases."""
         return self._replace(scales=change(self.scales), biases=[change(bias) for bias in self.biases])
 
+    def taken(self, chosen: mx.array) -> "Planes":
+        """The rows, or experts, `chosen` (n,)."""
+        return self.each(lambda array: array[chosen])
+
     def by_row(self) -> "Planes":
         """The same weight with its rows one after the other, as MLX has them."""
         return self
@@ -93,6 +97,10 @@ class PanelPlanes(Planes):
     def shape(self) -> tuple[int, ...]:
         panels, groups, rows = self.scales.shape
         return panels * rows, groups * self.group_size
+
+    def taken(self, chosen: mx.array) -> Planes:
+        rows = self.scales.shape[-1]
+        return Planes(*self.each(lambda array: array[chosen // rows, :, chosen % rows]))
 
     def by_row(self) -> Planes:
         return Planes(*self.each(one_after_the_other))

@@ -114,8 +114,7 @@ class PanelExactMatrix(ExactMatrix):
         return ExactMatrix(*self.with_planes(self.planes.by_row()))
 
     def taken(self, chosen: mx.array) -> ExactMatrix:
-        rows = self.scales.shape[-1]
-        planes = self.planes.each(lambda array: array[chosen // rows, :, chosen % rows])
+        planes = self.planes.taken(chosen)
         ends = mx.concatenate([self.offsets[:-1][chosen], self.offsets[-1:]])
         return ExactMatrix(*self.with_planes(planes)._replace(low=self.low[chosen], offsets=ends))
 
