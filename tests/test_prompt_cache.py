@@ -166,9 +166,8 @@ def test_caches_of_states_and_entries_are_quantized_as_in_mlx_lm(demo):
 )
 def test_drafts_that_cannot_be_taken_back_are_refused_before_the_text(demo, target, draft, complaint):
     model, draft_model = tiny_model(target), tiny_model(draft)
-    responses = stream_generate(model, demo.tokenizer, BEGUN, 60, mode="static", draft_model=draft_model)
     with pytest.raises(GearbxError, match=complaint):
-        next(responses)
+        next(stream_generate(model, demo.tokenizer, BEGUN, 60, mode="static", draft_model=draft_model))
 
 
 def test_drafts_within_a_sliding_window_leave_the_text_as_it_is(demo):

@@ -1,11 +1,10 @@
 """A tied embedding: one matrix, whose rows are looked up for input tokens, and which is also the output head."""
 
-from collections.abc import Mapping
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..compat.classes import bare
+from ..kernels.bit_planes import Planes
 from .native import NativeDense, NativeEmbedding, affine_planes
 
 
@@ -104,14 +103,13 @@ def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype
     return rows.reshape(*x.shape, -1)
 
 
-def quantized_table(arrays: Mapping[str, mx.array], bits: int, group_size: int, dtype: mx.Dtype) -> nn.Module:
-    """An embedding over the arrays of an affine matrix: weight, scales and biases. dtype: of its rows."""
+def quantized_table(planes: Planes, dtype: mx.Dtype) -> nn.Module:
+    """An embedding over a single plane. dtype: of its rows."""
     table = bare(QuantizedTable)
-    table.bits, table.group_size, table.mode = bits, group_size, "affine"
-    table.stored, table.dtype = arrays["scales"].dtype, dtype
-    for name, array in arrays.items():
-        table[name] = array
-    table.num_embeddings, table.dims = len(arrays["weight"]), arrays["scales"].shape[-1] * group_size
+    table.record, (table.bits,), table.group_size, table.mode = type(planes), planes.widths, planes.group_size, "affine"
+    table.stored, table.dtype = planes.scales.dtype, dtype
+    (table.weight,), table.scales, (table.biases,) = planes.weights, planes.scales, planes.biases
+    table.num_embeddings, table.dims = planes.shape
     table.freeze()
     return table
 

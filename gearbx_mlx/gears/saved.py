@@ -22,6 +22,7 @@ from ..files.reading import shown, unreadable
 from ..formats import get_format
 from ..formats.base import StoredArray
 from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, quantized_table
+from ..kernels.bit_planes import Planes
 from .activations import DTYPES
 from .adapters import layers_of, places_of, put_modules, tree_of
 from .discovery import Layer, is_quantized
@@ -127,7 +128,9 @@ class SavedGears:
             dense.weight = self._array(saved.gears[DENSE]["weight"], dtype)
             return dense
         if saved.kind == "table" and bits != DENSE:
-            return quantized_table(self._arrays(layer.path, bits, dtype), bits, group_size, activations)
+            arrays = self._arrays(layer.path, bits, dtype)
+            planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+            return quantized_table(planes, activations)
         linear = self._linear(layer, bits, dtype)
         if saved.kind not in ("embedding", "table"):
             return linear

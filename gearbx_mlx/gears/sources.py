@@ -162,8 +162,7 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
     low, *others = sorted(made)
     exact = made[DENSE]
     if is_table:
-        arrays = {name: made[low][name] for name in ("weight", "scales", "biases")}
-        return {low: quantized_table(arrays, low, made[low].group_size, dtype), DENSE: ExactTied(exact, exact, dtype)}
+        return {low: quantized_table(affine_planes(made[low]), dtype), DENSE: ExactTied(exact, exact, dtype)}
     return {low: QuantizedTied(made[low], dtype)} | {bits: ExactTied(made[bits], exact, dtype) for bits in others}
 
 
