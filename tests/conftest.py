@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, load, stream_generate
+from gearbx_mlx.cli import signals
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
@@ -34,6 +35,9 @@ from gearbx_mlx.loading import DEMO_MODEL
 
 # The hundreds of commands that tests start compile the package once, not each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A command ends at a signal that comes before it has begun. Here a signal is for the tests' process.
+signals.end_at_once = lambda: None
 
 # What a test writes need not outlive a loss of power.
 os.fsync = lambda descriptor: None
@@ -289,7 +293,6 @@ def command(monkeypatch, capsys):
     Returns exit status, stdout, stderr without lines of progress.
     """
     monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", float("inf"))  # or a slow machine would have more lines
-    monkeypatch.setattr("gearbx_mlx.cli.signals.end_at_once", lambda: None)  # a signal is for the tests' process
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
         main = import_module(name if "." in name else f"gearbx_mlx.{name}").main

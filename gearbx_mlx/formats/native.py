@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
-from ..kernels.bit_planes import Planes
+from ..kernels.bit_planes import Planes, planes_dense
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind, cpu_kernels
 from ..kernels.exact import ExactMatrix
@@ -70,6 +70,10 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         return stack_product(x, affine_planes(self), self.get("bias"), self.x_bits, self.chosen)
+
+    def dense_weight(self) -> mx.array:
+        """The weight (O, I) that these codes stand for, of the scales' type."""
+        return planes_dense(affine_planes(self).by_row())
 
     def kind(self) -> Kind:
         return planes_kind(affine_planes(self))

@@ -9,7 +9,7 @@ from ..errors import GearbxError
 from ..kernels import DEVICES
 
 
-def run() -> None:
+def run_lm_eval() -> None:
     """Raises GearbxError where lm-eval is not installed, or for a device that is not here."""
     choose_device(device_of_command())
     try:
@@ -30,4 +30,4 @@ def device_of_command() -> argparse.Namespace:
 
 def main() -> None:
     signals.end_at_once()
-    terminal.run(run)
+    terminal.run(run_lm_eval)
