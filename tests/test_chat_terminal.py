@@ -153,14 +153,14 @@ def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endl
 def test_a_signal_that_ends_the_clean_up_leaves_the_terminal_as_it_was():
     script = """
 import tty
-from gearbx_mlx.cli import line_input
+from gearbx_mlx.chat import lines as typed
 
 class Cut:
     def prompt(self):
         tty.setraw(0)
         raise KeyboardInterrupt
 
-lines = line_input.EditedLines({}, None)
+lines = typed.EditedLines({}, None)
 lines._session = Cut()
 try:
     lines.read()
