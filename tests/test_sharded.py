@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
 from gearbx_mlx.generate.run import flag_facts, mode_facts, model_facts
-from gearbx_mlx.ranks.agreement import difference
+from gearbx_mlx.ranks.agreement import agreement_of, difference
 
 pytestmark = pytest.mark.processes
 
@@ -36,14 +36,15 @@ def facts(model, group=None, sums="gather", keywords=None):
     """What a process finds out about a model, or a rank about its part."""
     found, tokenizer = load(model, group=group, shard_sums=sums)
     gearbox = Gearbox(found, **(keywords or {}))
-    texts = {
-        name: [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
-        for name, mode in MODES.items()
-    }
+    texts, numbers = {}, []
+    for name, mode in MODES.items():
+        texts[name] = [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
+        # mlx-lm still computes a token behind the text; what the ranks agree on next must not get into its way.
+        numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
     bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
     shared = {gear.name: gearbox.undivided_bytes_per_token(gear) for gear in gearbox.ladder}
     said = gearbox.describe().splitlines()
-    return {"texts": texts, "fingerprint": gearbox.fingerprint, "read": bytes_read, "shared": shared, "said": said}
+    return {"texts": texts, "fingerprint": gearbox.fingerprint, "read": bytes_read, "shared": shared, "said": said, "numbers": numbers}
 
 
 def on_ranks(count, tmp_path, model, sums="gather", keywords=None):
@@ -84,6 +85,7 @@ def test_two_ranks_write_the_texts_of_one_process_and_read_half(tmp_path):
 def test_four_ranks_write_the_texts_of_one_process(wide, tmp_path, keywords):
     one, four = facts(wide, keywords=keywords), on_ranks(4, tmp_path, wide, keywords=keywords)
     assert [rank["texts"] for rank in four] == [one["texts"]] * 4
+    assert [rank["numbers"] for rank in four] == [one["numbers"]] * 4
 
 
 def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp_path):

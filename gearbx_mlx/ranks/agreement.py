@@ -9,12 +9,14 @@ What all ranks must have in common, flags and versions, is compared before anyth
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..compat.names import generation_stream
 from ..errors import GearbxError
 
 
@@ -47,12 +49,23 @@ class Agreement:
         if self.group is None:
             return list(values)
         halves = [half for value in values for half in (value >> 32, value & 0xFFFFFFFF)]
-        (shared,) = self.arrays(mx.array(halves, mx.uint32))
-        found = [int(half) for half in np.array(shared)]
+        with in_turn():
+            (shared,) = self.arrays(mx.array(halves, mx.uint32))
+            found = [int(half) for half in np.array(shared)]
         return [high << 32 | low for high, low in zip(found[::2], found[1::2])]
 
 
 ALONE = Agreement()
+
+
+def in_turn() -> AbstractContextManager[Any]:
+    """Within it, ranks talk after all passes that are still computed: on the stream on which mlx-lm generates.
+
+    mlx-lm leaves a pass behind when a text ends. MLX's ring has one connection for all streams, and mixes up what two
+    of them say at once.
+    """
+    stream = generation_stream()
+    return nullcontext() if stream is None else mx.stream(stream)
 
 
 def agreement_of(model: nn.Module) -> Agreement:
@@ -72,10 +85,11 @@ MISSING = "nothing"
 def gathered(group: mx.distributed.Group, value: Any) -> list[Any]:
     """A value of every rank, by rank; it becomes JSON on the way."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = [int(size) for size in np.array(all_of(group, mx.array([data.size], mx.int32)))]
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: data.size] = data
-    rows = np.array(all_of(group, mx.array(padded))).reshape(group.size(), -1)
+    with in_turn():
+        sizes = [int(size) for size in np.array(all_of(group, mx.array([data.size], mx.int32)))]
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: data.size] = data
+        rows = np.array(all_of(group, mx.array(padded))).reshape(group.size(), -1)
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
 
 
