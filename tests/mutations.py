@@ -13,7 +13,7 @@ from gearbx_mlx.gears.tensor_files import hash_place, header_of
 DEEP = "[" * 10000 + "]" * 10000
 NUMBERS = [0, 1, -1, 3, 7, 32, 2**31, 2**70, -(10**400), 0.5, -0.0, 1e308]
 TEXTS = ["", " ", "8", "__class__", "../x", "a\nb", "x" * 5000]
-ODD = [*NUMBERS, *TEXTS, None, True, False, [], {}, [0], [[]], {"a": 1}, {"": ""}]
+ODD: list[Any] = [*NUMBERS, *TEXTS, None, True, False, [], {}, [0], [[]], {"a": 1}, {"": ""}]
 LITERALS = ["NaN", "-Infinity", "1e999", "9" * 5000, DEEP, '"\\ud800"', '"\\u0000"', "tru"]
 PLACE = "@place@"
 

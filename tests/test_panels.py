@@ -6,6 +6,7 @@ import pytest
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.exact import encode
+from gearbx_mlx.formats.native import for_kernels, with_kernels
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import PanelPlanes
@@ -76,8 +77,9 @@ def test_the_way_back(native, widths):
     ("shape", "widths"), [((50, 64), (4,)), ((48, 64), (3,)), ((48, 64), (4, 2)), ((2, 48, 64), (4,))]
 )
 def test_what_does_not_fit_stays_as_it_is(native, shape, widths):
-    planes = split(weight(shape), widths, 64)
-    assert planes.in_panels(native.panel_rows()) is planes
+    dense, planes = with_kernels(nn.Linear(shape[-1], shape[-2]), native=True), split(weight(shape), widths, 64)
+    dense.weight, dense.x_bits = weight(shape), 8
+    assert for_kernels(dense, planes) is planes
 
 
 def test_what_the_kernels_refuse(native):

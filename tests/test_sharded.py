@@ -44,7 +44,14 @@ def facts(model, group=None, sums="gather", keywords=None):
     bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
     shared = {gear.name: gearbox.undivided_bytes_per_token(gear) for gear in gearbox.ladder}
     said = gearbox.describe().splitlines()
-    return {"texts": texts, "fingerprint": gearbox.fingerprint, "read": bytes_read, "shared": shared, "said": said, "numbers": numbers}
+    return {
+        "texts": texts,
+        "fingerprint": gearbox.fingerprint,
+        "read": bytes_read,
+        "shared": shared,
+        "said": said,
+        "numbers": numbers,
+    }
 
 
 def on_ranks(count, tmp_path, model, sums="gather", keywords=None):

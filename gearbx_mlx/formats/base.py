@@ -88,8 +88,13 @@ class Format(Protocol):
 
         Args:
             dense: gives the shape, the kernels and the bias; its weight is not read.
-            arrays: flat name to parameter, as a module from `modules` has them.
+            arrays: flat name to parameter, as a module from `modules` has them: with rows one after the other, or
+                in panels (`PanelPlanes`).
         """
+        ...
+
+    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+        """Bits of each plane of the stack that has the gear with `bits`; none for formats without planes."""
         ...
 
     def stored_arrays(
@@ -118,6 +123,9 @@ class Copies:
 
     def span(self, group_size: int) -> int | None:
         return None
+
+    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+        return ()
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:

@@ -20,11 +20,12 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.bit_planes import Planes, pack_mlx_codes
+from ..kernels.bit_planes import PanelPlanes, Planes, pack_mlx_codes
 from ..kernels.dispatch import NATIVE, Kind, cpu_kernels
 from ..kernels.exact import (
     LOW_BITS,
     ExactMatrix,
+    PanelExactMatrix,
     Prediction,
     decode,
     decoded_by_tiles,
@@ -36,7 +37,7 @@ from ..kernels.exact import (
 )
 from ..kernels.products import decoded, exact_experts, exact_product
 from .base import DENSE, StoredArray, whole_groups
-from .native import Native, NativeMultiLinear, for_kernels, with_expert_bias
+from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
@@ -339,24 +340,26 @@ class Exact:
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        widths = WIDTHS[tuple(ladder)]
-        matrix = for_kernels(dense, encode(dense.weight, widths, group_size))
+        matrix = for_kernels(dense, encode(dense.weight, self.widths(bits, ladder), group_size))
         planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
         low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}
+
+    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+        return WIDTHS[tuple(ladder)]
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
         if bits != DENSE:
             return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
-        widths = WIDTHS[tuple(ladder)]
-        planes = range(len(widths))
-        codes, biases = ([arrays[f"{name}.{i}"] for i in planes] for name in ("codes", "group_biases"))
-        beside = arrays["low"], arrays["high"], arrays["offsets"]
+        widths = self.widths(bits, ladder)
+        codes, biases = ([arrays[f"{name}.{i}"] for i in range(len(widths))] for name in ("codes", "group_biases"))
         check_offsets(arrays["offsets"], arrays["high"].size)
-        matrix = ExactMatrix(codes, arrays["group_scales"], biases, *beside, widths, group_size)
-        return exact_module(dense, matrix)
+        planes = stored_planes(dense, codes, arrays["group_scales"], biases, widths, group_size)
+        kind = PanelExactMatrix if isinstance(planes, PanelPlanes) else ExactMatrix
+        beside = arrays["low"], arrays["high"], arrays["offsets"]
+        return exact_module(dense, kind(planes.weights, planes.scales, planes.biases, *beside, widths, group_size))
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype

@@ -1,5 +1,6 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
-from ..kernels.bit_planes import Planes, planes_dense
+from ..kernels.bit_planes import IN_PANELS, PanelPlanes, Planes, planes_dense
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind, cpu_kernels
 from ..kernels.exact import ExactMatrix
@@ -152,10 +153,32 @@ Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
     """A packed weight in the order in which the kernels of its layer read it.
 
-    A CPU that rounds activations multiplies rows that stand side by side. Other kernels take rows one after the other.
+    Other kernels take rows one after the other.
+    """
+    return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
+
+
+def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
+    """Whether kernels read the rows of a layer's weight (O, I) side by side, if its codes have planes of these widths.
+
+    A CPU that rounds activations does, with codes that it multiplies without unpacking them first.
     """
     rounds = isinstance(dense, Native) and dense.x_bits and cpu_kernels(1) is not None
-    return matrix.in_panels(panel_rows()) if rounds else matrix
+    fits = tuple(widths) in IN_PANELS and dense.weight.ndim == 2
+    return bool(rounds and fits and len(dense.weight) % panel_rows() == 0)
+
+
+def stored_planes(
+    dense: nn.Module,
+    weights: Sequence[mx.array],
+    scales: mx.array,
+    biases: Sequence[mx.array],
+    widths: Sequence[int],
+    group_size: int,
+) -> Planes:
+    """A stack of planes over a layer's stored arrays, in panels if they have one more axis than its weight."""
+    kind = PanelPlanes if scales.ndim > dense.weight.ndim else Planes
+    return kind(weights, scales, biases, widths, group_size)
 
 
 def planes_kind(planes: Planes) -> Kind:

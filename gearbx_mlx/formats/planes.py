@@ -40,6 +40,7 @@ from .native import (
     NativeQuantizedSwitchLinear,
     for_kernels,
     planes_kind,
+    stored_planes,
     with_expert_bias,
 )
 
@@ -223,15 +224,17 @@ class Affine(Copies):
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
         weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
-        planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], (bits,), group_size)
+        planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], self.widths(bits, ladder), group_size)
         return {bits: quantized_module(dense, for_kernels(dense, planes))}
+
+    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+        return (bits,)
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
-        return quantized_module(
-            dense, Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
-        )
+        planes = stored_planes(dense, [arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+        return quantized_module(dense, planes)
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
@@ -254,8 +257,11 @@ class NestedPlanes(Affine):
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        planes = for_kernels(dense, split(dense.weight, plane_widths(ladder), group_size, dtype))
+        planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
+
+    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+        return plane_widths(ladder)
 
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
@@ -264,7 +270,8 @@ class NestedPlanes(Affine):
         if count == 1:
             return super().module(dense, bits, arrays, ladder, group_size)
         weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
-        return planes_module(dense, Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size))
+        widths = plane_widths(ladder[:count])
+        return planes_module(dense, stored_planes(dense, weights, arrays["scales"], biases, widths, group_size))
 
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype

@@ -21,8 +21,10 @@ from ..errors import GearbxError
 from ..files.reading import shown, unreadable
 from ..formats import get_format
 from ..formats.base import StoredArray
+from ..formats.native import takes_panels
 from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, quantized_table
-from ..kernels.bit_planes import Planes
+from ..kernels.bit_planes import Planes, side_by_side
+from ..kernels.products import panel_rows
 from .activations import DTYPES
 from .adapters import layers_of, places_of, put_modules, tree_of
 from .discovery import Layer, is_quantized
@@ -40,6 +42,7 @@ KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as m
 }
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
+BY_ROW = ("low", "high", "offsets")  # parameters of format exact that are never in panels
 HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
@@ -70,9 +73,11 @@ class SavedGears:
         self._unread: dict[str, mx.array] = {}
         of_gears = [names.values() for layer in manifest.changing.values() for names in layer.gears.values()]
         self._in_every_gear = {*manifest.hashes}.difference(*of_gears)  # the arrays that no gear changes
+        self._in_panels: dict[tuple[str, int], bool] = {}  # of the gears that were made
         self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
         # Gears that share an array share it here too, for as long as one of them has it.
-        self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None], mx.array] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None, int], mx.array]
+        self._live = weakref.WeakValueDictionary()
 
     def check(self, model: nn.Module) -> None:
         """Raises GearbxError unless the model has every layer of the manifest, in its shape."""
@@ -113,13 +118,14 @@ class SavedGears:
         """Path to the dense module of everything that changes with the gear."""
         return {layer.path: layer.module for layer in (*self.layers(model), *self.tables(model))}
 
-    def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype) -> nn.Module:
+    def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
         """The module that takes a layer's place in a gear, unread.
 
         Args:
             layer: with the dense module, native or not, that `layers` or `tables` gave.
             dtype: the type of scales, and of the weight at 16 bits.
             activations: the type of the rows that an embedding looks up.
+            panels: whether codes stand in panels where kernels take that.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
         stored = self.manifest.stored(layer.path)
@@ -131,21 +137,24 @@ class SavedGears:
             arrays = self._arrays(layer.path, bits, dtype)
             planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
             return quantized_table(planes, activations)
-        linear = self._linear(layer, bits, dtype)
+        linear = self._linear(layer, bits, dtype, panels)
         if saved.kind not in ("embedding", "table"):
             return linear
         if bits != DENSE and saved.rows_at(bits) == bits:
             return QuantizedTied(linear, activations)
         if DENSE in stored:
-            return ExactTied(linear, linear if bits == DENSE else self._linear(layer, DENSE, dtype), activations)
+            exact = linear if bits == DENSE else self._linear(layer, DENSE, dtype, panels)
+            return ExactTied(linear, exact, activations)
         return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
 
-    def _linear(self, layer: Layer, bits: int, dtype: mx.Dtype) -> nn.Module:
+    def _linear(self, layer: Layer, bits: int, dtype: mx.Dtype, panels: bool) -> nn.Module:
         """The linear layer of a module."""
         stored, format = self.manifest.stored(layer.path), self.manifest.format_of(layer.path)
+        dense = linear_of(layer.module)
+        self._in_panels[layer.path, bits] = panels and takes_panels(dense, format.widths(bits, stored))
         arrays = self._arrays(layer.path, bits, dtype)
         try:
-            return format.module(linear_of(layer.module), bits, arrays, stored, self.manifest.group_size)
+            return format.module(dense, bits, arrays, stored, self.manifest.group_size)
         except GearbxError as error:
             raise GearbxError(f"{self.directory / GEARS_FILE}: {layer.path}: {error}; {RESTORE}") from error
 
@@ -163,7 +172,8 @@ class SavedGears:
         format, first = self.manifest.format_of(path), name.split(".")[0]
         widened = first in format.scales or (bits == DENSE and DENSE not in self.manifest.stored(path))
         read_as = mx.uint16 if first in format.viewed else dtype if widened else None
-        return self._array(self.manifest.changing[path].gears[bits][name], read_as)
+        rows = panel_rows() if self._in_panels.get((path, bits)) and first not in BY_ROW else 1
+        return self._array(self.manifest.changing[path].gears[bits][name], read_as, rows)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         """Bits of a layer's gears, ascending."""
@@ -183,7 +193,7 @@ class SavedGears:
     def read(self, arrays: Any) -> None:
         """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
         wanted = {id(array) for _, array in tree_flatten(arrays)}
-        names = {name for (name, _), array in self._live.items() if id(array) in wanted}
+        names = {name for (name, *_), array in self._live.items() if id(array) in wanted}
         self.hashes.verify((names | self._in_every_gear) - self.partial, RESTORE)
         try:
             mx.eval(arrays)
@@ -202,18 +212,18 @@ class SavedGears:
         dense.train(now.training)
         return dense
 
-    def _array(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
-        """An array of the files, as it is or in another type; uint16: the bits of halves."""
-        found = self._live.get((name, dtype))
+    def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
+        """An array of the files, as it is or in another type (uint16: the bits of halves), and in panels of `rows`."""
+        found = self._live.get((name, dtype, rows))
         if found is None:
-            stored = self._live.get((name, None))
-            if stored is None:
-                stored = self._live[name, None] = self._take(name)
-            if dtype is None or dtype == stored.dtype:
-                found = stored
-            else:
-                found = stored.view(dtype) if dtype == mx.uint16 else stored.astype(dtype)
-            self._live[name, dtype] = found
+            found = self._live.get((name, None, 1))
+            if found is None:
+                found = self._live[name, None, 1] = self._take(name)
+            if dtype is not None and dtype != found.dtype:
+                found = found.view(dtype) if dtype == mx.uint16 else found.astype(dtype)
+            if rows > 1:
+                found = side_by_side(found, rows)
+            self._live[name, dtype, rows] = found
         return found
 
     def _take(self, name: str) -> mx.array:

@@ -189,7 +189,7 @@ class FromFiles(Source):
         return self.saved.manifest.changing[layer.path].rows_at(bits)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype)}
+        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, not self.reads_disk)}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])

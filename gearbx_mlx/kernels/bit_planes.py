@@ -66,10 +66,7 @@ class Planes(NamedTuple):
         return self
 
     def in_panels(self, rows: int) -> "Planes":
-        """The same weight in panels of so many rows, or as it is where native kernels do not take that."""
-        fits = self.scales.ndim == 2 and len(self.scales) % rows == 0
-        if not fits or tuple(self.widths) not in IN_PANELS:
-            return self
+        """The same weight (O, I) in panels of so many rows, of which O is a multiple."""
         made = PanelPlanes(*self.each(partial(side_by_side, rows=rows)))
         mx.eval(made.arrays)
         return made

@@ -67,8 +67,7 @@ class ExactMatrix(NamedTuple):
 
     def in_panels(self, rows: int) -> "ExactMatrix":
         """The same matrix with codes, scales and biases in panels of so many rows (`Planes.in_panels`)."""
-        planes = self.planes.in_panels(rows)
-        return PanelExactMatrix(*self.with_planes(planes)) if isinstance(planes, PanelPlanes) else self
+        return PanelExactMatrix(*self.with_planes(self.planes.in_panels(rows)))
 
     def with_planes(self, planes: Planes) -> "ExactMatrix":
         """The same with other codes, scales and biases."""

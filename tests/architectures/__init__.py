@@ -1,10 +1,11 @@
 """A tiny random instance of every class in mlx_lm.models: structure without sense."""
 
 import copy
-import importlib.util
+import importlib
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,7 +32,7 @@ LOUDNESS = 3.0  # of linear layers, against the embedding
 
 def installed() -> list[str]:
     """The modules of the installed mlx_lm.models that define a model. Nothing is imported: one of them exits."""
-    directory = Path(importlib.util.find_spec("mlx_lm.models").submodule_search_locations[0])
+    directory = Path(importlib.import_module("mlx_lm.models").__path__[0])
     names = (found.name for found in pkgutil.iter_modules([str(directory)]))
     defines = re.compile(r"^class ModelArgs\b", re.MULTILINE)
     return [name for name in names if defines.search((directory / f"{name}.py").read_text(encoding="utf-8"))]
@@ -46,7 +47,7 @@ def why_not(name: str) -> str | None:
     return None if metal.available() else METAL_ONLY.get(name)  # on a Mac the tests compute on its CPU
 
 
-def as_initialised(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **change: object) -> nn.Module:
+def as_initialised(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **change: Any) -> nn.Module:
     """The instance of mlx_lm.models.NAME with the weights that its class begins with; `change` replaces fields."""
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -57,7 +58,7 @@ def as_initialised(name: str, seed: int = 0, dtype: mx.Dtype = mx.float32, **cha
     return model
 
 
-def tiny(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **change: object) -> nn.Module:
+def tiny(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **change: Any) -> nn.Module:
     """The instance of mlx_lm.models.NAME, with weights that make its texts differ.
 
     As initialised, many of these models repeat one token, and some have weights of zero. Here what was zero is random,

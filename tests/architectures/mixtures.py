@@ -1,5 +1,7 @@
 """Mixtures of experts with attention over the whole text."""
 
+from typing import Any
+
 from .parts import COMMON, EXPERTS, FIRST_DENSE, PAIRS, SHARED, SPARSE_STEP, VOCABULARY
 
 MIXTURE = COMMON | EXPERTS
@@ -13,7 +15,7 @@ SCALED_ROPE = {
     "original_max_position_embeddings": 256,
 }
 
-MIXTURES = {
+MIXTURES: dict[str, dict[str, Any]] = {
     "Klear": MIXTURE | SHARED | SPARSE_STEP | {"mlp_only_layers": [0]},
     "bailing_moe": MIXTURE | SHARED | FIRST_DENSE | {"topk_group": 1},
     "dbrx": {

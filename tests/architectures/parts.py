@@ -1,12 +1,14 @@
 """What the tiny configs share: sizes, experts, windows and latent attention, under mlx-lm's usual names."""
 
+from typing import Any
+
 VOCABULARY = 128
 GROUP = 32  # a group size that divides all widths
 WINDOW = 16  # a prompt of a dozen tokens and a short text fill it
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 # A class takes the fields that it knows.
-COMMON = {
+COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "intermediate_size": 128,

@@ -1,5 +1,7 @@
 """Models whose layers, all or some, carry a state from token to token."""
 
+from typing import Any
+
 from .parts import COMMON, EXPERTS, FIRST_DENSE, FULL, GATED_DELTA, LATENT, PAIRS, SHARED, SPARSE_STEP, WINDOW
 
 LING = PAIRS | EXPERTS | SHARED | FIRST_DENSE | {"layer_group_size": 2, "group_norm_size": 2}
@@ -11,7 +13,7 @@ DELTA = {
     "full_attn_layers": [2],
     "short_conv_kernel_size": 3,
 }
-KIMI = (
+KIMI: dict[str, Any] = (
     COMMON
     | EXPERTS
     | LATENT

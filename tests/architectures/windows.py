@@ -1,9 +1,11 @@
 """Models some of whose layers look back at a window only, without and with experts."""
 
+from typing import Any
+
 from .parts import COMMON, EXPERTS, FULL, PAIRS, SHARED, SLIDING, VOCABULARY, WINDOW, WINDOWED
 
 GEMMA3 = COMMON | {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "sliding_window_pattern": 2}
-GEMMA4 = COMMON | {
+GEMMA4: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4,
     "global_head_dim": 64,
     "vocab_size_per_layer_input": VOCABULARY,

@@ -1,5 +1,7 @@
 """Language models inside multimodal checkpoints: the config of the language model is a part of theirs."""
 
+from typing import Any
+
 from .latent import DEEPSEEK
 from .mixtures import MIXTURES
 from .parts import COMMON, EXPERTS, FULL, SHARED, SLIDING, VOCABULARY, WINDOW, WINDOWED
@@ -12,7 +14,7 @@ def text(model_type: str, config: dict) -> dict:
     return {"text_config": config | {"model_type": model_type}, "vocab_size": VOCABULARY}
 
 
-WRAPPERS = {
+WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": text("gemma3_text", GEMMA3),
     "gemma3n": text(
         "gemma3n",
