@@ -11,10 +11,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import llama
 
+from gearbx_mlx.gears.discovery import only_shapes
 from gearbx_mlx.loading import DEMO_MODEL
 
 GENERATE = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "8"]
+MODES = {
+    "route": (),
+    "kickdown": ("--mode", "kickdown", "--gears", "4,16"),
+    "lossless": ("--mode", "lossless"),
+    "static": ("--mode", "static", "--gear", "low"),
+    "pair": ("--small-model", DEMO_MODEL, "--thresholds", 2),
+    "telemetry-only": ("--mode", "telemetry-only"),
+    "a draft model": ("--mode", "static", "--gear", "high", "--draft-model", DEMO_MODEL),
+}
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 NO_SPACE = "error: standard output cannot be written (No space left on device); redirect it to another place"
 
@@ -190,6 +201,30 @@ class TestSignals:
         summary, trace = json.loads((tmp_path / "s.json").read_text()), read_trace(tmp_path / "t.jsonl")
         assert 0 < summary["tokens"] == len(trace) < 100000
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
+
+    @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_while_the_prompt_is_read_leaves_a_summary_too(
+        self, number, flags, command, monkeypatch, tmp_path
+    ):
+        computed = llama.Model.__call__
+
+        def stop(*arguments, **keywords):
+            if not only_shapes.get():
+                os.kill(os.getpid(), number)
+            return computed(*arguments, **keywords)
+
+        monkeypatch.setattr(llama.Model, "__call__", stop)
+        before = signal.signal(number, signal.SIG_DFL)  # a job in the background ignores Ctrl-C
+        try:
+            done = command("generate", *flags, "--trace", tmp_path / "t.jsonl", "--summary", tmp_path / "s.json")
+        finally:
+            signal.signal(number, before)
+        assert done.status == 128 + number
+        assert "0 tokens, 0.0 tokens/s" in done.err
+        summary = json.loads((tmp_path / "s.json").read_text())
+        assert (summary["tokens"], summary["weight_bytes_per_token"]) == (0, 0)
+        assert read_trace(tmp_path / "t.jsonl") == []
 
     @pytest.mark.processes
     def test_a_signal_that_the_process_ignores_ends_nothing(self):

@@ -336,6 +336,8 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     the original weights, where `reference` stores them in another way.
     """
     read = summary["weight_bytes_per_token"]
+    if not read:  # as where the prompt was interrupted
+        return f"{human_bytes(read)} per token"
     compared = {reference: summary["weight_bytes_per_token_top"]} if reference else {}
     if reference and "weight_bytes_per_token_original" in summary:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
