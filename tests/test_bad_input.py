@@ -44,6 +44,34 @@ def test_a_hub_name_without_a_network(command, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (("generate", "--trace"), "model.safetensors"),
+        (("generate", "--summary"), "config.json"),
+        (("generate", "--summary"), "tokenizer_config.json"),
+        (("calibrate", "--out"), "config.json"),
+        (("calibrate", "--mode", "lossless", "--out"), "tokenizer.json"),
+        (("sensitivity", "--out"), "generation_config.json"),
+        (("generate", "--trace"), "model-00002.safetensors"),  # which mlx-lm would load from then on
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_output_never_takes_the_place_of_a_file_of_the_model(flags, name, linked, command, copied, tmp_path):
+    before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
+    out = copied / name
+    if linked:
+        out = tmp_path / "link"
+        out.symlink_to(copied / name)
+    assert_refused(command(*flags, out, "--model", copied), out, f"is a file of the model in {copied}; choose another")
+    assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
+
+
+def test_an_output_of_another_name_may_stand_beside_the_model(command, copied):
+    assert command("generate", "-m", 2, "--model", copied, "--summary", copied / "summary.json").status == 0
+    assert json.loads((copied / "summary.json").read_text())["tokens"] == 2
+
+
 def test_truncated_safetensors(command, copied, tmp_path):
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])

@@ -3,7 +3,9 @@
 mlx-lm builds as many layers as config.json asks for, and the libraries do not say which file they cannot parse.
 """
 
+import os
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ AGAIN = "download it again"
 JSON_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("vocab.json", "added_tokens.json", "special_tokens_map.json", "adapter_config.json"),
+)
+READ = (  # what a model, a geared checkpoint or an adapter is read from
+    *JSON_FILES,
+    *("gears.json", "chat_template.json", "*processor_config.json", "*.safetensors.index.json"),
+    *("*.safetensors", "*.gguf", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "*.py"),
 )
 
 # Fields from which mlx-lm takes how many layers to build, as a number, or as a list or a string with one item for each.
@@ -80,6 +87,14 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
                 few = f"the weights are {arrays} arrays, too few for it"
                 why = few if claimed > arrays + SPARE else f"no model has more than {MOST_LAYERS}"
                 raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {AGAIN}")
+
+
+def check_no_file_of_model(path: Path) -> None:
+    """Raises GearbxError for a place that belongs to a model or an adapter, also one behind a link."""
+    for place in (path, Path(os.path.realpath(path))):
+        own = any(fnmatch(place.name, pattern) for pattern in READ)
+        if own and any((place.parent / name).exists() for name in ("config.json", "adapter_config.json")):
+            raise GearbxError(f"{path}: is a file of the model in {place.parent}; choose another place")
 
 
 def check_json(directory: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import GearbxError
+from .model_directory import check_no_file_of_model
 
 try:
     import fcntl
@@ -179,7 +180,7 @@ def umask() -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Raises GearbxError for a path that no file can be written to; before the work, not after it."""
+    """Raises GearbxError for a path that no file can be written to, or that is a model's; before the work."""
     if "\0" in str(path):
         raise GearbxError(f"{path}: no file can have a null character in its name; choose another one")
     try:
@@ -189,6 +190,7 @@ def check_writable(path: Path) -> None:
             raise GearbxError(f"{path}: there is no directory {path.parent}; make it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise GearbxError(f"{path}: is write-protected; choose another name")
+        check_no_file_of_model(path)
         if path.is_file() or not path.exists():
             with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
                 pass
