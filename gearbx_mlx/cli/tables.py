@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compat.arrays import dtype_name
+from ..decoding.draft_plans import seconds_of_ways
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.pair import bytes_read
@@ -182,7 +183,7 @@ def summary_of(
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):
         further["streaming"] = stream.summary(tally.tokens)
-    further |= kv_summary(tally, len(gearbox.model.layers))
+    further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
     reasons: dict[str, int] = {}
     for reason in gearbox.unmanaged.values():
         reasons[reason] = reasons.get(reason, 0) + 1

@@ -1,22 +1,25 @@
 """How lossless mode drafts: the rule of a file, of a number of tokens, or the one that ships, at what passes cost here.
 
 Costs are time, or bytes of weights; of a streamed top gear bytes at measured speeds. Batches learn for every number of
-sequences apart.
+sequences apart. What was learned is kept for this model and machine, so that the next start begins with it.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..files.reading import read_as
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
+from ..kernels.dispatch import is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import (
     AcceptanceCurve,
@@ -31,7 +34,6 @@ from ..routing.acceptance import (
 )
 from ..routing.lookup import LookupAgreement
 from ..routing.rounds import (
-    BYTES,
     MOST_ROWS,
     TIME,
     CostRule,
@@ -100,14 +102,74 @@ class DraftPlan:
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
 
 
+class KeptTimes:
+    """What drafting took here at earlier starts, for so many texts at once; kept with the times of kernels (tuner.py).
+
+    Nothing is known, and nothing is kept, where kernels are not measured either (GEARBX_TUNE=0).
+    """
+
+    # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
+    STEP, IN_ROUNDS, ALONE, LEFT = "drafted", "token in rounds", "token alone", "tokens until a trial"
+
+    def __init__(self, gearbox: Gearbox, draft: Gear, texts: int, most_looked_up: int):
+        self.cache = gearbox.kernel_choices.tuner.cache
+        self.name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
+        anew = not is_tuning() or gearbox.kernels.anew
+        self.seconds: Mapping[str, float] = {} if anew else self.cache.times.get(self.name, {})
+
+    @property
+    def costs(self) -> tuple[float, Sequence[float]] | None:
+        """Seconds of a drafted token and of verifications of 1, 2, ... rows; None where nothing is known."""
+        rows = [self.seconds.get(str(count), 0.0) for count in range(1, MOST_ROWS + 1)]
+        return (self.seconds[self.STEP], rows) if all(rows) and self.STEP in self.seconds else None
+
+    @property
+    def rounds_win(self) -> bool | None:
+        """Whether a token took less in rounds than by the top gear alone; None where that is not known."""
+        rounds, alone = self.seconds.get(self.IN_ROUNDS), self.seconds.get(self.ALONE)
+        return None if rounds is None or alone is None else rounds <= alone
+
+    @property
+    def left(self) -> int | None:
+        """Tokens until the way that lost is tried again; None where that is not known."""
+        return int(self.seconds[self.LEFT]) if self.LEFT in self.seconds else None
+
+    def now(self, stretches: Stretches | OneStretch) -> dict[str, float]:
+        """What is kept, with the times of the ways that were seen since."""
+        ways = {self.IN_ROUNDS if way else self.ALONE: seconds for way, seconds in stretches.seconds.items()}
+        return {**self.seconds, **ways}
+
+    def keep(self, costs: LearnedCosts, stretches: Stretches) -> None:
+        """Keep what is known now, if it says something new: to write a file takes as long as a token."""
+        if costs.seconds is None or not is_tuning():
+            return
+        drafted, rows = costs.seconds
+        measured = {self.STEP: drafted, **dict(zip(map(str, range(1, MOST_ROWS + 1)), rows))}
+        known = self.now(stretches) | measured | {self.LEFT: stretches.left}
+        near = all(math.isclose(value, self.seconds.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
+        before, self.seconds = self.rounds_win, known
+        if not near or self.rounds_win != before:
+            self.cache.keep(self.name, known)
+            self.cache.save()
+
+
+def name_of(gearbox: Gearbox, draft: Gear) -> str:
+    """What times depend on beside the machine, as a key of the cache."""
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
+    return f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}, {how}"
+
+
 @dataclass
 class Learned:
-    """Plans with costs in time, by the number of texts, and how often proposals of the texts are right."""
+    """Plans with costs in time and what is kept of them, by the number of texts; how often proposals are right."""
 
     plans: dict[int, DraftPlan] = field(default_factory=dict)
+    kept: dict[int, KeptTimes] = field(default_factory=dict)
     agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
+NEWS = 0.25  # of a time: what differs by less from what is kept is not written again
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
 
@@ -121,10 +183,9 @@ class DraftPlans:
     Args:
         draft: the gear that drafts.
         rule: of a single text, for bytes; only one with a curve follows other costs. Another one always drafts.
-        unit: one of COSTS; seconds are measured while texts are written. None: bytes for one text, unless there are
-            times, and time for several, since what their rows cost is not in the bytes.
+        unit: one of COSTS. Seconds are measured while texts are written.
         most_looked_up: tokens that texts may propose at once; 0: none.
-        times: seconds that were measured on this machine before, for one text.
+        times: seconds that were measured on this machine before, for one text; else what earlier starts kept.
     """
 
     def __init__(
@@ -132,7 +193,7 @@ class DraftPlans:
         gearbox: Gearbox,
         draft: Gear,
         rule: DraftRule,
-        unit: str | None,
+        unit: str,
         most_looked_up: int = 0,
         times: DraftTimes | None = None,
     ):
@@ -146,8 +207,8 @@ class DraftPlans:
 
     def of(self, texts: int = 1) -> DraftPlan:
         """For so many texts."""
-        in_time = self.unit != BYTES and (self.unit == TIME or texts > 1 or self.times is not None)
-        learns = in_time and isinstance(self.rule, ProductRule) and not isinstance(self.gearbox.residency, Stream)
+        streams = isinstance(self.gearbox.residency, Stream)
+        learns = self.unit == TIME and isinstance(self.rule, ProductRule) and not streams
         plans, make = (self._learned.plans, self._learning) if learns else (self._of_bytes, self._in_bytes)
         if texts not in plans:
             plans[texts] = make(texts)
@@ -156,9 +217,17 @@ class DraftPlans:
     def _learning(self, texts: int) -> DraftPlan:
         """A plan with costs in time that knows the times of one text, and learns from there."""
         assert isinstance(self.rule, ProductRule)
-        known = None if self.times is None or texts > 1 else (self.times.draft, self.times.verification)
-        costs = LearnedCosts(known, texts)
-        return DraftPlan(CostRule(self.rule.agreement, costs), self._rounds(costs, texts), Stretches(texts=texts))
+        kept = self._learned.kept[texts] = KeptTimes(self.gearbox, self.draft, texts, self.most_looked_up)
+        measured = None if self.times is None or texts > 1 else (self.times.draft, self.times.verification)
+        costs = LearnedCosts(measured or kept.costs, texts)
+        stretches = Stretches(texts=texts, rounds_win=kept.rounds_win, left=kept.left)
+        return DraftPlan(CostRule(self.rule.agreement, costs), self._rounds(costs, texts), stretches)
+
+    def keep(self) -> None:
+        """Keep what was learned, for the next start."""
+        for texts, plan in self._learned.plans.items():
+            if isinstance(plan.rounds.costs, LearnedCosts) and isinstance(plan.stretches, Stretches):
+                self._learned.kept[texts].keep(plan.rounds.costs, plan.stretches)
 
     def _in_bytes(self, texts: int) -> DraftPlan:
         costs = bytes_of_passes(self.gearbox, self.draft, texts)
@@ -170,6 +239,19 @@ class DraftPlans:
     def _rounds(self, costs: PassCosts, texts: int) -> Rounds:
         most = self.most_looked_up // texts  # all texts together may propose as many as one
         return Rounds(costs, most, texts, self.agreement)
+
+
+def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float]:
+    """Fields of a summary: what a token of a single text took in rounds and by the top gear alone, where that is known.
+
+    The time of a way that was not tried in this process is that of an earlier start.
+    """
+    known: dict[str, float] = {}
+    for learned in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
+        if 1 in learned.plans:
+            known |= learned.kept[1].now(learned.plans[1].stretches)
+    names = {KeptTimes.IN_ROUNDS: "seconds_in_rounds", KeptTimes.ALONE: "seconds_alone"}
+    return {field: known[name] for name, field in names.items() if name in known}
 
 
 def shared_curve(rule: ProductRule) -> Any:

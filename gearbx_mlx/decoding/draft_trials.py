@@ -45,6 +45,7 @@ from ..routing.acceptance import (
 )
 from ..routing.rounds import MOST_ROWS, LearnedCosts, joint_rule, predicted_cost
 from .caches import Snapshot
+from .draft_plans import name_of
 from .drafting import Drafter, Writer
 from .rows import Verifier
 from .sampling import GREEDY, entropy_bits, fast_entropy
@@ -170,13 +171,6 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
         tuner.cache.keep(name, tuner.measured[name])
         tuner.cache.save()
     return shallowest({depth: tuner.cache.times[name][str(depth)] for depth in DEPTHS})
-
-
-def name_of(gearbox: Gearbox, draft: Gear) -> str:
-    """What the times depend on beside the machine, as a key of the cache."""
-    kernels = "native" if gearbox.kernels.native else "mlx"
-    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
-    return f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}, {how}"
 
 
 def few_round_times(gearbox: Gearbox, draft: Gear) -> dict[int, list[float]]:

@@ -37,8 +37,8 @@ class Lossless(SharedMode):
         rule: a DraftRule of your own. At most one of these three; without any, what ships for this model and ladder,
             or a rule for any model.
         cost: `time` or `bytes`: what drafts are to save, where a curve says when they end. Seconds are measured while
-            texts are written, and where drafts lose, the top gear goes on without. Texts do not depend on it.
-            Without it, time if the curve's file has times of this machine, else bytes.
+            texts are written, and kept for the next start; where drafts lose, the top gear goes on without. Texts do
+            not depend on it. Without it time, and bytes where ranks share the model.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
         draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
@@ -118,9 +118,8 @@ class Lossless(SharedMode):
             max_tokens=kwargs.get("max_tokens", -1),
             draft_ahead=agreement.numbers([ahead])[0],
         )
-        return stream_wrapped(
-            wrapped, tokenizer, prompt, monitor=Monitor(vocabulary_of(gearbox), self.window), **kwargs
-        )
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
+        return keeping(plans, stream_wrapped(wrapped, tokenizer, prompt, monitor=monitor, **kwargs))
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -148,13 +147,14 @@ class Lossless(SharedMode):
             raise GearbxError(
                 "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
             )
-        usable = made is not None and gear.bits == made.draft and self.cost != BYTES
+        unit = BYTES if shared else self.cost or TIME
+        usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
-        return DraftPlans(gearbox, gear, rule, BYTES if shared else self.cost, self.most_looked_up, times)
+        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = f"drafts save {self.cost or 'what the drafting file says'}"
+        drafts = f"drafts save {self.cost or TIME}"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
         ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
@@ -166,4 +166,23 @@ class Lossless(SharedMode):
         return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary) + lookup_rows(summary)
+        return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
+
+
+def keeping(plans: DraftPlans, responses: Iterator[GearResponse]) -> Iterator[GearResponse]:
+    """The responses; when the text ends, what was learned with it is kept."""
+    try:
+        yield from responses
+    finally:
+        plans.keep()
+
+
+def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How the text's speed compares with the top gear's alone, as a line of a table, where both ways were seen."""
+    alone, rounds = summary.get("seconds_alone"), summary.get("seconds_in_rounds")
+    if not alone or not rounds or not summary.get("tokens_per_second"):
+        return []
+    times = f"{summary['tokens_per_second'] * alone:.2f} times that of the top gear alone"
+    if rounds > alone:
+        times += f"; drafts do not pay on this machine: {1000 * rounds:.3g} ms a token, {1000 * alone:.3g} without"
+    return [("speed", times)]

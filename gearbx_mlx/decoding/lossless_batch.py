@@ -99,6 +99,8 @@ class LosslessTokens(GearedTokens):
         done = self._round(plan) if drafts else None
         responses = super().next() if done is None else done
         stretches.made(len(responses) / texts)
+        if any(response.finish_reason is not None for response in responses):
+            self.plans.keep()
         return responses
 
     def _round(self, plan: DraftPlan) -> list[GenerationBatch.Response] | None:

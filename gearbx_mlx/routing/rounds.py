@@ -28,7 +28,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -173,6 +173,11 @@ class LearnedCosts(PassCosts):
     @property
     def ready(self) -> bool:  # type: ignore[override]
         return 1 in self._rows and self._rows[1].value is not None
+
+    @property
+    def seconds(self) -> tuple[float, Sequence[float]] | None:
+        """What another text may begin with; None as long as drafts and the top gear alone were not both measured."""
+        return (self.draft(), self._costs) if self.ready and self._draft.value else None
 
     def draft(self) -> float:
         return self._draft.value or 0.0
@@ -413,9 +418,17 @@ class Stretches:
     Args:
         clock: seconds.
         texts: that share their passes. A token means one of each.
+        rounds_win: which way was the faster one at an earlier start; None: nothing is known, and trials come first.
+        left: tokens until the other way is tried again. Where rounds lose, a trial costs more than the other way round.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, texts: int = 1):
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        texts: int = 1,
+        rounds_win: bool | None = None,
+        left: int | None = None,
+    ):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
         self._timed: dict[bool, deque[Times]] = {way: deque(maxlen=COMPARED) for way in (True, False)}
@@ -424,8 +437,12 @@ class Stretches:
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
         self._owed = 0.0
-        first = texts == 1
-        self._start(first, self._trials[first])
+        if rounds_win is None:
+            first = texts == 1
+            self._start(first, self._trials[first])
+        else:
+            self._trial, self._pause = False, FIRST if rounds_win else LONGEST
+            self._start(rounds_win, min(left or self._pause, self._pause))
 
     def begin(self) -> None:
         """A text begins: the time since the one before does not count."""
@@ -455,11 +472,17 @@ class Stretches:
         """Whether the next token may begin another stretch."""
         return len(self._times) >= self._length
 
+    @property
+    def left(self) -> int:
+        """Tokens, one or more, until the way that loses is tried again; those of a trial do not count."""
+        return self._pause if self._trial else max(1, self._length - len(self._times))
+
     def turn(self) -> None:
         """End the stretch, and choose the way of the next one."""
         self._timed[self.in_rounds].append(self._times)
         other = not self.in_rounds
         if not self._timed[other]:
+            self._trial = True
             self._start(other, self._trials[other])
             return
         rounds_win = self._seconds(True) <= self._seconds(False)
@@ -472,8 +495,12 @@ class Stretches:
             self._trial = True
             self._start(other, self._trials[other])
 
+    @property
+    def seconds(self) -> dict[bool, float]:
+        """What a token took in rounds (True) and by the top gear alone, over the latest stretches that are over."""
+        return {way: self._seconds(way) for way, timed in self._timed.items() if timed}
+
     def _seconds(self, way: bool) -> float:
-        """What a token took, over the latest stretches."""
         return sum(self._timed[way], Times()).per_token()
 
     def _start(self, in_rounds: bool, length: int) -> None:
@@ -485,6 +512,7 @@ class OneStretch:
     """Rounds everywhere: a stretch without end, which nothing is timed for."""
 
     in_rounds, over = True, False
+    seconds: Mapping[bool, float] = {}
 
     def begin(self) -> None: ...
     def token(self, begins_round: bool = True) -> None: ...
