@@ -47,6 +47,7 @@ def make(directory, request):
         wrapper = {"lossless": LosslessModel, "kickdown": GearedModel}.get(kind)
         return (wrapper(gearbox) if wrapper else model), gearbox
 
+    made.kernels = request.param
     return made
 
 
@@ -108,10 +109,11 @@ class TestEveryGear:
     def test_save_model_writes_what_mlx_lm_loads_or_nothing(self, make, kind, directory, tmp_path):
         model, gearbox = make(kind)
         source = directory / ("checkpoint" if kind == "checkpoint" else "original")
+        stock = kind == "checkpoint" and make.kernels == "mlx"  # a CPU's own kernels may have rows side by side
         for gear in gearbox.ladder:
             gearbox.shift(gear)
             out = tmp_path / gear.name
-            if gear.name == "mid" or (gear.name == "low" and kind != "checkpoint"):
+            if gear.name == "mid" or (gear.name == "low" and not stock):
                 with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
                     mlx_lm.utils.save_model(out, model)
                 assert not any(out.iterdir())

@@ -13,7 +13,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import GearbxError, one_line
-from .adapters import adapters_of, places_of
+from ..formats.tied import linear_of
+from ..kernels.bit_planes import Planes
+from .adapters import adapters_of, layers_of, places_of
 from .ladder import DENSE
 from .sharding import sharding_of
 
@@ -121,11 +123,18 @@ def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str |
 
 def why_unsaveable(gearbox: Any) -> str | None:
     """Why mlx-lm could not load what the model of a Gearbox is in the engaged gear; None: it could."""
+    modules = layers_of(gearbox.model)
     for layer in gearbox.layers:
         bits = gearbox.bits_of(layer, gearbox.gear)
         is_whole = gearbox.source.widths(layer) in gearbox.format.ladders
-        if (bits != DENSE or is_whole) and (gearbox.saved is None or not gearbox.saved.in_base(layer, bits)):
+        in_base = gearbox.saved is not None and gearbox.saved.in_base(layer, bits)
+        if (bits != DENSE or is_whole) and not (in_base and as_mlx_has_it(linear_of(modules[layer.path]))):
             first = "" if is_whole else "shift to a gear of 16 bits first, or "
-            remedy = f"{first}write the gears with gearbx_mlx.convert"
-            return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {remedy}"
+            then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx.convert"
+            return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {first}{then}"
     return None
+
+
+def as_mlx_has_it(linear: nn.Module) -> bool:
+    """Whether a packed layer has its rows one after the other, and not in panels for a CPU's kernels."""
+    return getattr(linear, "record", Planes) is Planes
