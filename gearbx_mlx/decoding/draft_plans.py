@@ -146,9 +146,10 @@ class KeptTimes:
         drafted, rows = costs.seconds
         measured = {self.STEP: drafted, **dict(zip(map(str, range(1, MOST_ROWS + 1)), rows))}
         known = self.now(stretches) | measured | {self.LEFT: stretches.left}
-        near = all(math.isclose(value, self.seconds.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
-        before, self.seconds = self.rounds_win, known
-        if not near or self.rounds_win != before:
+        was, before, self.seconds = self.rounds_win, self.seconds, known
+        news = any(not math.isclose(value, before.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
+        written = (before.get(self.LEFT, 0.0) - stretches.left) >= MUCH_WRITTEN
+        if news or written or was != self.rounds_win:
             self.cache.keep(self.name, known)
             self.cache.save()
 
@@ -169,7 +170,7 @@ class Learned:
     agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
-NEWS = 0.25  # of a time: what differs by less from what is kept is not written again
+NEWS, MUCH_WRITTEN = 0.25, 32  # of a time, and tokens: what differs by less from what is kept is not written again
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
 

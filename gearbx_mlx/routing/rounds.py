@@ -18,7 +18,7 @@ while g a times the sum of p_i is above c.
 
 **Stretches.** A round has to know its token before it can propose what follows, so that mlx-lm cannot run ahead; and
 no model of costs is exact. So rounds and the top gear alone are both timed on the clock, over stretches of some
-tokens, and the faster way writes. The other one gets a short stretch in between, ever more rarely while it loses.
+tokens, and the faster way writes. The other one gets a short stretch in between, the more rarely the more it loses.
 Whoever reads the tokens may pause between them, and the clock runs on. So what took far longer than the median token
 of its stretches counts as the median. Not every token does: rounds differ, and their mean decides.
 """
@@ -63,7 +63,8 @@ KEPT_DRAFTS = 0.95  # of the weight of earlier drafts in g, at each further draf
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
-FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials: at first, and where trials were in vain
+FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials, at least and at most
+TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 4  # stretches of each way that count
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
 
@@ -485,10 +486,11 @@ class Stretches:
             self._trial = True
             self._start(other, self._trials[other])
             return
-        rounds_win = self._seconds(True) <= self._seconds(False)
+        rounds, alone = self._seconds(True), self._seconds(False)
+        rounds_win = rounds <= alone
         if self._trial:  # it was compared just now
-            vain = rounds_win != self.in_rounds
-            self._pause = min(2 * self._pause, LONGEST) if vain else FIRST
+            lost = self._trials[not rounds_win] * (max(rounds, alone) / min(rounds, alone) - 1)  # tokens' time, a trial
+            self._pause = round(min(max(lost / TRIALS_SHARE, FIRST), LONGEST))
             self._trial = False
             self._start(rounds_win, self._pause)
         else:
@@ -497,8 +499,11 @@ class Stretches:
 
     @property
     def seconds(self) -> dict[bool, float]:
-        """What a token took in rounds (True) and by the top gear alone, over the latest stretches that are over."""
-        return {way: self._seconds(way) for way, timed in self._timed.items() if timed}
+        """What a token took in rounds (True) and by the top gear alone, over the latest stretches, as far as known."""
+        found = {way: self._seconds(way) for way, timed in self._timed.items() if timed}
+        if len(self._times) >= TRIAL[False]:
+            found[self.in_rounds] = sum(self._timed[self.in_rounds], self._times).per_token()
+        return found
 
     def _seconds(self, way: bool) -> float:
         return sum(self._timed[way], Times()).per_token()

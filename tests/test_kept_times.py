@@ -1,0 +1,111 @@
+"""What lossless mode learns about a machine is there at the next start. The clock is the test's own."""
+
+import json
+import math
+
+import pytest
+from conftest import tiny_model
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
+from gearbx_mlx.kernels import tuner
+from gearbx_mlx.routing.acceptance import default_rule
+from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL
+
+
+@pytest.fixture
+def file(monkeypatch, tmp_path):
+    """Where times are kept: the tuner's file."""
+    monkeypatch.setenv("GEARBX_TUNE", "1")
+    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    return tmp_path / "tuning.json"
+
+
+class Start:
+    """A start of the program: a gearbox, and texts whose tokens take so many seconds in rounds or alone."""
+
+    def __init__(self, seed=0, **settings):
+        self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
+        self.plans = DraftPlans(self.gearbox, self.gearbox.ladder[0], default_rule(), TIME, 15)
+        self.plan, self.now = self.plans.of(1), 0.0
+        self.plan.stretches._clock = lambda: self.now
+
+    def write(self, tokens, rounds, alone, draft=0.3):
+        """The ways of the tokens of a text: True for rounds."""
+        costs, stretches, ways = self.plan.rounds.costs, self.plan.stretches, []
+        stretches.begin()
+        for _ in range(tokens):
+            stretches.token()
+            if stretches.over:
+                stretches.turn()
+            ways.append(stretches.in_rounds)
+            self.now += rounds if ways[-1] else alone
+            if ways[-1]:
+                costs.add_draft(draft)
+                if costs.wants_verification(1):
+                    costs.add_verification(1, alone)
+        self.plans.keep()
+        return ways
+
+
+def test_the_way_that_won_writes_first_at_the_next_start(file):
+    for rounds, alone, pause in ((2.0, 1.0, LONGEST), (1.0, 2.0, FIRST)):
+        file.unlink(missing_ok=True)
+        first = Start().write(2 * TRIAL[True], rounds, alone)
+        assert first[: TRIAL[True]] == [True] * TRIAL[True]
+        again = Start().write(pause - 2 * TRIAL[True], rounds, alone)
+        assert again == [rounds < alone] * len(again)
+
+
+def test_passes_cost_what_they_cost_before(file):
+    Start().write(100, 1.0, 2.0)
+    costs = Start().plan.rounds.costs
+    assert costs.ready
+    assert costs.draft() == 0.3
+    assert [costs.verification(rows) for rows in (1, MOST_ROWS)] == [2.0, 2.0]
+
+
+def test_what_lost_is_tried_again_after_many_starts_with_short_texts(file):
+    Start().write(2 * TRIAL[True], 2.0, 1.0)
+    ways = [way for _ in range(40) for way in Start().write(50, 0.5, 1.0)]  # rounds have become faster
+    assert 100 < ways.index(True) < LONGEST + 50
+    assert sum(ways[-500:]) > 400
+
+
+def test_other_models_and_settings_learn_for_themselves(file):
+    Start().write(100, 2.0, 1.0)
+    for other in (Start(seed=1), Start(group_size=32), Start(kernels="mlx", dtype="bfloat16")):
+        assert other.plan.rounds.costs.ready == (other.gearbox.group_size == 32)
+
+
+def test_nothing_is_kept_before_both_ways_and_a_draft_were_seen(file):
+    Start().write(FIRST_PASSES, 1.0, 2.0)
+    assert not file.exists()
+
+
+def test_nothing_is_kept_or_known_where_nothing_is_measured(file, monkeypatch):
+    Start().write(100, 1.0, 2.0)
+    before = file.read_text()
+    monkeypatch.setenv("GEARBX_TUNE", "0")
+    start = Start()
+    assert not start.plan.rounds.costs.ready
+    start.write(100, 5.0, 2.0)
+    assert file.read_text() == before
+
+
+def test_a_file_that_lacks_something_is_measured_anew(file):
+    Start().write(100, 1.0, 2.0)
+    stored = json.loads(file.read_text())
+    ((times,),) = [machine.values() for machine in stored["machines"].values()]
+    del times["7"]
+    file.write_text(json.dumps(stored))
+    assert not Start().plan.rounds.costs.ready
+
+
+def test_the_summary_knows_both_ways_from_an_earlier_start(file):
+    Start().write(100, 1.0, 2.0)
+    start = Start()
+    start.write(40, 1.1, 2.0)
+    found = seconds_of_ways(start.gearbox)
+    assert math.isclose(found["seconds_alone"], 2.0)
+    assert 0.9 < found["seconds_in_rounds"] < 1.2
