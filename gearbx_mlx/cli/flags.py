@@ -394,9 +394,9 @@ class ModeSettings(Settings):
     )
     cost: str | None = flag(
         None,
-        "For --mode lossless, what drafts are to save: time, which is measured while the text is written, or bytes of "
-        "weights, as calibrated. The text is the same. Default: time, if the file of --curve has times of this "
-        "machine, else bytes",
+        "For --mode lossless, what drafts are to save: time, which is measured while the text is written and kept for "
+        "the next start, or bytes of weights, as calibrated. The text is the same. Default: time; bytes where ranks "
+        "share a model",
         choices=COSTS,
         rare=True,
     )
