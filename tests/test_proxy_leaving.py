@@ -35,7 +35,7 @@ class TestTheClientLeaves:
     def leave_after(client, body, first_bytes):
         address = client.base_url.host, client.base_url.port
         with socket.create_connection(address) as connection:
-            request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+            request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             connection.sendall(request % (len(body), body))
             if first_bytes:
                 assert connection.recv(1)

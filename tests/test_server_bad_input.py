@@ -146,21 +146,21 @@ def test_a_client_that_sends_slowly_is_let_go(client):
     start = time.monotonic()
     raw(client, *drops, pause=0.2)
     assert time.monotonic() - start < 3
-    slow_body = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{"
+    slow_body = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
     assert b" 408 " in raw(client, slow_body)
 
 
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", b"411"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", b"400"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n", b"400"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n", b"400"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
         (b"nonsense\r\n\r\n", b"400"),
-        (b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
-        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
     ],
     ids=range(8),
 )
@@ -172,7 +172,7 @@ def test_what_is_no_proper_request_gets_an_error(client, request_, status):
 
 def test_the_log_has_no_text_of_clients_unescaped(client, caplog):
     caplog.set_level(logging.DEBUG)
-    raw(client, b"GET /\x1b[31mred\x07 HTTP/1.1\r\nHost: x\r\nX: \x1b]0;title\x07\r\n\r\n")
+    raw(client, b"GET /\x1b[31mred\x07 HTTP/1.1\r\nHost: localhost\r\nX: \x1b]0;title\x07\r\n\r\n")
     client.post("/v1/completions", content=b'{"prompt": "\x1b[31m", "gearbx": {"mode": "\\u001b[31m"}}')
     client.post("/v1/completions", json={"prompt": "x", "model": "\x1b[31mevil\nline"})
     assert caplog.records
@@ -212,7 +212,7 @@ def test_a_client_that_takes_nothing_is_let_go_after_the_time_that_a_request_has
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(client.server.socket.getsockname())
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * times)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * times)
         time.sleep(2.5)
         taken = 0
         with contextlib.suppress(ConnectionResetError):

@@ -247,7 +247,7 @@ class TestRudeClients:
         place = (server.base_url.host, server.base_url.port)
         for number in range(40):
             junk = drawn.randbytes(drawn.randint(1, 300))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(junk)}\r\n\r\n".encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(junk)}\r\n\r\n".encode()
             with socket.create_connection(place, timeout=10) as connection:
                 connection.sendall(junk + b"\r\n\r\n" if number % 2 else head + junk)
                 connection.shutdown(socket.SHUT_WR)

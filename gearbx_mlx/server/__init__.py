@@ -76,7 +76,6 @@ class ProxySettings(Settings):
 
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,15 @@ class ListenSettings(Settings):
 
     host: str = flag("127.0.0.1", "Host for the HTTP server. Others than this machine reach 0.0.0.0.", named=True)
     port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
-    allowed_origins: str | None = flag(
-        None,
-        "Origins of pages that may ask, with commas between. Default: *, any; none where the key of a server would be "
-        "used without --api-key",
-        named=True,
+    allowed_origins: str = flag(
+        "",
+        "Origins of pages beside the server's own that may ask, such as https://example.org, with commas between; *: "
+        "any. Default: none",
+    )
+    allowed_hosts: str = flag(
+        "",
+        "Names by which requests may reach the server, beside --host and this machine's loopback, with commas between. "
+        "Default: none",
     )
     api_key: str | None = flag(
         None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True

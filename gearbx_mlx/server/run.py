@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..cli import terminal
+from ..errors import GearbxError
 from ..routing.pair import LARGE, SMALL
 from ..serving.listening import Escaping, Server
-from ..serving.web import Guard
-from . import LOCAL, ServerSettings
+from ..serving.web import Guard, host_name, is_loopback
+from . import ServerSettings
 
 API_KEY = "GEARBX_API_KEY"
 
@@ -51,19 +52,30 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
 
 
 def guard_of(settings: ServerSettings) -> Guard:
-    """Who may come in."""
-    listen = settings.listen
+    """Who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
+    listen, proxy = settings.listen, settings.proxy
+    origins = parts(listen.allowed_origins.lower())
+    lends_keys = proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
+    if "*" in origins and (lends_keys or listen.allow_models):
+        what = "have any model loaded (--allow-models)" if listen.allow_models else "spend the keys of the servers"
+        raise GearbxError(f"--allowed-origins *: every page that is opened could {what}; name the origins that may ask")
+    hosts = tuple(host_name(host) for host in parts(listen.allowed_hosts))
+    if "" in hosts:
+        raise GearbxError(
+            f"--allowed-hosts {listen.allowed_hosts!a} has what is no name of a host; give example.org, say"
+        )
     key = listen.api_key or os.environ.get(API_KEY) or None
-    proxy = settings.proxy
-    lends_keys = key is None and proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
-    allowed = ("" if lends_keys else "*") if listen.allowed_origins is None else listen.allowed_origins
-    origins = tuple(origin.strip() for origin in allowed.split(",") if origin.strip())
-    return Guard(key, origins, listen.max_body_bytes, listen.request_timeout)
+    return Guard(key, origins, listen.max_body_bytes, listen.request_timeout, listen.host, hosts)
+
+
+def parts(listed: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(part.strip() for part in listed.split(",") if part.strip())
 
 
 def announce(settings: ServerSettings, server: Server) -> None:
     """Print where the server listens, what it serves, and who can reach it."""
     terminal.note(f"{server.where}/v1: {server.serves}")
-    if settings.listen.host not in LOCAL:
+    if not is_loopback(settings.listen.host):
         who = "with the key" if guard_of(settings).api_key else "and no key is asked for (--api-key)"
         terminal.note(f"other machines can reach it, {who}")

@@ -1,21 +1,23 @@
 """What every server here has in common: who may come in, how much of what they send is read, and how errors look.
 
-The applications are FastAPI's. `Gatekeeper` stands in front of one: it asks for the key, reads a body that is not too
-large, gives a request up when its client leaves, and answers with an error object where the application raises. What
-is wrong with a request gets a status of 4xx, and the server goes on; nothing that a client wrote reaches the log
-unescaped.
+The applications are FastAPI's. `Gatekeeper` stands in front of one: it turns foreign pages away, asks for the key,
+reads a body that is not too large, gives a request up when its client leaves, and answers with an error object where
+the application raises. What is wrong with a request gets a status of 4xx, and the server goes on; nothing that a client
+wrote reaches the log unescaped.
 """
 
 import functools
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -43,14 +45,62 @@ log = logging.getLogger("gearbx_mlx.server")
 class Guard:
     """Who may come in.
 
-    api_key: that requests must bring; None: none. allowed_origins: of pages in browsers, "*": any. largest_body: bytes.
-    patience: seconds that a client has to send its request.
+    api_key: that requests must bring; None: none. allowed_origins: of pages beside the server's own, "*": any.
+    largest_body: bytes. patience: seconds that a client has to send its request. host: on which the server listens.
+    allowed_hosts: further names by which requests may reach it.
     """
 
     api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = ()
     largest_body: int = LARGEST_BODY
     patience: float = PATIENCE
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
+
+    def check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raises Refused for a request by a name that is not the server's, or of a page of another origin.
+
+        A browser sends every page's requests, and says which page it was. A page that has its own name lead to this
+        machine (DNS rebinding) is of the server's origin, so names are checked too.
+        """
+        given = [(name, value.decode("latin-1").lower()) for name, value in headers]
+        hosts = [value for name, value in given if name == b"host"]
+        for host in hosts:
+            if not self.is_reached_by(host_name(host)):
+                why = f"this server is not reached as {host[:200]!a}; start it with --allowed-hosts to allow that"
+                raise Refused(403, why, code="host_not_allowed")
+        own = [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
+        for origin in (value for name, value in given if name == b"origin"):
+            if origin not in own and not {"*", origin} & set(self.allowed_origins):
+                why = f"pages of {origin[:200]!a} may not ask; start the server with --allowed-origins to allow that"
+                raise Refused(403, why, code="origin_not_allowed")
+
+    def is_reached_by(self, name: str) -> bool:
+        """Whether a request may name the server so. Beyond loopback any address may, since rebinding needs a name."""
+        if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
+            return True
+        return address_of(name) is not None and not is_loopback(self.host)
+
+
+def host_name(host: str) -> str:
+    """The host in a header or a URL's authority, without its port; "" where it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def is_loopback(name: str) -> bool:
+    """Whether only this machine is meant."""
+    address = address_of(name)
+    return name == "localhost" if address is None else address.is_loopback
 
 
 class Refused(HTTPException):
@@ -196,11 +246,26 @@ class Gatekeeper:
     ):
         self.app, self.guard, self.public = app, guard, public
         self.error_object, self.answered = error_object, answered
+        origins = guard.allowed_origins
+        self.inside = CORSMiddleware(self.answer, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        try:
+            self.guard.check_page(scope["headers"])
+        except Refused as refused:
+            self.note(scope, refused.status_code)
+            await self.response(scope, refused)(scope, receive, send)
+        else:
+            await self.inside(scope, receive, send)
+
+    def response(self, scope: Scope, refused: Refused) -> Response:
+        return JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that no foreign page has sent."""
         begun = False
 
         async def sending(message: Message) -> None:
@@ -218,8 +283,7 @@ class Gatekeeper:
         except Exception as error:
             refused = refusal(error)
             if not begun:
-                response = JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
-                await response(scope, receive, sending)
+                await self.response(scope, refused)(scope, receive, sending)
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request that may come in. Raises Refused for one that may not, or has too much to say."""
@@ -310,7 +374,6 @@ def application(
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, pass_on)
     app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
-    app.add_middleware(CORSMiddleware, allow_origins=guard.allowed_origins, allow_methods=METHODS, allow_headers=["*"])
     return app
 
 

@@ -1,0 +1,148 @@
+"""Pages in browsers: which of them may ask a server of this machine, and by which names it is reached."""
+
+import contextlib
+
+import pytest
+from fake_server import Answer, fake_server
+from http_server import complete, served
+from page_in_browser import Page, chromium
+from proxies import CHAT, EASY, good, proxy
+
+from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import guard_of
+from gearbx_mlx.serving.web import Guard
+
+EVIL = "https://evil.example"
+TEXT = "/v1/completions"
+
+
+@contextlib.contextmanager
+def proxied(guard):
+    """A proxy, and the requests that reach the servers behind it."""
+    with fake_server(good("small")) as small, proxy(small.url, small.url, guard=guard) as client:
+        client.upstream = small.requests
+        yield client
+
+
+@pytest.fixture(scope="module", params=["model", "proxy"])
+def client(request):
+    if request.param == "proxy":
+        guard = Guard(allowed_origins=("https://good.example",), allowed_hosts=("good.example",))
+        with proxied(guard) as client:
+            yield client
+    else:
+        allowed = {"allowed_origins": "https://Good.example", "allowed_hosts": "good.example:80, other.example"}
+        with served(gears="16", log_level="ERROR", **allowed) as client:
+            yield client
+
+
+def ask(client, **headers):
+    """A simple request, as which any page can send JSON."""
+    names = {"Content-Type": "text/plain"} | headers
+    return client.post(CHAT, json=EASY | {"max_tokens": 1}, headers=names)
+
+
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1", "http://localhost:1", "https://good.example.org"])
+def test_a_page_of_another_origin_is_turned_away(client, origin):
+    asked = len(getattr(client, "upstream", ()))
+    for answer in (ask(client, Origin=origin), client.get("/v1/models", headers={"Origin": origin})):
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "origin_not_allowed"
+        assert "--allowed-origins" in answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+    preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    assert client.options(CHAT, headers=preflight).status_code == 403
+    assert len(getattr(client, "upstream", ())) == asked
+
+
+def test_pages_of_the_server_and_those_that_are_named_are_answered(client):
+    assert ask(client, Origin=str(client.base_url).rstrip("/")).status_code == 200
+    assert ask(client).status_code == 200
+    answer = ask(client, Origin="https://good.example")
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://good.example")
+    preflight = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
+    assert client.options(CHAT, headers=preflight).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.example", "evil.example:8080", "localhost.evil.example", "192.168.0.7", "[x", ""]
+)
+def test_a_name_that_is_not_the_servers_is_refused(client, name):
+    """As a page has it that makes its own name lead to this machine."""
+    answer = ask(client, Host=name, Origin=f"http://{name}")
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "host_not_allowed"
+    assert client.get("/health", headers={"Host": name}).status_code == 403
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST:99", "localhost.", "127.0.0.1:8080", "127.1.2.3", "[::1]:80"])
+def test_loopback_and_names_that_are_allowed_reach_the_server(client, name):
+    assert client.get("/health", headers={"Host": name}).status_code == 200
+    assert client.get("/health", headers={"Host": "good.example:1234"}).status_code == 200
+
+
+def test_a_server_that_other_machines_reach_has_any_address_and_no_name():
+    with served(gears="16", log_level="ERROR", host="0.0.0.0") as client:
+        for name, status in {"192.168.0.7:8080": 200, "[fe80::1]": 200, "0.0.0.0": 200, "evil.example": 403}.items():
+            assert client.get("/health", headers={"Host": name}).status_code == status
+
+
+def test_messages_have_anthropics_error(client):
+    if not hasattr(client, "upstream"):
+        answer = client.post("/v1/messages", json={}, headers={"Origin": EVIL})
+        assert answer.json()["error"]["type"] == "permission_error"
+
+
+@pytest.mark.parametrize("own", [{}, {"api_key": "mine"}])
+def test_any_origin_is_refused_together_with_keys_and_models_on_demand(own, monkeypatch):
+    any_page = {"allowed_origins": "https://a, *"} | own
+    with pytest.raises(GearbxError, match="--allowed-origins"):
+        guard_of(command_settings(ServerSettings, any_page | {"allow_models": True}))
+    two = {"small_server": "http://127.0.0.1:1", "large_server": "http://127.0.0.1:1"}
+    assert "*" in guard_of(command_settings(ServerSettings, any_page | two)).allowed_origins
+    monkeypatch.setenv("GEARBX_LARGE_SERVER_KEY", "sk")
+    with pytest.raises(GearbxError, match="--allowed-origins"):
+        guard_of(command_settings(ServerSettings, any_page | two))
+
+
+def test_any_origin_may_be_allowed():
+    with served(gears="16", log_level="ERROR", allowed_origins="*") as client:
+        assert ask(client, Origin=EVIL).headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.browser
+def test_a_browser_shows_no_foreign_page_an_answer():
+    """Two pages of other origins, in a real browser: one is named with --allowed-origins, the other is not."""
+    if why := chromium.why_not():
+        pytest.skip(f"FOREIGN PAGES WERE NOT CHECKED: {why}")
+    script = """
+        const [url, kind, done] = arguments;
+        fetch(url, {method: "POST", headers: {"Content-Type": kind}, body: '{"prompt": "Once", "max_tokens": 1}'})
+          .then(async (answer) => done([answer.status, await answer.text()])).catch((error) => done(error.name));"""
+    with (
+        fake_server(lambda path, body: Answer([b"<!doctype html><title>page</title>"], kind="text/html")) as pages,
+        served(gears="16", log_level="ERROR", allowed_origins=pages.url) as client,
+        chromium.browser() as driver,
+    ):
+        page, url = Page(driver), client.server.where + TEXT
+        foreign = pages.url.replace("127.0.0.1", "localhost")
+
+        def fetched(origin, kind):
+            page.open(origin)
+            return driver.execute_async_script(script, url, kind)
+
+        def counted(status):
+            wanted = f'gearbx_requests_total{{route="{TEXT}",status="{status}"}} '
+            return sum(float(line.split()[-1]) for line in client.get("/metrics").text.splitlines() if wanted in line)
+
+        for kind in ("application/json", "text/plain"):
+            assert fetched(foreign, kind) == "TypeError"
+            status, text = fetched(pages.url, kind)
+            assert status == 200
+            assert '"text_completion"' in text
+        assert (counted(403), counted(200)) == (2, 2)  # of the foreign page, one was a preflight
+        page.open(client.server.where)
+        assert driver.execute_async_script(script, url, "text/plain")[0] == 200
+        complete(client, max_tokens=1)
