@@ -218,7 +218,7 @@ def batch_lossless(
 ) -> Found:
     """Batches in mode lossless beside the same batches in the top gear alone.
 
-    The demo model is widened as in lossless-time. For every size of a batch, both ways write the same prompts in turn;
+    The demo model is widened. For every size of a batch, both ways write the same prompts in turn;
     a batch of one is also compared with stream_generate. The time of prompts does not count. On a machine that others
     use too, the processor's time strays less than the clock. What a round can save follows from its passes, which are
     timed by themselves: a step of the draft, and verifications of two and three rows of each text, as shares of a step

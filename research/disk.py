@@ -330,7 +330,7 @@ def streaming(
 ) -> Found | None:
     """The top gear read from the disk, and the limit of memory that only streaming respects.
 
-    The demo model is widened as in lossless-time and converted to format exact. The system keeps nothing of the file:
+    The demo model is widened and converted to format exact. The system keeps nothing of the file:
     every pass reads the disk, which is slowed, so that it is what limits the speed, and the load of other programs
     matters little. Its speed is then measured beside each text, by plain reads of the same file.
 

@@ -228,30 +228,6 @@ def chi_square(results):
     return table(["prompt", "chi-square", "degrees of freedom", "p"], rows)
 
 
-def wall_clock(results):
-    rows = []
-    for found in reports(results, "time_*.json"):
-        for bound, run in found["bounds"].items():
-            rows.append(
-                [
-                    found["activations"],
-                    bound,
-                    f"{found['tokens_per_second_top']:.1f}",
-                    f"{run['tokens_per_second']:.1f}",
-                    f"{run['ratio']:.2f} ({run['spread'][0]:.2f}-{run['spread'][1]:.2f})",
-                    f"{run['identical']} of {found['prompts']}",
-                ]
-            )
-    return table(["activations", "bound", "top gear, tokens/s", "lossless, tokens/s", "ratio", "identical"], rows)
-
-
-def passes(results):
-    rows = []
-    for found in reports(results, "time_*.json"):
-        rows.append([found["activations"], *(f"{value:.0f}" for value in found["milliseconds"].values())])
-    return table(["activations", *(f"{name}, ms".replace("1 rows", "1 row") for name in found["milliseconds"])], rows)
-
-
 def pair(results, *thresholds):
     report = json.loads((results / "pair" / "evaluation.json").read_text())
     rows = [
@@ -301,7 +277,7 @@ def measured(results):
 TABLES = {
     function.__name__: function
     for function in (
-        *(advice, measured, policies, buckets, kickdown, lossless, chi_square, wall_clock, passes, pair),
+        *(advice, measured, policies, buckets, kickdown, lossless, chi_square, pair),
         pair_writing,
     )
 }

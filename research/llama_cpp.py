@@ -604,7 +604,7 @@ def compare_llama_cpp(
     """Gears beside llama.cpp (pip install llama-cpp-python gguf), in turn within one run.
 
     decode: tokens of a random Llama after contexts of several lengths. prompt: 512 tokens of the same Llama, up to the
-    first one of the answer. lossless: real texts by the demo model, widened as in lossless-time: mode lossless beside
+    first one of the answer. lossless: real texts by the demo model, widened: mode lossless beside
     llama.cpp's speculative decoding with q4_0 of the same model as its draft model.
 
     The models become GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in

@@ -1,6 +1,7 @@
 """What mode lossless saves in bytes and in time, and that it loses nothing, for docs/evidence.md."""
 
 import copy
+import itertools
 import json
 import math
 import statistics
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,20 +20,21 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
-from gearbx_mlx import Gearbox, Ladder, Monitor, load
+from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, load, stream_generate
 from gearbx_mlx.cli.loaded import read_prompts
-from gearbx_mlx.decoding.draft_plans import SHIPPED, find_rule, read_draft_file
+from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
-from .studies import Found, study
+from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
+ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
 
 
@@ -200,12 +203,14 @@ def compare_speculative(args, gearbox, ladder, settings, draft, tokenizer, promp
     }
 
 
-PASSES = 9
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def widened(model, times):
     """A Llama with tied embeddings that computes the same logits with `times` copies of every unit.
+
+    It is larger than a processor's cache, and accepts drafts as the model does (Net2Net; Chen, Goodfellow, Shlens 2016,
+    arXiv:1511.05641).
 
     Division by a power of two is exact, and copies of a group of weights have the same codes, so gears compute the same
     too. The head reads the embedding, which is not divided; the last norm is divided instead.
@@ -223,70 +228,6 @@ def widened(model, times):
     wide.update(tree_unflatten(arrays))
     mx.eval(wide.parameters())
     return wide
-
-
-def generated(model, tokenizer, prompt, max_tokens):
-    """The tokens, and the seconds per token after the first."""
-    begun, tokens = 0.0, []
-    for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens):
-        begun = begun or time.perf_counter()
-        tokens.append(response.token)
-    return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
-
-
-def pass_milliseconds(gearbox, gear, rows):
-    """The time of one pass over `rows` tokens after a context of 64: the median of a few."""
-    gearbox.shift(gear)
-    cache = make_prompt_cache(gearbox.model)
-    gearbox.model(mx.arange(1, 65)[None], cache=cache)
-    times = []
-    for _ in range(PASSES):
-        begun = time.perf_counter()
-        mx.eval(gearbox.model(mx.arange(1, rows + 1)[None], cache=cache))
-        times.append(1000 * (time.perf_counter() - begun))
-        trim_prompt_cache(cache, rows)
-    return statistics.median(times)
-
-
-def time_texts(gearbox, narrow, draft, tokenizer, prompts, made, bounds, max_tokens):
-    """Time every prompt in the top gear alone, and with drafts to each bound, in turn.
-
-    Returns:
-        tokens and seconds of the top gear's texts, the same for each bound, and how many texts are the demo model's.
-    """
-
-    def lossless(prompt, bound):
-        geared = LosslessModel(
-            gearbox,
-            ProductRule(made.rule().agreement, bound),
-            draft=draft,
-            stop_tokens=tokenizer.eos_token_ids,
-            prompt_tokens=len(prompt),
-            max_tokens=max_tokens,
-        )
-        return generated(geared, tokenizer, prompt, max_tokens)
-
-    alone, as_demo = [], 0
-    drafted: dict[float, list[Any]] = {bound: [] for bound in bounds}
-    lossless(prompts[0], bounds[0])  # a warm-up
-    for prompt in track(prompts, "timing"):
-        gearbox.shift(gearbox.ladder.top)
-        alone.append(generated(gearbox.model, tokenizer, prompt, max_tokens))
-        as_demo += alone[-1][0] == generated(narrow.model, tokenizer, prompt, max_tokens)[0]
-        for bound in bounds:
-            drafted[bound].append(lossless(prompt, bound))
-    return alone, drafted, as_demo
-
-
-def compare(alone, runs):
-    """Texts with drafts beside those of the top gear alone: how many are identical, and how fast they are."""
-    ratios = [before / seconds for (_, before), (_, seconds) in zip(alone, runs)]
-    return {
-        "identical": sum(tokens == expected for (tokens, _), (expected, _) in zip(runs, alone)),
-        "tokens_per_second": 1 / statistics.median(seconds for _, seconds in runs),
-        "ratio": statistics.median(ratios),
-        "spread": [min(ratios), max(ratios)],
-    }
 
 
 @dataclass
@@ -394,57 +335,79 @@ def lossless(
     return Found(data=result)
 
 
-@study(minutes=15)
-def lossless_time(
-    prompts: Path,
-    times: int = 8,
-    num_prompts: int = 4,
-    max_tokens: int = 48,
-    curve: str = str(SHIPPED / "4-8-16.json"),
-    bounds: str | None = None,
-    activations: Literal["float", "int16", "int8"] = "int16",
-) -> Found:
-    """What mode lossless saves in time, on a model larger than the processor's cache.
+SETTINGS = {"planes 4,16": ("4,16", "planes"), "exact 4,16": ("4,16", "exact"), "planes 4,8": ("4,8", "planes")}
+ALONE = "bfloat16 alone"
 
-    The demo model fits into the cache, and a random model accepts no draft. So the demo model is widened as in Net2Net
-    (Chen, Goodfellow, Shlens 2016, arXiv:1511.05641): every unit becomes --times equal ones, and what reads them
-    divides by --times. Drafts are accepted as in the demo model, and the time is that of a large one. For every prompt
-    in turn, the top gear alone is timed, and lossless with every bound on the product of a(H); the prompt's time does
-    not count.
+
+class Writer:
+    """A model in gears that writes texts in lossless mode, or by the top gear alone: tokens, and seconds of each."""
+
+    def __init__(self, model: str, gears: str, format: str, mode: Lossless):
+        loaded, self.tokenizer = load(model)
+        self.gearbox, self.mode = Gearbox(loaded, gears, format=format, kernels="auto"), mode
+
+    def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        self.gearbox.shift(self.gearbox.ladder.top)
+        return generated(mlx_lm.stream_generate(self.gearbox.model, self.tokenizer, prompt, max_tokens))
+
+    def lossless(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        box, mode = self.gearbox, self.mode
+        return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, gearbox=box, mode=mode))
+
+
+def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
+    """The tokens, and the seconds per token after the first."""
+    begun, tokens = 0.0, []
+    for response in responses:
+        begun = begun or time.perf_counter()
+        tokens.append(response.token)
+    return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
+
+
+@study("docs/lossless.md", minutes=90)
+def lossless_time(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [12, 24],  # noqa: B006
+    model: str = "smollm2",
+    settings: list[str] = [*SETTINGS],  # noqa: B006
+    max_tokens: int = 200,
+    pairs: int = 5,
+    cost: Literal["time", "bytes"] = "time",
+    lookup_tokens: int = MOST_DRAFTED,
+) -> Found:
+    """What mode lossless saves in time on a real language model, beside plain bfloat16.
+
+    For every prompt, plain bfloat16 alone and lossless mode in each setting write the text in turn. Plain bfloat16
+    does so twice, which shows how much the machine itself strays. The time of the prompt does not count.
 
     Args:
-        prompts: One per line, or JSON Lines such as GSM8K's.
-        times: Copies of every unit: a power of two.
-        curve: Of the demo model; says the ladder too.
-        bounds: On the product of a(H), commas between; the curve's if not given.
+        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        num_prompts: Of each file.
+        settings: Formats and gears, as they are named in the table.
+        pairs: Trials of a prompt, whose median counts.
+        cost: What drafts are to save.
+        lookup_tokens: As of `generate`; 0: no lookup.
     """
-    made = read_draft_file(curve)
-    chosen = [float(part) for part in bounds.split(",")] if bounds else [made.bound]
-    gears = ",".join(map(str, made.gears))
-    model, tokenizer = load()
-    asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
-    narrow = Gearbox(model, gears, kernels="native")
-    gearbox = Gearbox(widened(load()[0], times), gears, kernels="native", activations=activations)
-    top, draft = gearbox.ladder.top, gearbox.ladder.find(made.draft)
-    narrow.shift(narrow.ladder.top)
-    alone, drafted, as_demo = time_texts(gearbox, narrow, draft, tokenizer, asked, made, chosen, max_tokens)
-    result = {
-        "times": times,
-        "parameters": sum(array.size for _, array in tree_flatten(gearbox.model.parameters())),
-        "gears": gears,
-        "draft_bits": made.draft,
-        "activations": activations,
-        "weight_bytes_top": gearbox.weight_bytes_per_token(top),
-        "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
-        "prompts": len(asked),
-        "tokens": sum(len(tokens) for tokens, _ in alone),
-        "identical_to_the_demo_model": as_demo,
-        "tokens_per_second_top": 1 / statistics.median(seconds for _, seconds in alone),
-        "milliseconds": {
-            "draft": pass_milliseconds(gearbox, draft, 1),
-            **{f"top, {rows} rows": pass_milliseconds(gearbox, top, rows) for rows in (1, 4, 8, 16)},
-        },
-        "bounds": {bound: compare(alone, runs) for bound, runs in drafted.items()},
-    }
-    print(json.dumps(result, indent=2))
-    return Found(data=result)
+    mode = Lossless(cost=cost, lookup_tokens=lookup_tokens)
+    plain = Writer(model, "4,16", "planes", mode)
+    writers = {name: Writer(model, *SETTINGS[name], mode) for name in settings}
+    ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
+    texts = [read_prompts(file)[:count] for file, count in zip(prompts, num_prompts, strict=True)]
+    asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]
+    for write in ways.values():  # makes the gears
+        write(asked[0], 32)
+    faster: dict[str, list[float]] = {name: [] for name in ways}
+    same = dict.fromkeys(ways, 0)
+    for prompt in track(asked, "prompts"):
+        trials: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
+        for _ in range(pairs):
+            for name, write in ways.items():
+                trials[name].append(write(prompt, max_tokens))
+        seconds = {name: [spent for _, spent in done] for name, done in trials.items()}
+        for name, done in trials.items():
+            top = writers[name].alone(prompt, max_tokens)[0] if name.endswith("8") else trials["first"][0][0]
+            same[name] += all(text == top for text, _ in done)
+            faster[name].append(statistics.median(ratios(seconds["first"], seconds[name])))
+    rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
+    head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
+    return Found({"lossless_time": table_here(head, rows)}, {"faster": faster, "same": same})
