@@ -1,4 +1,4 @@
-"""Model directories that somebody made to hang, to fill the memory or to run code: one line that names the file."""
+"""Model directories that somebody made to hang or to run code: one line that names the file."""
 
 import io
 import json
@@ -100,16 +100,11 @@ def test_weights_of_another_kind(command, model, dtype):
     ("template", "reason"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 0.5 s"),
-        pytest.param(
-            '{{ "a" * 10**10 }}',
-            "MemoryError",
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits memory"),
-        ),
         ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
     ],
 )
 def test_a_chat_template_without_end(command, model, monkeypatch, template, reason):
-    monkeypatch.setattr(prompt, "TEMPLATE_LIMITS", (0.5, 2**28))
+    monkeypatch.setattr(prompt, "TEMPLATE_SECONDS", 0.5)
     edit(model / "tokenizer_config.json", chat_template=template)
     assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
 

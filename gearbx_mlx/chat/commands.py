@@ -1,6 +1,5 @@
 """What begins with a slash: the commands of a chat."""
 
-import difflib
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cli import terminal
+from ..cli.settings import nearest
 from ..errors import GearbxError
 from ..files.writing import check_writable, write_text
 from .lines import FILES, Words
@@ -43,7 +43,7 @@ def obey(session: Session, line: str) -> bool:
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1, cutoff=0)[0]
+        near = nearest(name, COMMANDS, 0)
         shown = terminal.escaped(name)
         raise GearbxError(f"{shown}: no such command; {near} is the nearest, and a space in front makes it a message")
     COMMANDS[name].run(session, argument.strip())

@@ -1,13 +1,11 @@
 """Flags of the prompt and of the text's length, and a prompt as tokens."""
 
 import contextlib
-import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
@@ -15,61 +13,9 @@ from ..errors import GearbxError, about, one_line
 from ..files.reading import parse_json, typed
 from .settings import Settings, flag
 
-
-@contextlib.contextmanager
-def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Ends what runs inside when it takes too long or too much memory.
-
-    Args:
-        memory: bytes more than the process has now. Linux alone can limit them.
-
-    Raises:
-        TimeoutError, MemoryError: from the place where it is then.
-    """
-    with limited_time(seconds), limited_memory(memory):
-        yield
-
-
-@contextlib.contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    in_main = threading.current_thread() is threading.main_thread()  # the only one in which Python runs handlers
-    if not in_main or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, end)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # of whoever calls
-
-
-@contextlib.contextmanager
-def limited_memory(memory: int) -> Iterator[None]:
-    if sys.platform != "linux":
-        yield
-        return
-    import resource  # which Windows lacks
-
-    used = re.search(r"^VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = memory + 1024 * int(used[1]) if used else soft
-    limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits, default=resource.RLIM_INFINITY), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
 DEFAULT_MAX_TOKENS = 100
 QUERY = "<query>"  # a message that shows where the template puts one
-TEMPLATE_LIMITS = 5, 2**30  # seconds and bytes: it came with the model, and is a program
+TEMPLATE_SECONDS = 5  # of a chat template, which came with the model and is a program
 
 
 @dataclass(frozen=True)
@@ -217,7 +163,7 @@ def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, 
         "add_generation_prompt": not continued,
     }
     try:
-        with limited(*TEMPLATE_LIMITS):
+        with limited_time(TEMPLATE_SECONDS):
             text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
         if not isinstance(text, str):
             raise TypeError("it makes no text")
@@ -226,3 +172,24 @@ def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, 
         raise GearbxError(
             f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
         ) from error
+
+
+@contextlib.contextmanager
+def limited_time(seconds: float) -> Iterator[None]:
+    """Ends what runs inside when it takes too long. Raises TimeoutError from the place where it is then."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    in_main = threading.current_thread() is threading.main_thread()  # the only one in which Python runs handlers
+    if not in_main or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # of whoever calls

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -135,8 +135,8 @@ class FlagParser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is no flag."""
         name = word.split("=")[0]
-        near = difflib.get_close_matches(name, self.flags(), 1) if name.startswith("-") else []
-        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help shows the flags"
+        near = nearest(name, self.flags()) if name.startswith("-") else None
+        hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
         self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
 
     def flags(self) -> Iterator[str]:
@@ -145,6 +145,11 @@ class FlagParser(argparse.ArgumentParser):
             yield from action.option_strings
             for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
                 yield from parser.flags()
+
+
+def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
+    """The name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
 
 
 class ShowAndExit(argparse.Action):
