@@ -20,8 +20,9 @@ from pages import table
 from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
 from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
-from gearbx_mlx.cli.loaded import HARD, MIXED, TRIVIAL
+from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.decoding.route import SHORT_PROMPTS
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of
 from gearbx_mlx.evaluation.text import NEXT_PROMPT, read_rows
@@ -135,7 +136,7 @@ def measure_points(target_bpw: float) -> str:
     model, tokenizer = load()
     with progress_bar() as progress:
         found = fit_floors(
-            model, tokenizer, "codebook", "all", MIXED + TRIVIAL + HARD, None, target_bpw, progress=progress
+            model, tokenizer, "codebook", "all", SHORT_PROMPTS + TRIVIAL + HARD, None, target_bpw, progress=progress
         )
     head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
     return table(head, [point_cells(row) for row in point_rows(found)])

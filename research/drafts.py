@@ -19,7 +19,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.benchmark.decode import random_llama
-from gearbx_mlx.cli.loaded import read_prompts
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_trials import round_times
 from gearbx_mlx.decoding.rows import Verifier
 

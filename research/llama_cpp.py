@@ -24,7 +24,7 @@ from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import bandwidth_meter, timed
-from gearbx_mlx.cli.loaded import read_prompts
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.errors import GearbxError

@@ -25,7 +25,7 @@ from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, load, stream_generate
-from gearbx_mlx.cli.loaded import read_prompts
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped

@@ -24,7 +24,7 @@ from pages import table
 from rich.progress import track
 
 from gearbx_mlx.cli.gate import Gate
-from gearbx_mlx.cli.loaded import read_prompts
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.route import TelemetryOnly
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.gears.discovery import vocabulary

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from gearbx_mlx import GearbxError
 from gearbx_mlx.chat.commands import obey
 from gearbx_mlx.chat.run import converse, take
-from gearbx_mlx.cli.loaded import load_cache
-from gearbx_mlx.cli.resolved import settle
+from gearbx_mlx.cli.loaded import Loaded, load_cache
+from gearbx_mlx.cli.resolved import resolve
 from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.decoding.caches import length
 from gearbx_mlx.generate import GenerateSettings
@@ -255,7 +255,7 @@ class TestCommands:
         settings = command_settings(
             GenerateSettings, {"prompt_cache_file": str(file), "prompt": MORE, "gears": "16"} | flags
         )
-        loaded = settle(settings).load(None)
+        loaded = Loaded.of(resolve(settings))
         tokens, entries = to_read(settings, loaded, MORE, load_cache(str(file), None))
         assert tokens == unread
         assert length(entries) == len(held)

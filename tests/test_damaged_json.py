@@ -13,7 +13,7 @@ from gearbx_mlx.bit_selection.first_order import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gate import read_thresholds
-from gearbx_mlx.cli.loaded import read_prompts
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.session import EvaluationSession, Journal

@@ -12,9 +12,9 @@ import mlx.core as mx
 from ..cli import terminal
 from ..cli.gate import check_routing, initial_gear, route_fields
 from ..cli.gears import LayoutSettings
-from ..cli.loaded import load_model, read_prompts, room_for
-from ..cli.prompt import encode_prompt
-from ..cli.resolved import settle_gears
+from ..cli.loaded import load_model, room_for
+from ..cli.prompt import encode_prompt, read_prompts
+from ..cli.resolved import resolve_gears
 from ..cli.tables import Speed, server_table, summary_of, summary_table
 from ..decoding.route import Route, TelemetryOnly
 from ..decoding.stream import stream_generate
@@ -66,7 +66,7 @@ def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
     """Run the prompts, and write trace, summary and pictures; an interrupt writes them as far as they came."""
-    ladder = settle_gears(settings.model.model, LayoutSettings(gears=settings.ladder.gears)).gears
+    ladder = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears)).ladder
     check_routing(settings.routing, ladder)
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)

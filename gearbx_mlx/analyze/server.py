@@ -9,8 +9,7 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.gate import Routing, check_routing, initial_gear, routing_for
-from ..cli.loaded import read_prompts
-from ..cli.prompt import PromptSettings, check_prompt
+from ..cli.prompt import PromptSettings, check_prompt, read_prompts
 from ..errors import GearbxError
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
@@ -52,7 +51,7 @@ class Recorded:
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
     """Run the prompts, and write trace, summary and pictures; where the server fails, as far as they came."""
-    ladder = Ladder.parse(settings.ladder.gears or DEFAULT_LADDER)
+    ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
     check_routing(settings.routing, ladder)
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     questions = [question_of(settings.prompt, text) for text in texts]

@@ -70,14 +70,14 @@ class ModelBenchmark(BenchmarkSettings):
 
     model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
     shape: str = flag("1024x8", "WIDTHxLAYERS of the random Llama.")
-    gears: str | None = flag(None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16")
+    gears: Ladder | None = flag(
+        None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    )
     tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_shape(self.shape)
-        if self.gears is not None:
-            Ladder.parse(self.gears)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ class MetalBenchmark(Settings):
     model: str | None = flag(
         None, "Whose gears and modes are timed: local directory or Hub repository. Default: the demo model", named=True
     )
-    gears: str | None = flag(None, "Bits of its gears. Default: those of a geared checkpoint, or 4,8,16")
+    gears: Ladder | None = flag(
+        None, "Bits of its gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    )
     tokens: int = flag(64, "Most tokens of a text.", least=1, most=MOST)
     trials: int = flag(7, "Counted trials.", least=1, most=MOST)
     json: str = flag("metal.json", "Write everything as JSON.", metavar="FILE", named=True)
@@ -151,8 +153,6 @@ class MetalBenchmark(Settings):
         super().__post_init__()
         parse_shapes(self.shapes)
         parse_counts("vectors", self.vectors, MOST_VECTORS)
-        if self.gears is not None:
-            Ladder.parse(self.gears)
 
 
 Benchmark = KernelBenchmark | DecodeBenchmark | TokenBenchmark | MetalBenchmark | ServerBenchmark

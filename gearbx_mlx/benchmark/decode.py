@@ -11,8 +11,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from ..cli.flags import ModelSettings
 from ..cli.gears import LayoutSettings
-from ..cli.resolved import settle_gears
+from ..cli.resolved import resolve_gears
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..gears.cost import break_even_tokens
@@ -145,7 +146,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
 
 def ladder_of(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> Ladder:
     """The gears that are asked for. Raises GearbxError where copies of the random Llama and a KV cache do not fit."""
-    ladder = settle_gears(settings.model, LayoutSettings(gears=settings.gears)).gears
+    ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
     if settings.model is None:
         what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
         check_memory(llama_bytes(settings.shape, ladder, copies, context), what)

@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ from typing import Any
 import mlx.core as mx
 
 from .. import __version__
-from ..cli.flags import output_path
+from ..cli.flags import ModelSettings, output_path
 from ..cli.gears import GearFlags, LayoutSettings
-from ..cli.loaded import MIXED
-from ..cli.resolved import in_whole_weights, require_gearbox, settle_gears
+from ..cli.loaded import Loaded
+from ..cli.resolved import resolve_gears
 from ..cli.terminal import progress_bar
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.route import Route, Static
+from ..decoding.route import SHORT_PROMPTS, Route, Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
+from ..gears.ladder import Ladder
 from ..kernels import metal
-from ..loading import DEMO_MODEL, gears_of, load, model_name
+from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
 from . import MOST_VECTORS, DecodeBenchmark, MetalBenchmark, parse_counts, parse_shapes
 from .decode import benchmark_decode
@@ -67,7 +68,7 @@ def run(settings: MetalBenchmark) -> int:
         raise GearbxError(can.reason)
     out = output_path(settings.json)
     check_memory(bytes_needed(settings), "these shapes")
-    settle_gears(settings.model, LayoutSettings(gears=settings.gears))  # a wrong model is said before the work
+    resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # a wrong model is said first
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)
@@ -217,7 +218,7 @@ class ModeRun:
 
     def write(self, tokens: int) -> tuple[list[float], list[list[int]]]:
         """Seconds per token and tokens of each prompt's text."""
-        made = [self.text(prompt, tokens) for prompt in MIXED]
+        made = [self.text(prompt, tokens) for prompt in SHORT_PROMPTS]
         return [seconds for seconds, _ in made], [text for _, text in made]
 
     def text(self, prompt: str, tokens: int) -> tuple[float, list[int]]:
@@ -231,7 +232,7 @@ class ModeRun:
         return (time.perf_counter() - start) / max(len(written) - 1, 1), written
 
 
-def runs_of(model: str | None, gears: str | None, tokens: int) -> Iterator[ModeRun]:
+def runs_of(model: str | None, gears: Ladder | None, tokens: int) -> Iterator[ModeRun]:
     """Every mode on every path, each after an uncounted round of texts that shows its peak memory.
 
     Each path has a model of its own. As in `generate --mode lossless`, bfloat16 weights are in format exact if neither
@@ -241,11 +242,10 @@ def runs_of(model: str | None, gears: str | None, tokens: int) -> Iterator[ModeR
         gc.collect()  # models of earlier sections, or their end would count as ours
         before = mx.get_active_memory()
         flags = GearFlags(kernels=kernels, activations=activations)
-        settings = settle_gears(model, LayoutSettings(gears=gears), flags)
-        loaded, tokenizer = load(model)
-        if gears is None and gears_of(model) is None:
-            settings = in_whole_weights(settings, loaded)
-        gearbox = require_gearbox(settings, loaded, model)
+        resolved = resolve_gears(ModelSettings(model), LayoutSettings(gears=gears), flags)
+        resolved = replace(resolved, takes_whole=gears is None and resolved.saved is None)
+        loaded = Loaded(resolved, *load(model, return_config=True))
+        gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
         del loaded
         for name, mode in MODES.items():
             run = ModeRun(path, name, gearbox, tokenizer, mode())

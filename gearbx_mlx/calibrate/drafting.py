@@ -6,23 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 from mlx_lm import stream_generate
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.flags import ModelSettings
-from ..cli.gears import GearSettings
-from ..cli.loaded import load_model, warn_of_memory
-from ..cli.resolved import require_gearbox, settle_gears
+from ..cli.loaded import Loaded
+from ..cli.resolved import resolve_gears
 from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
 from ..formats import get_format
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
-from ..gears.saved import saved_gears
-from ..loading import model_name
 from ..routing.acceptance import DraftFile
 from ..routing.rounds import TIME
 from . import CalibrateSettings
@@ -43,32 +38,24 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     Args:
         place: of the journal, if there is one.
     """
-    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=None)
-    warn_of_memory(settings.model.model, gears)
-    ladders = [gears.ladder] if gears.ladder else ladders_to_compare(gears.format, settings.calibration.top)
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
+    ladders = [resolved.ladder]
+    if settings.layout.gears is None and resolved.saved is None:
+        ladders = ladders_to_compare(resolved.format, settings.calibration.top)
     check_ladder(ladders[0], "nothing to draft with")
     texts = prompts_by_kind(settings.calibration)["mixed"]
-    model, tokenizer, config = load_model(settings.model)
-    prompts = encoded(texts, settings.prompt, tokenizer, config)
+    loaded = Loaded.of(replace(resolved, ladder=ladders[0]))
+    prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
     compared = {"gears": [str(ladder) for ladder in ladders]}
-    journal = Journal(place, inputs_of(settings, gears, {"mixed": prompts}) | compared, list[GearRecord])
+    journal = Journal(place, inputs_of(settings, resolved, {"mixed": prompts}) | compared, list[GearRecord])
     files: list[DraftFile] = []
     context = settings.target.context if settings.calibration.cost == TIME else None
     with terminal.progress_bar() as progress:
         task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
         for ladder in ladders:
-            if files and get_format(gears.format).ladders:  # the gears before dropped the weights
-                model, tokenizer, _ = load_model(settings.model)
-            files += files_of(
-                ladder,
-                gears,
-                settings.model,
-                (model, tokenizer),
-                prompts,
-                journal,
-                lambda: progress.advance(task),
-                context,
-            )
+            if files and get_format(resolved.format).ladders:  # the gears before dropped the weights
+                loaded = Loaded.of(replace(resolved, ladder=ladder))
+            files += files_of(ladder, loaded, prompts, journal, lambda: progress.advance(task), context)
     best = min(files, key=cost_per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
@@ -89,9 +76,7 @@ def ladders_to_compare(format: str, top: int) -> list[Ladder]:
 
 def files_of(
     ladder: Ladder,
-    gears: GearSettings,
-    settings: ModelSettings,
-    loaded: tuple[nn.Module, Any],
+    loaded: Loaded,
     prompts: Prompts,
     journal: Journal,
     advance: Callable[[], object],
@@ -100,26 +85,25 @@ def files_of(
     """A file for each gear of a ladder that may draft.
 
     Args:
-        loaded: model and tokenizer.
         journal: gets what is recorded of each prompt.
         advance: called after every prompt.
         context: measure what passes take after so many tokens, too.
     """
-    model, tokenizer = loaded
+    resolved = loaded.resolved
     bits = [gear.bits for gear in ladder]
     # The originals stay in the model, even where the top gear has fewer bits: the next ladder is made from them.
-    stored = bits if bits[-1] == DENSE or saved_gears(model) else [*bits, DENSE]
-    gearbox = require_gearbox(replace(gears, ladder=Ladder(stored)), model, settings.model, settings.dtype)
+    stored = bits if bits[-1] == DENSE or resolved.saved else [*bits, DENSE]
+    gearbox = replace(loaded, resolved=replace(resolved, ladder=Ladder(stored))).gearbox()
     top = gearbox.ladder.find(bits[-1])
     below = [gear for gear in gearbox.ladder if gear.bits < top.bits]
     drafting = [gear for gear in below if gear.bits in DRAFT_BITS] or below
     recorded: dict[Any, list] = {gear: [] for gear in drafting}
     for number, prompt in enumerate(prompts):
-        record = partial(agreements, gearbox, tokenizer, top, drafting, *prompt)
+        record = partial(agreements, gearbox, loaded.tokenizer, top, drafting, *prompt)
         for gear, agreement in zip(drafting, journal.made(f"gears {ladder}, prompt {number}", record)):
             recorded[gear].append(agreement)
         advance()
-    about = model_name(settings.model), gears.group_size, gears.format
+    about = loaded.name, resolved.group_size, resolved.format
     files = list(draft_files(gearbox, top, recorded, *about, context))
     gearbox.shift(gearbox.ladder.top)
     return files

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ..cli.gears import GearSettings
-from ..cli.loaded import HARD, MIXED, TRIVIAL, read_prompts, room_for
-from ..cli.prompt import PromptSettings, encode_prompt
-from ..cli.resolved import gear_inputs, model_inputs
+from ..cli.loaded import room_for
+from ..cli.prompt import HARD, TRIVIAL, PromptSettings, encode_prompt, read_prompts
+from ..cli.resolved import Resolved
+from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError
 from ..evaluation.session import hash_of_tokens
 from ..gears.ladder import Ladder
@@ -44,7 +44,7 @@ class Calibration:
 
 def prompts_by_kind(settings: CalibrationSettings) -> dict[str, list[str]]:
     """Kind to prompts, from files or, where none is named, the few that ship: "mixed", or "trivial" and "hard"."""
-    files = {"mixed": (settings.prompts, MIXED)}
+    files = {"mixed": (settings.prompts, SHORT_PROMPTS)}
     if settings.method == MANUAL:
         files = {"trivial": (settings.trivial, TRIVIAL), "hard": (settings.hard, HARD)}
     return {
@@ -61,13 +61,12 @@ def encoded(
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
 
-def inputs_of(settings: CalibrateSettings, gears: GearSettings, prompts: Mapping[str, Prompts]) -> dict[str, Any]:
+def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Mapping[str, Prompts]) -> dict[str, Any]:
     """All that the records of prompts depend on. prompts: by kind."""
     return {
         "mode": settings.calibration.mode,
         "method": settings.calibration.method,
-        **model_inputs(settings.model),
-        **gear_inputs(gears),
+        **resolved.inputs(),
         "prompts": {kind: hash_of_tokens([tokens for tokens, _ in encoded]) for kind, encoded in prompts.items()},
         "max_tokens": settings.prompt.max_tokens,
         "extra_eos_token": [*settings.model.extra_eos_token],

@@ -12,9 +12,8 @@ from typing import Any
 from rich.progress import Progress
 
 from ..cli import terminal
-from ..cli.gears import GearSettings
-from ..cli.loaded import load_model, warn_of_memory
-from ..cli.resolved import require_gearbox, settle_gears
+from ..cli.loaded import Loaded
+from ..cli.resolved import Resolved, resolve_gears
 from ..cli.settings import human_bytes
 from ..decoding.draft_trials import GearRecord, draft_files
 from ..decoding.stream import stream_generate
@@ -66,17 +65,16 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     Args:
         place: the directory of the records, which serve any wish; None: they are not kept.
     """
-    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
-    warn_of_memory(settings.model.model, gears)
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
     asked = prompts_by_kind(settings.calibration)["mixed"]
     documents = read_documents(Path(settings.target.data)) if settings.target.data else None
-    model, tokenizer, config = load_model(settings.model)
-    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
-    prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, config)
+    loaded = Loaded.of(resolved)
+    gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
+    prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, loaded.config)
     target = settings.target
     windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data)) if documents else []
     depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows), "context": target.context}
-    inputs = inputs_of(settings, gears, {"mixed": prompts}) | depends_on
+    inputs = inputs_of(settings, resolved, {"mixed": prompts}) | depends_on
     with contextlib.ExitStack() as stack:
         folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(terminal.progress_bar())
@@ -88,7 +86,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         recordings = record_gears(gearbox, windows, reference, session, progress)
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
-        search = Search(settings, gears, wish, windows, by_bits, reference, session.journal("verified", PolicyOutcome))
+        search = Search(resolved, wish, windows, by_bits, reference, session.journal("verified", PolicyOutcome))
         try:
             chosen = search.first_that_meets(in_order(found, wish), progress)
         except GearbxError as error:
@@ -146,8 +144,7 @@ class Search:
     recordings: bits to the gear alone along the windows. outcomes: of candidates in sequential runs.
     """
 
-    settings: CalibrateSettings
-    gears: GearSettings
+    resolved: Resolved
     wish: Wish
     windows: Windows
     recordings: Mapping[int, Recording]
@@ -200,17 +197,15 @@ class Search:
 
     def gearbox_of(self, candidate: Candidate) -> Gearbox:
         """The candidate's gears, on the model as it is loaded."""
-        model, _, _ = load_model(self.settings.model)
-        gears = replace(self.gears, ladder=Ladder(candidate.gears))
-        return require_gearbox(gears, model, self.settings.model.model, self.settings.model.dtype)
+        return Loaded.of(replace(self.resolved, ladder=Ladder(candidate.gears))).gearbox()
 
     def file_of(self, candidate: Candidate, gearbox: Gearbox) -> DraftFile | ThresholdFile:
         """The file that generate --thresholds reads."""
-        name, recorded = model_name(self.settings.model.model), self.recordings[candidate.gears[0]]
+        name, recorded = model_name(self.resolved.model.model), self.recordings[candidate.gears[0]]
         if candidate.mode == LOSSLESS:
             low, top = gearbox.ladder
             agreements = {low: [GearRecord(*sequence) for sequence in sequences_of(recorded)]}
-            (file,) = draft_files(gearbox, top, agreements, name, self.gears.group_size, self.gears.format)
+            (file,) = draft_files(gearbox, top, agreements, name, self.resolved.group_size, self.resolved.format)
             return file
         return ThresholdFile(
             thresholds=list(candidate.thresholds),

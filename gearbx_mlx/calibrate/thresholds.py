@@ -9,16 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cli import terminal
-from ..cli.gears import GearSettings
-from ..cli.loaded import load_model, warn_of_memory
-from ..cli.resolved import require_gearbox, settle_gears
+from ..cli.loaded import Loaded
+from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.kickdown import GearedModel
 from ..decoding.sampling import entropy_bits, sampled
 from ..decoding.stream import stream_generate
 from ..evaluation.session import Journal
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer
-from ..loading import model_name
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import KICKDOWN, MANUAL, MEDIAN, PERCENTILE, SHARE, CalibrateSettings
@@ -29,13 +27,14 @@ Entropies = list[list[float]]  # bits, one list for each prompt
 
 def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """Thresholds from the entropies of a model that does not change gear. place: of the journal, if there is one."""
-    gears, shares = settle(settings)
+    resolved, shares = settle(settings)
     gate, method = vars(settings.gate.filled()), settings.calibration.method
     texts = prompts_by_kind(settings.calibration)
-    model, tokenizer, config = load_model(settings.model)
-    observer = Observer(model, gears.gears, dtype=settings.model.dtype)
+    loaded = Loaded.of(resolved)
+    model, tokenizer, config = loaded.model, loaded.tokenizer, loaded.config
+    observer = Observer(model, resolved.ladder, dtype=settings.model.dtype)
     prompts = {kind: encoded(kind_texts, settings.prompt, tokenizer, config) for kind, kind_texts in texts.items()}
-    journal = Journal(place, inputs_of(settings, gears, prompts), list[float])
+    journal = Journal(place, inputs_of(settings, resolved, prompts), list[float])
     samples = record_entropies(method, observer, tokenizer, prompts, journal)
     vocab_size = vocabulary(model)
     thresholds = find_thresholds(method, samples, shares, vocab_size, gate)
@@ -44,25 +43,25 @@ def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibrat
     file = ThresholdFile(
         thresholds=list(thresholds),
         vocab_size=vocab_size,
-        model=model_name(settings.model.model),
+        model=loaded.name,
         method=method,
-        gears=[gear.bits for gear in gears.gears],
+        gears=[gear.bits for gear in resolved.ladder],
         tokens=sum(map(len, sequences)),
         shares=reached,
         **gate,
     )
-    return Calibration(file, bits_line(thresholds), [shares_note(gears.gears, reached, file.tokens)])
+    return Calibration(file, bits_line(thresholds), [shares_note(resolved.ladder, reached, file.tokens)])
 
 
 def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """Thresholds from every token's entropy in every gear on the way to the top one. place: as for route."""
-    gears, shares = settle(settings)
+    resolved, shares = settle(settings)
     texts = prompts_by_kind(settings.calibration)["mixed"]
-    model, tokenizer, config = load_model(settings.model)
-    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    loaded = Loaded.of(resolved)
+    gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     climbing = GearedModel(gearbox, rule=lambda entropy, position, gear: True)
-    prompts = encoded(texts, settings.prompt, tokenizer, config)
-    inputs = inputs_of(settings, gears, {"mixed": prompts}) | {"native": gearbox.kernels.native}
+    prompts = encoded(texts, settings.prompt, tokenizer, loaded.config)
+    inputs = inputs_of(settings, resolved, {"mixed": prompts}) | {"native": gearbox.kernels.native}
     journal = Journal(place, inputs, list[tuple[float, ...]])
     entropies: list[tuple[float, ...]] = []
     with terminal.progress_bar() as progress:
@@ -71,10 +70,10 @@ def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calib
     thresholds, reached = calibration.kickdown_thresholds(entropies, shares)
     file = ThresholdFile(
         thresholds=list(thresholds),
-        vocab_size=vocabulary(model),
-        model=model_name(settings.model.model),
+        vocab_size=vocabulary(loaded.model),
+        model=loaded.name,
         method=SHARE,
-        gears=[gear.bits for gear in gears.gears],
+        gears=[gear.bits for gear in resolved.ladder],
         tokens=len(entropies),
         window=1,
         hysteresis=0.0,
@@ -83,7 +82,7 @@ def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calib
         mode=KICKDOWN,
         fingerprint=gearbox.fingerprint,
     )
-    return Calibration(file, bits_line(thresholds), [shares_note(gears.gears, reached, file.tokens)])
+    return Calibration(file, bits_line(thresholds), [shares_note(resolved.ladder, reached, file.tokens)])
 
 
 def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
@@ -92,12 +91,11 @@ def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], 
     return [source.seen(response).step.entropies for response in source.responses]
 
 
-def settle(settings: CalibrateSettings) -> tuple[GearSettings, list[float]]:
+def settle(settings: CalibrateSettings) -> tuple[Resolved, list[float]]:
     """The gears, and the share of tokens for each. Raises GearbxError for gears that need no threshold."""
-    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
-    warn_of_memory(settings.model.model, gears)
-    check_ladder(gears.gears, "no thresholds")
-    return gears, settings.calibration.shares_of(len(gears.gears))
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
+    check_ladder(resolved.ladder, "no thresholds")
+    return resolved, settings.calibration.shares_of(len(resolved.ladder))
 
 
 def record_entropies(

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
 from ..cli.gate import check_routing
-from ..cli.loaded import Begun, generation_keywords, load_pair, save_cache
-from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, governor, settle
+from ..cli.loaded import Begun, Loaded, generation_keywords, load_pair, save_cache
+from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, resolve
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
 from ..decoding.mode import refuse_draft_model
 from ..decoding.modes import MODES
@@ -21,7 +21,7 @@ from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
-from ..loading import DEMO_MODEL, gears_of
+from ..loading import DEMO_MODEL
 from ..routing.pair import NAMES
 from . import ChatSettings, parse_mode
 
@@ -76,15 +76,14 @@ class GearedChat:
     """
 
     def __init__(self, settings: ChatSettings, stack: ExitStack):
-        settled = settle(settings)
-        loaded = settled.load(settings.model.model)
-        self._settings, self._start = settings, settled.choice
+        resolved = resolve(settings)
+        loaded = Loaded.of(resolved)
+        self._settings, self._saved, self._start = settings, resolved.saved, resolved.mode
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
         self._geared = loaded.in_gears()
         gearbox = self._geared.gearbox
-        further = self._geared.gears.governor_keywords()
-        self._controller = stack.enter_context(governor(settings.controller, gearbox, True, **further))
+        self._controller = stack.enter_context(self._geared.governor())
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
@@ -124,12 +123,9 @@ class GearedChat:
         choice = replace(self._start, mode=mode)
         if words:  # else the flags that the chat was started with
             check_mode(mode, MODES)
-            choice = choose_mode(replace(self._settings, **vars(parse_mode(mode, words))), self._saved())
+            choice, _ = choose_mode(replace(self._settings, **vars(parse_mode(mode, words))), self._saved)
         self._check(choice)
         self._choice, self._held = choice, ""
-
-    def _saved(self) -> Any:
-        return gears_of(self._settings.model.model)
 
     def _held_choice(self, gear: str) -> ModeChoice:
         return replace(self._start, mode=STATIC, gear=gear)

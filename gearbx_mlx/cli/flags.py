@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from ..decoding.modes import MODES
 from ..errors import GearbxError, about
 from ..files.writing import check_writable
-from ..gears.ladder import DTYPES, SUPPORTED, WHOLE, WHOLE_LADDER, WIDTHS, Ladder, check_kv_gears
+from ..gears.ladder import DTYPES, SUPPORTED, WHOLE, WHOLE_LADDER, WIDTHS, Ladder, check_kv_gears, kv_ladder
 from ..kernels import DEVICES, KERNELS
 from ..machine.readers import Scripted
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
@@ -63,11 +63,12 @@ class CacheSettings(Settings):
     )
     kv_group_size: int = flag(64, "Group size for KV cache quantization.", choices=(32, 64, 128), rare=True)
     quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", least=0, rare=True)
-    kv_gears: str | None = flag(
+    kv_gears: tuple[int, ...] | None = flag(
         None,
         "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16. Default: none",
         metavar="BITS,BITS",
         rare=True,
+        parse=kv_ladder,
     )
     kv_gear: int | None = flag(
         None,
@@ -186,11 +187,23 @@ CAP_BITS = (4, 5, 6, 8)
 SLOWEST = 0.001  # tokens per second
 
 
+def parse_widths(text: str) -> tuple[int, ...]:
+    """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""
+    try:
+        widths = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise GearbxError(f"--cap-bits is '{text}'; give whole numbers with commas between") from error
+    unknown = [bits for bits in widths if bits not in WIDTHS]
+    if unknown:
+        raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
+    return widths
+
+
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
     """What the controller aims at and watches; it runs if any of the first four is set.
 
-    target_tps: tokens per second. machine: a file that plays the machine's state. cap_bits: bits with commas between.
+    target_tps: tokens per second. machine: a file that plays the machine's state.
     """
 
     title: ClassVar[str] = "controller"
@@ -215,12 +228,13 @@ class ControllerSettings(Settings):
         "first, which frees memory with --residency disk.",
         metavar="SIZE",
     )
-    cap_bits: str | None = flag(
+    cap_bits: tuple[int, ...] | None = flag(
         None,
         "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
         f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
         metavar="BITS",
         rare=True,
+        parse=parse_widths,
     )
 
     def __post_init__(self) -> None:
@@ -232,7 +246,6 @@ class ControllerSettings(Settings):
             raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
         if self.machine is not None:
             Scripted.from_file(self.machine)
-        self.given_bits()
 
     @property
     def wanted(self) -> bool:
@@ -246,19 +259,6 @@ class ControllerSettings(Settings):
         with about("--max-memory"):
             return parse_bytes(self.max_memory)
 
-    def given_bits(self) -> tuple[int, ...] | None:
-        """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""
-        if self.cap_bits is None:
-            return None
-        try:
-            widths = tuple(int(part) for part in self.cap_bits.split(","))
-        except ValueError as error:
-            raise GearbxError(f"--cap-bits is '{self.cap_bits}'; give whole numbers with commas between") from error
-        unknown = [bits for bits in widths if bits not in WIDTHS]
-        if unknown:
-            raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
-        return widths
-
     def widths(self, model: str | None, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
         """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.
 
@@ -269,7 +269,7 @@ class ControllerSettings(Settings):
         Raises:
             GearbxError: --cap-bits that a geared checkpoint does not have.
         """
-        given = self.given_bits()
+        given = self.cap_bits
         missing = [bits for bits in given or () if stored is not None and bits not in stored]
         if missing:
             bits = ", ".join(map(str, stored or ()))

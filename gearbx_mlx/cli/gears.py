@@ -1,6 +1,5 @@
 """Flags of the gears, as given and as they are once the checkpoint is known."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,16 +173,12 @@ class LadderSettings(Settings):
 
     title: ClassVar[str] = "gears"
 
-    gears: str | None = flag(
+    gears: Ladder | None = flag(
         None,
         "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
         f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        parse=Ladder.parse,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gears is not None:
-            Ladder.parse(self.gears)
 
 
 @dataclass(frozen=True)
@@ -254,46 +249,10 @@ class GearFlags(Settings):
         return self.other_codes or self.residency == "disk" or self.kernels == "mlx"
 
 
-@dataclass(frozen=True)
-class GearSettings:
-    """Everything that a gearbox is made with, once flags, checkpoint and manifest agree.
-
-    ladder: None where the command has no default and none was given. floors: bits follow from them. precision: the
-    manifest whose tables the gears have. cap_bits: further bits that layers are stored at. dequant_cache: keep what was
-    unpacked until the gear is left.
-    """
-
-    ladder: Ladder | None
-    format: str
-    manage: str
-    group_size: int
-    residency: str = "resident"
-    kernels: str = "auto"
-    activations: str = DEFAULT_ACTIVATIONS
-    low_model: str | None = None
-    floors: Floors | None = None
-    manifest: str | None = None
-    precision: "PrecisionManifest | None" = None
-    cap_bits: tuple[int, ...] = ()
-    dequant_cache: bool = False
-
-    @property
-    def gears(self) -> Ladder:
-        """The ladder, where there is one."""
-        assert self.ladder is not None
-        return self.ladder
-
-    def governor_keywords(self) -> Mapping[str, Any]:
-        """What the manifest tells a `Governor`: which layers to cap first, and how far."""
-        if self.precision is None:
-            return {}
-        return {"sensitivity": self.precision.sensitivity, "bounds": self.precision.bounds}
-
-
-def quality_ladder(format: str | None, by_quality: bool, default: str) -> str:
+def quality_ladder(format: str, by_quality: bool, default: str = DEFAULT_LADDER) -> Ladder:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
     if format == WHOLE:
-        return WHOLE_LADDER
+        return Ladder.parse(WHOLE_LADDER)
     if not has_codebooks(format):
-        return default
-    return "2,16" if by_quality else "4,16"
+        return Ladder.parse(default)
+    return Ladder((2, 16) if by_quality else (4, 16))

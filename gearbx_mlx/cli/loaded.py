@@ -1,9 +1,10 @@
-"""The model that the settings name, and the room that a prompt leaves in its context."""
+"""A model loaded and put into gears as `Resolved` says, with what every command needs of it then."""
 
-import dataclasses
+import contextlib
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +13,297 @@ import mlx.nn as nn
 import msgspec
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import get_total_parameters
-from msgspec import Struct
 
+from ..bit_selection.defaults import Floors
+from ..bit_selection.precision import PrecisionManifest, fit
 from ..compat.arrays import dtype_name
-from ..decoding.caches import KeptCache, check_prompt_cache, plain_cache
+from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
+from ..decoding.governor import Governor
+from ..decoding.mode import Mode
+from ..decoding.modes import mode_class
 from ..decoding.pair import Pair, bytes_read
-from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampler_for
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
-from ..files.reading import json_lines, parse_json, read_text, shown, typed
+from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing
-from ..formats import get_format
+from ..formats import get_format, with_cache
 from ..gears.activations import compute_in, model_dtype, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
-from ..gears.discovery import is_quantized, vocabulary
-from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
-from ..gears.saved import saved_gears
+from ..gears.discovery import Predicate, is_quantized, vocabulary, with_clamps
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.kernel_choices import choose_kernels, measure_gears
+from ..gears.ladder import Ladder
+from ..gears.saved import saved_gears, without_gears
+from ..kernels import MEASURE
 from ..kernels.device import recommended_memory
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
+from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
 from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, summarize
-from .flags import CacheSettings, ModelSettings, SamplingSettings, cache_keywords, check_sampling
-from .gears import GearSettings
+from .flags import (
+    TELEMETRY_ONLY,
+    CacheSettings,
+    ControllerSettings,
+    ModelSettings,
+    SamplingSettings,
+    cache_keywords,
+    check_sampling,
+)
+from .gate import initial_gear, route_fields, routing_for
+from .resolved import OF_LOSSLESS, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
-from .tables import Speed
+from .tables import Speed, kernels_table
+from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
+
+VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
-def warn_of_memory(model: str | None, gears: GearSettings, whole: bool = False) -> None:
-    """Warn of a model that needs more memory than macOS recommends for the GPU, and name gears that would fit.
+@dataclass(frozen=True)
+class Loaded:
+    """A model as loaded, before anything takes long."""
+
+    resolved: Resolved
+    model: nn.Module
+    tokenizer: Any
+    config: dict
+
+    @classmethod
+    def of(cls, resolved: Resolved, chat_template: str = "") -> "Loaded":
+        """The model without gears as yet. Raises GearbxError as `load_model`.
+
+        Args:
+            chat_template: replaces the tokenizer's.
+        """
+        if not resolved.observes:
+            warn_of_memory(resolved)
+        return cls(resolved, *load_model(resolved.model, chat_template))
+
+    @property
+    def name(self) -> str:
+        return model_name(self.resolved.model.model)
+
+    def in_gears(self) -> "Geared":
+        """The model with its gearbox. Raises GearbxError for gears that do not fit the model."""
+        resolved = self.resolved
+        if resolved.kv_gears is not None:
+            check_heads(self.model, resolved.kv_gears)
+        if resolved.takes_whole and takes_whole(resolved, self.model):
+            resolved = resolved.in_whole_weights()
+        gearbox = make_gearbox(resolved, self.model)
+        if isinstance(gearbox, Observer) and not resolved.observes:
+            note(f"{self.name} is quantized already: telemetry only, no layer changes gear")
+        return Geared(self, gearbox)
+
+    def gearbox(self) -> Gearbox:
+        """As `in_gears`. Raises GearbxError for a model that has no gears, too."""
+        if without_gears(self.model):
+            raise GearbxError(
+                f"{self.name}: is quantized already and has no gears to compare; give the model that it was made from"
+            )
+        gearbox = self.in_gears().gearbox
+        assert isinstance(gearbox, Gearbox)
+        return gearbox
+
+
+@dataclass(frozen=True)
+class Geared:
+    """A loaded model with its gearbox, or with an observer where nothing shifts."""
+
+    loaded: Loaded
+    gearbox: Gearbox | Observer
+
+    def mode(self, prompt: str, choice: ModeChoice | None = None) -> Mode:
+        """The mode for a prompt, as typed; `choice` replaces that of the flags. Raises GearbxError as make_mode."""
+        return make_mode(choice or self.loaded.resolved.mode, self.gearbox, prompt)
+
+    @contextlib.contextmanager
+    def governor(self, verbose: bool = True) -> Iterator[Governor | None]:
+        """What caps the gears while the context lasts; None where nothing is to be capped.
+
+        Args:
+            verbose: print which readers of this machine work.
+
+        Raises:
+            GearbxError: a model that changes no gear, or whose layers cannot be capped or timed.
+        """
+        settings, precision = self.loaded.resolved.controller, self.loaded.resolved.precision
+        if not settings.wanted:
+            yield None
+            return
+        if not isinstance(self.gearbox, Gearbox):
+            raise GearbxError(
+                "the model changes no gear, so nothing can be capped; leave out --target-tps and --watch-machine"
+            )
+        order: dict[str, Any] = {}  # of the layers to cap
+        if precision is not None:
+            order = {"sensitivity": precision.sensitivity, "bounds": precision.bounds}
+        own = [] if (limit := settings.limit()) is None else [own_memory(limit)]
+        with make_watch(settings, own, verbose) as watch:
+            yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
+
+
+def takes_whole(resolved: Resolved, model: nn.Module) -> bool:
+    """Whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
+    if without_gears(model) or stored_dtype(model) != mx.bfloat16:
+        return False
+    show_compiling()
+    return choose_kernels(resolved.kernels, True, resolved.activations, ours_alone=True).native
+
+
+def make_gearbox(resolved: Resolved, model: nn.Module) -> Gearbox | Observer:
+    """A gearbox with everything that was asked for; an observer for a model without gears.
+
+    Raises:
+        GearbxError: gears that do not fit the model.
+    """
+    dtype = resolved.model.dtype
+    if resolved.observes or without_gears(model):
+        if resolved.kernels == MEASURE:
+            note("kernels: nothing is measured without gears")
+        return Observer(model, resolved.ladder, dtype=dtype)
+    show_compiling()
+    show_encoding()
+    low_model = None if resolved.low_model is None else load(resolved.low_model)[0]
+    layers: dict[str, Any] = {"manage": resolved.manage, "widths": resolved.cap_bits}
+    if resolved.precision is not None and resolved.saved is None:
+        layers = layers_of_manifest(resolved, resolved.precision, model)
+    elif resolved.floors is not None:
+        layers["manage"] = predicate_of_floors(model, resolved, resolved.floors)
+    gearbox = Gearbox(
+        model,
+        resolved.ladder,
+        format=with_cache(resolved.format) if resolved.dequant_cache else resolved.format,
+        group_size=resolved.group_size,
+        low_model=low_model,
+        residency=resolved.residency,
+        checkpoint=find(resolved.model.model or DEMO_MODEL) if resolved.residency == "disk" else None,
+        dtype=dtype,
+        kernels="mlx" if resolved.dequant_cache else resolved.kernels,
+        activations=resolved.activations,
+        **layers,
+    )
+    if resolved.kernels == MEASURE:
+        with measuring():
+            measure_gears(gearbox, VECTORS)
+        show_kernels(gearbox)
+    return gearbox
+
+
+def show_kernels(gearbox: Gearbox) -> None:
+    """Print, on stderr, which kernels were chosen by what was measured."""
+    tuner = gearbox.kernel_choices.tuner
+    if tuner.used:
+        messages.print(kernels_table(tuner.used))
+        note(f"kernels: measured in {tuner.seconds:.2f} s" if tuner.seconds else "kernels: as measured earlier")
+    else:
+        note("kernels: nothing to choose, for layers so small, with GEARBX_TUNE=0 or without native kernels")
+
+
+def predicate_of_floors(model: nn.Module, resolved: Resolved, floors: Floors) -> Predicate:
+    """Which layers change gear, each with the fewest bits that reach its floor; prints what was chosen."""
+    from ..bit_selection.codebook_selection import select_bits, selection_lines  # codebooks: few runs need them
+
+    with progress_bar() as progress:
+        selection = select_bits(model, resolved.format, resolved.manage, floors, progress)
+    for line in selection_lines(selection):
+        note(line)
+    return selection.predicate
+
+
+def layers_of_manifest(resolved: Resolved, precision: PrecisionManifest, model: nn.Module) -> dict[str, Any]:
+    """The manifest's part of a gearbox's keywords: manage, tables and widths.
+
+    Raises:
+        GearbxError: it belongs to another model, or names a layer that this model does not have.
+    """
+    with about(resolved.manifest):
+        manifest, _, missing = fit(precision, model)
+    for path in missing:
+        note(f"{resolved.manifest}: has no {path}, which stays at full precision in the tables")
+    tables = manifest.tables(resolved.ladder)
+    uniform = [gear.name for gear in resolved.ladder if gear.name not in tables and not gear.dense]
+    if uniform:
+        note(
+            f"{resolved.manifest}: has no table for {', '.join(uniform)}: all layers alike; "
+            "gearbx_mlx.allocate makes one"
+        )
+    manage = with_clamps(resolved.manage, manifest.clamps) if manifest.clamps else resolved.manage
+    return {"manage": manage, "tables": tables, "widths": sorted({*manifest.bits, *resolved.cap_bits})}
+
+
+def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> Mode:
+    """The mode with its settings.
 
     Args:
-        model: as `load` takes it.
-        whole: whether a model of bfloat16 gets format exact, as mode lossless does.
+        prompt: as typed, which chooses the first gear of mode route.
+
+    Raises:
+        GearbxError: thresholds that do not fit the ladder or the model.
     """
+    kind = mode_class(choice.mode or (TELEMETRY_ONLY if isinstance(gearbox, Observer) else ROUTE))
+    has, ladder = settings_of_mode(kind.name), gearbox.ladder
+    given = {name: getattr(choice, name) for name in ("gear", *OF_LOSSLESS)}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "thresholds" in has:
+        model = gearbox.model
+        settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
+        routed = kind.name in (ROUTE, TELEMETRY_ONLY)
+        values |= route_fields(*settings) if routed else vars(routing_for(*settings))
+        values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
+    else:
+        values["window"] = choice.gate.filled().window
+    return kind(**{field: value for field, value in values.items() if field in has})
+
+
+def own_memory(limit: int) -> OwnMemory:
+    """Reads this process's memory. Raises GearbxError where the model alone takes more."""
+    reader = OwnMemory(limit, mx.get_active_memory)
+    if reader.bytes() > limit:
+        raise GearbxError(
+            f"--max-memory {human_bytes(limit)}: with the model loaded this process has {human_bytes(reader.bytes())}; "
+            "give more, or use fewer --gears, --format exact or --residency disk"
+        )
+    return reader
+
+
+def make_watch(settings: ControllerSettings, own: Sequence[Reader], verbose: bool) -> Watch:
+    """Reads a script, or this machine; prints which readers of this machine work, and why the others do not.
+
+    Args:
+        own: readers of this process, which are read in any case.
+    """
+    if settings.machine is not None:
+        return Watch([Scripted.from_file(settings.machine), *own])
+    if own and not (settings.watch_machine or settings.target_tps is not None):
+        return Watch(own)
+    readers, absent = this_machine()
+    reasons: dict[str, list[str]] = {}
+    for reader, reason in absent.items():
+        reasons.setdefault(reason, []).append(reader)
+    missing = "".join(f"; no {' and '.join(names)} ({reason})" for reason, names in reasons.items())
+    if verbose:
+        names = [reader.name for reader in readers] or ["nothing"]
+        note(f"watching {' and '.join(names)} of this machine{missing}")
+    return Watch([*readers, *own])
+
+
+def warn_of_memory(resolved: Resolved) -> None:
+    """Warn of a model that needs more memory than macOS recommends for the GPU, and name gears that would fit."""
     most = recommended_memory()
-    if most is None or gears.ladder is None or gears.residency == "stream":
+    if most is None or resolved.residency == "stream":
         return
-    files = files_of(model)
+    files = files_of(resolved.model.model)
     if files is None:
         return
-    if whole and all(entry.dtype == "BF16" for entry in files.matrices.values()):
-        gears = dataclasses.replace(gears, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
-    needed = memory_with(files, gears)
+    if resolved.takes_whole and all(entry.dtype == "BF16" for entry in files.matrices.values()):
+        resolved = resolved.in_whole_weights()
+    needed = memory_with(files, resolved)
     if needed > most:
-        remedies = [] if files.is_quantized else fitting(files, gears, most)
+        remedies = [] if files.is_quantized else fitting(files, resolved, most)
         advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
-        warn(model_name(model), needed, most, advice)
+        warn(model_name(resolved.model.model), needed, most, advice)
 
 
 def warn_of_pair(small: str, large: str | None) -> None:
@@ -84,27 +328,63 @@ def files_of(model: str | None) -> ModelFiles | None:
         return None
 
 
-def memory_with(files: ModelFiles, gears: GearSettings) -> int:
+def memory_with(files: ModelFiles, resolved: Resolved) -> int:
     """Bytes that a model in these gears needs."""
-    bits = [gear.bits for gear in gears.gears]
-    return needed_memory(files, bits, get_format(gears.format), gears.group_size, gears.residency == "resident")
+    bits, format = [gear.bits for gear in resolved.ladder], get_format(resolved.format)
+    return needed_memory(files, bits, format, resolved.group_size, resolved.residency == "resident")
 
 
-def fitting(files: ModelFiles, gears: GearSettings, most: int) -> list[str]:
+def fitting(files: ModelFiles, resolved: Resolved, most: int) -> list[str]:
     """Changes that make it fit: the most gears from the lowest on, and the residency that has one gear in memory."""
     found = []
-    bits = [gear.bits for gear in gears.gears]
-    can_drop = not get_format(gears.format).ladders or files.manifest is not None
+    bits = [gear.bits for gear in resolved.ladder]
+    can_drop = not get_format(resolved.format).ladders or files.manifest is not None
     for count in range(len(bits) - 1, 0, -1) if can_drop else ():
-        fewer = dataclasses.replace(gears, ladder=Ladder(bits[:count]))
+        fewer = replace(resolved, ladder=Ladder(bits[:count]))
         needed = memory_with(files, fewer)
         if needed <= most:
             found.append(f"--gears {fewer.ladder} ({human_bytes(needed)})")
             break
-    one = dataclasses.replace(gears, residency="disk")
-    if gears.residency == "resident" and can_drop and memory_with(files, one) <= most:
+    one = replace(resolved, residency="disk")
+    if resolved.residency == "resident" and can_drop and memory_with(files, one) <= most:
         found.append("--residency disk")
     return found
+
+
+def trust(trust_remote_code: bool) -> dict[str, Any]:
+    """The keyword of `load` that trusts remote code; named only when asked for: mlx-lm before 0.32 does not know it."""
+    return {"trust_remote_code": True} if trust_remote_code else {}
+
+
+def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Module, Any, dict]:
+    """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's.
+
+    Raises:
+        GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
+    """
+    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path}
+    if chat_template:
+        keywords["tokenizer_config"] = {"chat_template": chat_template}
+    run = current()
+    if run is None and settings.pipeline:
+        raise GearbxError("--pipeline is for several ranks, and this process runs alone; start them with mlx.launch")
+    if run is not None:
+        keywords |= {"group": run.group, "pipeline": settings.pipeline}
+    model, tokenizer, config = load(settings.model, return_config=True, **keywords)
+    known = tokenizer.get_vocab() if settings.extra_eos_token else {}
+    for token in settings.extra_eos_token:
+        if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
+            raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
+        tokenizer.add_eos_token(token)
+    return model, tokenizer, config
+
+
+def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
+    """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
+    model, tokenizer, config = load_model(settings)
+    if is_quantized(model) or saved_gears(model) is not None:
+        raise GearbxError(f"{model_name(settings.model)}: is no original model; give the one that it was made from")
+    return model, tokenizer, config
 
 
 def generation_keywords(
@@ -218,88 +498,6 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
     return PromptCache(file, made_with, entries, begun)
-
-
-GIVE = "give one prompt per line, or JSON Lines"
-MIXED = SHORT_PROMPTS
-TRIVIAL = (
-    "Count from one to twenty: one, two, three, four,",
-    "The days of the week are Monday, Tuesday, Wednesday,",
-    "A cat has 4 legs. How many legs does a cat have?",
-)
-HARD = (
-    "Prove that there are infinitely many prime numbers.",
-    "A train leaves at 60 miles an hour and another at 75 from a town 300 miles away. When do they meet?",
-    "Describe a colour that nobody has ever seen.",
-)
-
-
-class Row(Struct, frozen=True):
-    """A line of JSON Lines: the prompt is the first of these fields that has text in it."""
-
-    question: str | None = None
-    prompt: str | None = None
-    text: str | None = None
-
-
-def read_prompts(path: Path) -> list[str]:
-    """One prompt per line, or of JSON Lines the field "question" (GSM8K), "prompt" or "text".
-
-    Raises:
-        GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
-    """
-    text = read_text(path, "text", GIVE)
-    if path.suffix in (".jsonl", ".json"):
-        prompts = [prompt_of(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row, GIVE)]
-    else:
-        prompts = [line.strip("\r") for line in text.split("\n") if line.strip()]
-    if not prompts:
-        raise GearbxError(f"{path}: has no prompt; give one per line")
-    return prompts
-
-
-def prompt_of(row: Row, place: str) -> str:
-    """Raises GearbxError for a line without text."""
-    for found in (row.question, row.prompt, row.text):
-        if found and found.strip():
-            return found
-    raise GearbxError(f"{place}: no field 'question', 'prompt' or 'text' with text in it")
-
-
-def trust(trust_remote_code: bool) -> dict[str, Any]:
-    """The keyword of `load` that trusts remote code; named only when asked for: mlx-lm before 0.32 does not know it."""
-    return {"trust_remote_code": True} if trust_remote_code else {}
-
-
-def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Module, Any, dict]:
-    """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's.
-
-    Raises:
-        GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
-    """
-    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path}
-    if chat_template:
-        keywords["tokenizer_config"] = {"chat_template": chat_template}
-    run = current()
-    if run is None and settings.pipeline:
-        raise GearbxError("--pipeline is for several ranks, and this process runs alone; start them with mlx.launch")
-    if run is not None:
-        keywords |= {"group": run.group, "pipeline": settings.pipeline}
-    model, tokenizer, config = load(settings.model, return_config=True, **keywords)
-    known = tokenizer.get_vocab() if settings.extra_eos_token else {}
-    for token in settings.extra_eos_token:
-        if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
-            raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
-        tokenizer.add_eos_token(token)
-    return model, tokenizer, config
-
-
-def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
-    """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
-    model, tokenizer, config = load_model(settings)
-    if is_quantized(model) or saved_gears(model) is not None:
-        raise GearbxError(f"{model_name(settings.model)}: is no original model; give the one that it was made from")
-    return model, tokenizer, config
 
 
 def room_for(

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -74,6 +74,7 @@ def flag(
     also: tuple[str, ...] = (),
     exclusive: str = "",
     rare: bool = False,
+    parse: Callable[[str], Any] | None = None,
     **argparse_keywords: Any,
 ) -> Any:
     """A field that is a flag.
@@ -87,11 +88,13 @@ def flag(
         also: further names of the flag.
         exclusive: at most one flag of those with the same word here may be given.
         rare: `--help-all` shows it, and `--help` does not.
+        parse: makes the field's value of text, once; a program may give the value itself.
         argparse_keywords: of `add_argument`: metavar, nargs, type.
     """
     if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
         help = f"{help} Default: {default}"
     rules = {"help": help, "choices": choices, "named": named, "also": also, "exclusive": exclusive, "rare": rare}
+    rules["parse"] = parse
     if least is not None:
         rules["bounds"] = least, most
     return field(default=default, metadata=rules | {"argparse": argparse_keywords})
@@ -246,7 +249,7 @@ class Settings:
     """A group of flags and settings that checks its own fields. `title` stands above the flags in `--help`.
 
     Raises:
-        GearbxError: a value outside of its field's bounds or choices, or an empty name.
+        GearbxError: a value outside of its field's bounds or choices, an empty name, text that cannot be parsed.
     """
 
     title: ClassVar[str | None] = None
@@ -262,6 +265,8 @@ class Settings:
                 check_choice(item.name, value, rules["choices"])
             if rules.get("named") and not str(value).strip():
                 raise GearbxError(f"{flag_of(item.name)} is empty; name something, or leave the flag out")
+            if rules.get("parse") and isinstance(value, str):
+                object.__setattr__(self, item.name, rules["parse"](value))
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

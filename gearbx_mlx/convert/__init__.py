@@ -13,7 +13,7 @@ from ..cli.settings import Settings, command_settings, flag, parse_bytes, parser
 from ..cli.start import call, command
 from ..errors import GearbxError
 from ..formats import has_codebooks
-from ..gears.ladder import DEFAULT_LADDER, DTYPES, EMBEDDINGS, Ladder
+from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder
 
 
 @dataclass(frozen=True)
@@ -219,14 +219,13 @@ class ConvertSettings:
     def writes_table(self) -> bool:
         """Whether a table of a manifest is written, and no gears."""
         gears = self.layout.gears
-        return self.conversion.manifest is not None and (gears is None or len(Ladder.parse(gears)) == 1)
+        return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
     def ladder(self) -> Ladder:
         """The gears to write."""
         by_quality = self.floors.wanted or self.budget.wanted
-        format = self.layout.chosen_format
-        return Ladder.parse(self.layout.gears or quality_ladder(format, by_quality, DEFAULT_LADDER))
+        return self.layout.gears or quality_ladder(self.layout.chosen_format, by_quality)
 
     @property
     def quality(self) -> Floors | Budget | None:

@@ -13,7 +13,8 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.loaded import HARD, MIXED, TRIVIAL, read_prompts, trust
+from ..cli.loaded import trust
+from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import escaped, messages, note, progress_bar
 from ..conversion.companions import REPORT, begin_anew, copy_companions, write_config
@@ -21,6 +22,7 @@ from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
 from ..conversion.original import OriginalFiles, check_names, weights_in
+from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
@@ -141,7 +143,7 @@ def bits_for(
     report: dict[str, Any] = {}
     with progress_bar() as progress:
         if isinstance(quality, Budget):
-            prompts = MIXED + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
+            prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
             limits, reserve = (quality.memory_budget, quality.target_bpw), reserve_for(quality, model)
             found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
             selection, report["points"] = found.best.selection, point_rows(found)

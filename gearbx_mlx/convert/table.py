@@ -56,14 +56,14 @@ def choose_table(file: Path, layout: LayoutSettings) -> tuple[PrecisionManifest,
     tables = ", ".join(map(str, manifest.gears))
     if not tables:
         raise GearbxError(f"{file}: has no tables; make some with python -m gearbx_mlx.allocate --manifest {file}")
-    if layout.gears is None and len(manifest.gears) > 1:
+    wanted = [*manifest.gears] if layout.gears is None else [gear.bits for gear in layout.gears]
+    if layout.gears is None and len(wanted) > 1:
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")
-    wanted = layout.gears or tables
-    if not wanted.isdecimal() or int(wanted) not in manifest.gears:
-        raise GearbxError(f"{file}: has no table for gears {wanted}; choose one of {tables}")
+    if len(wanted) > 1 or wanted[0] not in manifest.gears:
+        raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose one of {tables}")
     if manifest.format != AFFINE:
         note(f"{file}: was measured with {manifest.format}; mlx-lm's affine layers differ a little from it")
-    return manifest, int(wanted)
+    return manifest, wanted[0]
 
 
 def write_card(layers: Sequence[Layer], bits: Mapping[str, int], weights: int, work: Path, origin: Provenance) -> None:

@@ -13,7 +13,7 @@ from ..cli.prompt import PromptSettings
 from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError
-from ..gears.ladder import KV_BITS, check_kv_gears, kv_ladder
+from ..gears.ladder import KV_BITS, kv_ladder
 
 POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless", "lossless-fixed")
 WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own
@@ -47,8 +47,11 @@ class ComparisonSettings(Settings):
     )
     tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
     seed: int = flag(0, "Seed of the random gate and of the noise. Default: 0", least=0, most=2**63)
-    kv_gears: str | None = flag(
-        None, "Gears of the KV cache: each is compared too, under the top gear of the weights.", metavar="4,8,16"
+    kv_gears: tuple[int, ...] = flag(
+        (),
+        "Gears of the KV cache: each is compared too, under the top gear of the weights. Default: none",
+        metavar="4,8,16",
+        parse=kv_ladder,
     )
     reference_dtype: str = flag(
         "float32", "Type in which the top gear's log-probabilities are stored on disk.", choices=REFERENCE_DTYPES
@@ -57,8 +60,7 @@ class ComparisonSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shares()
-        check_kv_gears(self.kv_gears, None)
-        if self.kv_gears is not None and kv_ladder(self.kv_gears) == KV_BITS[-1:]:
+        if self.kv_gears == KV_BITS[-1:]:
             raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
 
     def shares(self) -> list[float]:

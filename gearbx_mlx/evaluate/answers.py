@@ -7,9 +7,9 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.gate import RoutingSettings, routing_for
-from ..cli.loaded import load_model, room_for, warn_of_memory
+from ..cli.loaded import Loaded, room_for
 from ..cli.prompt import PromptSettings, encode_prompt
-from ..cli.resolved import require_gearbox, settle_gears
+from ..cli.resolved import resolve_gears
 from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation import answers
@@ -33,20 +33,19 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         KeyboardInterrupt: before any policy was complete.
     """
     examples, problems = problems_of(settings.task)
-    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
-    warn_of_memory(settings.model.model, gears)
-    ladder = gears.gears
-    model, tokenizer, config = load_model(settings.model)
-    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
+    ladder = resolved.ladder
+    loaded = Loaded.of(resolved)
+    gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     thresholds = RoutingSettings(settings.task.thresholds)
     routing = routing_for(
         thresholds, settings.gate, ladder, vocabulary(gearbox.model), lambda: model_fingerprint(gearbox.model)
     )
     task = answers.TASKS[settings.task.task]
     modes = answers.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
-    prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, config, examples, problems)
+    prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, loaded.config, examples, problems)
     depends_on = answers_inputs(settings, prompts) | {"native": gearbox.kernels.native} | vars(routing)
-    session = EvaluationSession(out, inputs_of(settings, gears) | depends_on)
+    session = EvaluationSession(out, inputs_of(settings, resolved) | depends_on)
     attempts: dict[str, list[answers.Attempt]] = {}
     with terminal.progress_bar() as progress:
         try:
@@ -58,7 +57,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             note_or_raise(attempts, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
     reference = next(iter(attempts))
-    report = about(settings, gears, kernels) | {
+    report = about(settings, resolved, kernels) | {
         "complete": len(attempts) == len(modes),
         "reference": reference,
         "policies": answers.grouped(problems, answers.score(attempts, reference)),

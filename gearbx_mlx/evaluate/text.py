@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..cli.gears import GearSettings
-from ..cli.loaded import load_model, warn_of_memory
-from ..cli.resolved import gear_inputs, model_inputs, require_gearbox, settle_gears
+from ..cli.loaded import Loaded
+from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.caches import check_heads
 from ..errors import GearbxError
 from ..evaluation.answers import problem_files
@@ -16,22 +15,21 @@ from ..evaluation.runs import Runs
 from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
-from ..gears.ladder import Gear, Ladder, kv_ladder
+from ..gears.ladder import Gear, Ladder
 from ..loading import model_name
 from . import POLICIES, EvaluateSettings
 
 
-def inputs_of(settings: EvaluateSettings, gears: GearSettings) -> dict[str, Any]:
+def inputs_of(settings: EvaluateSettings, resolved: Resolved) -> dict[str, Any]:
     """The inputs that every task on one model depends on."""
     return {
         "data contents": fingerprint(*problem_files(Path(settings.task.data))),
         "task": settings.task.task,
-        **model_inputs(settings.model),
-        **gear_inputs(gears),
+        **resolved.inputs(),
     }
 
 
-def about(settings: EvaluateSettings, gears: GearSettings, kernels: str) -> dict[str, Any]:
+def about(settings: EvaluateSettings, resolved: Resolved, kernels: str) -> dict[str, Any]:
     """What the report of one model says of how it was made.
 
     Args:
@@ -40,9 +38,9 @@ def about(settings: EvaluateSettings, gears: GearSettings, kernels: str) -> dict
     return {
         "model": model_name(settings.model.model),
         "data": settings.task.data,
-        "format": gears.format,
-        "manage": gears.manage,
-        "group_size": gears.group_size,
+        "format": resolved.format,
+        "manage": resolved.manage,
+        "group_size": resolved.group_size,
         "kernels": kernels,
     }
 
@@ -61,20 +59,18 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         KeyboardInterrupt: before any recording was complete.
     """
     comparison, data = settings.comparison, settings.task.data
-    gears = settle_gears(settings.model.model, settings.layout, settings.gears, settings.floors)
-    warn_of_memory(settings.model.model, gears)
-    between = parse_between(comparison.between, gears.gears)
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
+    between = parse_between(comparison.between, resolved.ladder)
     documents = read_documents(Path(data))
-    model, tokenizer, config = load_model(settings.model)
-    gearbox = require_gearbox(gears, model, settings.model.model, settings.model.dtype)
-    kv_gears = kv_ladder(comparison.kv_gears) if comparison.kv_gears else ()
-    if kv_gears:
-        check_heads(model, kv_gears)
-    context = context_for(comparison.context, config)
-    windows = windows_of(tokenizer, documents, context, comparison.tokens, data)
+    loaded = Loaded.of(resolved)
+    gearbox = loaded.gearbox()
+    if comparison.kv_gears:
+        check_heads(loaded.model, comparison.kv_gears)
+    context = context_for(comparison.context, loaded.config)
+    windows = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data)
     gate = vars(settings.gate.filled())
     depends_on = {"windows": hash_of_tokens(windows), "native": gearbox.kernels.native}
-    session = EvaluationSession(out, inputs(settings, gears, between, context, gate) | depends_on)
+    session = EvaluationSession(out, inputs(settings, resolved, between, context, gate) | depends_on)
     with terminal.progress_bar() as progress:
         runs = Runs(
             session,
@@ -86,10 +82,10 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             comparison.reference_dtype,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        rows = entries(comparison.policy or POLICIES, comparison.shares(), gears.gears, kv_gears)
+        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears)
         complete = finished(runs, rows, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
-    report = runs.report({**about(settings, gears, kernels), "complete": complete, "context": context})
+    report = runs.report({**about(settings, resolved, kernels), "complete": complete, "context": context})
     return Report(report, markdown(report), COLUMNS, FIRST, {PICTURE: draw} if "noise_floor" in report else {})
 
 
@@ -106,11 +102,11 @@ def finished(runs: Runs, rows: list, out: Path) -> bool:
 
 
 def inputs(
-    settings: EvaluateSettings, gears: GearSettings, between: tuple[Gear, Gear], context: int, gate: dict
+    settings: EvaluateSettings, resolved: Resolved, between: tuple[Gear, Gear], context: int, gate: dict
 ) -> dict:
     """All that the recordings depend on. Shares and policies are not among it: a report may be extended."""
     comparison = settings.comparison
-    return inputs_of(settings, gears) | {
+    return inputs_of(settings, resolved) | {
         "context": context,
         "tokens": comparison.tokens,
         "seed": comparison.seed,

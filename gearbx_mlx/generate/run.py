@@ -16,9 +16,19 @@ from rich.table import Table
 from ..cli import terminal
 from ..cli.flags import OutputSettings, turns_of
 from ..cli.gate import AUTO
-from ..cli.loaded import PromptCache, generation_keywords, load_cache, load_pair, room_for, summary_of_pair
+from ..cli.loaded import (
+    Geared,
+    Loaded,
+    PromptCache,
+    generation_keywords,
+    load_cache,
+    load_pair,
+    room_for,
+    show_kernels,
+    summary_of_pair,
+)
 from ..cli.prompt import encode_prompt, read_prompt
-from ..cli.resolved import Geared, Loaded, governor, settle, show_kernels
+from ..cli.resolved import resolve
 from ..cli.settings import flag_of
 from ..cli.tables import Draft, Speed, layers_table, pair_table, summary_of, summary_table
 from ..decoding.caches import length
@@ -239,12 +249,12 @@ def run(settings: GenerateSettings) -> int:
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     if settings.mode.small_model is not None:
-        pass  # which one model need not wait for
-
         return run_pair(settings, settings.mode.small_model, prompt, trace, summary)
-    settled = settle(settings)
+    resolved = resolve(settings)
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
-    loaded = settled.load(settings.model.model if cache is None else cache.model)
+    if cache is not None:  # it names the model, too
+        resolved = replace(resolved, model=replace(resolved.model, model=cache.model))
+    loaded = Loaded.of(resolved)
     model, tokenizer = loaded.model, loaded.tokenizer
     tokens, entries = to_read(settings, loaded, prompt, cache)
     max_tokens = room_for(
@@ -256,11 +266,10 @@ def run(settings: GenerateSettings) -> int:
     check_together(gearbox, mode, tokens)
     if settings.output.describe:
         describe(gearbox, mode)
-    further = geared.gears.governor_keywords()
-    with governor(settings.controller, gearbox, settings.output.verbose, **further) as controller:
+    with geared.governor(settings.output.verbose) as controller:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
-        names = [gear.name for gear in geared.gears.gears]
+        names = [gear.name for gear in gearbox.ladder]
         written = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
     draft = Draft(draft_path, draft_model) if draft_path is not None else None

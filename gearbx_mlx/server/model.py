@@ -13,8 +13,8 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
 from ..cli.gate import RoutingSettings
-from ..cli.loaded import LoadedPair, load_draft_model, load_pair
-from ..cli.resolved import Geared, Settled, governor, settle
+from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
+from ..cli.resolved import Resolved, resolve
 from ..decoding.governor import Governor
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
@@ -53,7 +53,7 @@ def serve_geared(
         mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
         modes=modes,
         default_mode=default_mode,
-        gears=tuple(gear.name for gear in geared.gears.gears),
+        gears=tuple(gear.name for gear in geared.gearbox.ladder),
         context=context_length(geared.loaded.config),
         vocabulary=vocabulary(geared.loaded.model),
         draft_model=draft_model,
@@ -80,7 +80,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     Raises:
         GearbxError: a mode or a gear that the server was not started for, options of another mode.
     """
-    choice = geared.loaded.settled.choice
+    choice = geared.loaded.resolved.mode
     wanted = options.mode or ("static" if options.gear is not None else None)
     if wanted is not None and wanted not in modes:
         raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
@@ -188,20 +188,17 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
         return lambda: serve_pair(
             load_pair(model, settings.mode.small_model or "", template), turns, settings.routing.initial_gear
         )
-    settled = settle(replace(settings, model=model))
-    return lambda: load_geared(settings, settled, path, template)
+    resolved = resolve(replace(settings, model=model))
+    return lambda: load_geared(resolved, settings.cache.draft_model, template)
 
 
-def load_geared(settings: ServerSettings, settled: Settled, path: str | None, template: str) -> Served:
+def load_geared(resolved: Resolved, draft_model_path: str | None, template: str) -> Served:
     """A model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
     with ExitStack() as stack:
-        loaded = settled.load(path, template)
-        draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
+        loaded = Loaded.of(resolved, template)
+        draft_model = load_draft_model(draft_model_path, loaded.tokenizer)
         geared = loaded.in_gears()
-        controller = None
-        if settings.controller.wanted:
-            further = geared.gears.governor_keywords()
-            controller = stack.enter_context(governor(settings.controller, geared.gearbox, True, **further))
+        controller = stack.enter_context(geared.governor())
         return serve_geared(geared, draft_model, controller, stack.pop_all().close)
 
 
