@@ -47,9 +47,9 @@ class ComparisonSettings(Settings):
     )
     tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
     seed: int = flag(0, "Seed of the random gate and of the noise. Default: 0", least=0, most=2**63)
-    kv_gears: tuple[int, ...] = flag(
-        (),
-        "Gears of the KV cache: each is compared too, under the top gear of the weights. Default: none",
+    kv_gears: tuple[int, ...] | None = flag(
+        None,
+        "Gears of the KV cache: each is compared too, under the top gear of the weights.",
         metavar="4,8,16",
         parse=kv_ladder,
     )

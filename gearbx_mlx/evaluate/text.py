@@ -82,7 +82,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             comparison.reference_dtype,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears)
+        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears or ())
         complete = finished(runs, rows, out)
     kernels = "native" if gearbox.kernels.native else "mlx"
     report = runs.report({**about(settings, resolved, kernels), "complete": complete, "context": context})
