@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,12 +14,16 @@ EVENTS, LINES, JSON, HTML = "text/event-stream", "application/x-ndjson", "applic
 
 @dataclass
 class Answer:
-    """What is sent: parts as they come. length: announced; None: the end of the connection is the end."""
+    """What is sent: parts as they come. length: announced; None: the end of the connection is the end.
+
+    further: headers beside those of its kind and length.
+    """
 
     parts: Iterable[bytes] = ()
     status: int = 200
     kind: str = JSON
     length: int | None = None
+    further: dict[str, str] = field(default_factory=dict)
 
 
 Answers = Callable[[str, Any], Answer | None]
@@ -108,6 +112,8 @@ class Fake:
             handler.send_header("Content-Type", found.kind)
             if found.length is not None:
                 handler.send_header("Content-Length", str(found.length))
+            for name, value in found.further.items():
+                handler.send_header(name, value)
             handler.end_headers()
             for part in found.parts:
                 handler.wfile.write(part)

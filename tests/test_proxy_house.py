@@ -1,11 +1,14 @@
 """The proxy's other paths, and its addresses and keys."""
 
+import json
 import logging
+from urllib.parse import quote
 
+import httpx
 import pytest
-from fake_server import answer, fake_server, refused
+from fake_server import JSON, Answer, answer, fake_server, refused
 from proxies import CHAT, EASY, HARD, TEXT, always, error_of, good, proxy
-from servers import free_port
+from servers import free_port, our_process
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.serving.web import Guard
@@ -113,6 +116,58 @@ def test_keys_are_in_no_log_and_no_answer(well, monkeypatch, caplog):
         with fake_server(always(said)) as small, proxy(small.url, well.url) as client:
             shown.append(client.post(CHAT, json=EASY).text)
     assert "sk-secret" not in "".join(shown) + caplog.text
+
+
+KEY = 'sk-se/cr"et\\7'
+TIGHT = "".join(f"\\u{ord(char):04X}" for char in KEY)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        json.dumps(KEY)[1:-1],
+        json.dumps(KEY)[1:-1].replace("/", "\\/"),
+        TIGHT,
+        TIGHT.lower(),
+        json.dumps(json.dumps(KEY))[3:-3],
+        json.dumps(TIGHT)[1:-1],
+        quote(KEY, safe=""),
+    ],
+)
+@pytest.mark.parametrize("shape", ['{"error": {"message": "bad key %s."}}', '{"%s": [1, "x%sx"]}', "bad key %s, see {"])
+def test_a_key_is_known_however_an_error_spells_it(well, monkeypatch, written, shape):
+    monkeypatch.setenv("GEARBX_SMALL_SERVER_KEY", KEY)
+    body = shape.replace("%s", written)
+    said = Answer([body.encode()], 400, further={"Retry-After": f"3 {KEY}", "X-Key": KEY, "Set-Cookie": KEY})
+    with fake_server(always(said)) as small, proxy(small.url, well.url) as client:
+        got = client.post(CHAT, json=EASY)
+    assert (got.status_code, got.text) == (400, shape.replace("%s", "***"))
+    assert got.headers["retry-after"] == "3 ***"
+    assert KEY not in str(got.headers)
+
+
+@pytest.mark.parametrize(
+    "kind", ["image/svg+xml", "application/xhtml+xml", "text/xml", "text/javascript", JSON, "", "x"]
+)
+def test_no_error_is_sent_on_as_what_a_browser_runs(well, kind):
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'
+    for body, sent in ((svg, "text/plain; charset=utf-8"), (b'{"error": "<b>"}', JSON)):
+        with fake_server(always(Answer([body], 400, kind))) as small, proxy(small.url, well.url) as client:
+            got = client.post(CHAT, json=EASY)
+        assert (got.status_code, got.content, got.headers["content-type"]) == (400, body, sent)
+        assert got.headers.get_list("x-content-type-options") == ["nosniff"]
+
+
+def test_a_log_of_everything_has_no_headers_of_servers():
+    said = answer({"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]})
+    said.further = {"X-Echo": "sk-echo"}
+    with fake_server(always(said)) as fake:
+        urls = ["--small-server", fake.url, "--large-server", fake.url]
+        with our_process(*urls, "--log-level", "DEBUG", "--thresholds", "inf") as server:
+            assert httpx.post(server.url + CHAT, json=EASY, trust_env=False).status_code == 200
+            log = server.log()
+    assert "the small server answers" in log
+    assert "sk-echo" not in log
 
 
 def test_a_key_that_no_header_can_have_is_refused_at_the_start(well, monkeypatch):

@@ -20,7 +20,8 @@ def run(settings: ServerSettings) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(Escaping())
     logging.basicConfig(level=settings.listen.log_level, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # which notes every request to a server
+    for name in ("httpx", "httpcore"):  # which note requests to servers, and headers of answers, keys among them
+        logging.getLogger(name).setLevel(logging.WARNING)
     with serving(settings) as server:
         announce(settings, server)
         try:

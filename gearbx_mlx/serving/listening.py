@@ -150,7 +150,7 @@ class Server:
             log_level="critical",  # Gatekeeper logs requests and errors
             access_log=False,
             server_header=False,
-            headers=[("server", "gearbx-mlx")],
+            headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
             limit_concurrency=MOST_CONNECTIONS,
             h11_max_incomplete_event_size=LONGEST_HEAD,
             timeout_graceful_shutdown=last_words,

@@ -1,9 +1,11 @@
 """What requests to servers of others have in common: addresses, keys, and how they fail."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -54,8 +56,15 @@ class Clock:
 
 
 def hidden(text: str, key: str | None) -> str:
-    """The text without the key, which a server may repeat."""
-    return text.replace(key, HIDDEN) if key else text
+    """The text without the key, which a server may repeat, also as JSON or a URL escapes it."""
+    return spelled(key).sub(HIDDEN, text) if key else text
+
+
+@cache
+def spelled(key: str) -> re.Pattern[str]:
+    """The ways to write a key of ASCII, each character as itself or escaped; JSON may stand inside JSON."""
+    ways = ((re.escape(char), f"{ord(char):02x}") for char in key)
+    return re.compile("".join(rf"(?:\\{{0,7}}{char}|(?i:\\{{1,7}}u00{code}|%{code}))" for char, code in ways))
 
 
 def brief(text: str) -> str:

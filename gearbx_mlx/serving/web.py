@@ -394,7 +394,6 @@ def page() -> Response:
         "Content-Security-Policy": policy(text),
         "Cache-Control": "no-store",
         "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
     }
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 

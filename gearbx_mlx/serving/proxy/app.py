@@ -142,7 +142,7 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
         first = await anext(parts)
     except Declined as error:
         later = {"Retry-After": error.retry_after} if error.retry_after else {}
-        return Response(error.body, error.status, {"Content-Type": error.kind, **later})
+        return Response(error.said, error.status, {"Content-Type": error.kind, **later})
     except Failed as error:
         raise failure(error) from error
     if isinstance(first, bytes):

@@ -122,7 +122,7 @@ def judged_by_stream(body: Mapping[str, Any]) -> bool:
 
 def about_logprobs(error: Declined) -> bool:
     """Whether a server refused a request for the log-probabilities that the proxy asked for."""
-    return error.status in (400, 422) and any(word in error.body for word in (b"logprobs", b"n_probs"))
+    return error.status in (400, 422) and any(word in error.said for word in ("logprobs", "n_probs"))
 
 
 def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """One of the servers between which the proxy routes: requests to it, and every way in which they fail.
 
 What goes wrong is `Failed`, with a reason for the client; a request that the server itself refuses is `Declined`, whose
-answer goes to the client as it is. Neither has the API key in it.
+words go to the client as they are. Neither has the API key in it.
 """
 
 import json
@@ -16,7 +16,7 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_python_json
-from ..others import HIDDEN, Clock, Failure, brief, failures, hidden, parsed_url
+from ..others import Clock, Failure, brief, failures, hidden, parsed_url
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -43,12 +43,22 @@ class Declined(Exception):
     """A server refused the request itself: its answer of 4xx.
 
     Args:
+        said: its body.
         retry_after: seconds or a date, as the server says; "" where it does not.
     """
 
-    def __init__(self, status: int, kind: str, body: bytes, retry_after: str = ""):
+    def __init__(self, status: int, said: str, retry_after: str = ""):
         super().__init__(f"answers {status}")
-        self.status, self.kind, self.body, self.retry_after = status, kind, body, retry_after
+        self.status, self.said, self.retry_after = status, said, retry_after
+
+    @property
+    def kind(self) -> str:
+        """JSON or plain text: nothing that a browser would run, whatever the server calls it."""
+        try:
+            parse_python_json(self.said)
+        except GearbxError:
+            return "text/plain; charset=utf-8"
+        return JSON
 
 
 @dataclass(frozen=True)
@@ -136,9 +146,9 @@ class Upstream:
         content = await self.whole(response)
         if status in NOT_OURS or status >= 500 or kind_of(response) == "text/html":
             raise self.failed(f"answers {status}" + (", so check its key" if status in NOT_OURS else ""))
-        shown = content.replace(self.place.key.encode(), HIDDEN.encode()) if self.place.key else content
-        later = response.headers.get("retry-after", "")
-        raise Declined(status, kind_of(response), shown, later if later.isascii() and later.isprintable() else "")
+        said = hidden(content.decode("utf-8", "replace"), self.place.key)
+        later = hidden(response.headers.get("retry-after", ""), self.place.key)
+        raise Declined(status, said, later if later.isascii() and later.isprintable() else "")
 
     async def whole(self, response: httpx.Response, seconds: float = math.inf) -> bytes:
         content, clock = bytearray(), Clock(seconds)
@@ -198,7 +208,7 @@ class Upstream:
     def reported(self, error: Any) -> Failed:
         """What a server says of itself in an answer of 200, without the key, which it may repeat."""
         said = error.get("message", error) if isinstance(error, dict) else error
-        return self.failed(f"reports an error: {hidden(brief(str(said)), self.place.key)}")
+        return self.failed(f"reports an error: {brief(hidden(str(said), self.place.key))}")
 
     def failed(self, why: str) -> Failed:
         return Failed(f"the {self.name} server {why}")

@@ -109,7 +109,7 @@ class Connection:
         return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
 
     def refused(self, status: int, reply: "Reply") -> RefusedError:
-        reason = hidden(refusal(reply.beginning()), self.api_key)
+        reason = refusal(hidden(reply.beginning(), self.api_key))
         key = "give --server-api-key"
         remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
