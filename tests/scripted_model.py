@@ -22,22 +22,7 @@ def save_scripted(path: Path, texts: list[str], template: str) -> None:
     tokenizer = load()[1]
     vocabulary, colon, end = len(tokenizer.vocab), tokenizer.encode(":")[-1], tokenizer.eos_token_id
     chain = [colon, *range(vocabulary, vocabulary + len(texts)), end]
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": WIDTH, "num_attention_heads": 1}
-    args = {
-        "model_type": "llama",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocabulary + len(texts),
-        **sizes,
-    }
-    model = llama.Model(llama.ModelArgs.from_dict(args | {"tie_word_embeddings": False}))
-    weights = {name: mx.zeros_like(array) for name, array in tree_flatten(model.parameters())}
-    weights["model.norm.weight"] = mx.ones(WIDTH)
-    for place, (token, following) in enumerate(itertools.pairwise(chain)):
-        weights["model.embed_tokens.weight"][token, place] = 1.0
-        weights["lm_head.weight"][following, place] = 1.0
-    model.update(tree_unflatten(list(weights.items())))
-    save_model(model, path)
+    save_chain(path, chain, vocabulary + len(texts))
     add_tokens(path, texts, vocabulary)
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
@@ -49,3 +34,41 @@ def add_tokens(path: Path, texts: list[str], first: int) -> None:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     content["added_tokens"] += [{"id": first + number, "content": text, **plain} for number, text in enumerate(texts)]
     (path / "tokenizer.json").write_text(json.dumps(content))
+
+
+def save_chain(path: Path, chain: list[int], vocabulary: int) -> None:
+    """Write a model that writes these tokens, each after the one before, and the demo model's tokenizer."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": WIDTH, "num_attention_heads": 1}
+    args = {
+        "model_type": "llama",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocabulary,
+        **sizes,
+    }
+    model = llama.Model(llama.ModelArgs.from_dict(args | {"tie_word_embeddings": False}))
+    weights = {name: mx.zeros_like(array) for name, array in tree_flatten(model.parameters())}
+    weights["model.norm.weight"] = mx.ones(WIDTH)
+    for place, (token, following) in enumerate(itertools.pairwise(chain)):
+        weights["model.embed_tokens.weight"][token, place] = 1.0
+        weights["lm_head.weight"][following, place] = 1.0
+    model.update(tree_unflatten(list(weights.items())))
+    save_model(model, path)
+
+
+def save_spelling(path: Path, pieces: list[str], decoder: dict, end: str = "</s>") -> None:
+    """Write a model that writes the pieces, in this order, after a prompt of token 0. Its vocabulary is these alone.
+
+    decoder: of tokenizer.json; it says of which kind the tokenizer is.
+    """
+    vocabulary = {piece: number for number, piece in enumerate(["<s>", *pieces, end])}
+    save_chain(path, list(vocabulary.values()), len(vocabulary))
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": vocabulary, "merges": [], "unk_token": None}
+    mark = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"] = [{"id": vocabulary[name], "content": name, **mark} for name in ("<s>", end)]
+    content |= {"decoder": decoder, "pre_tokenizer": None, "post_processor": None}
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= {"bos_token": "<s>", "eos_token": end, "chat_template": "<s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))

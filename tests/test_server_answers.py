@@ -14,8 +14,8 @@ from gearbx_mlx.serving.answers import Calls, chat_logprobs, text_logprobs
 from gearbx_mlx.serving.job import Alternative, Emitted
 from gearbx_mlx.serving.requests import ChatRequest, parse
 
-IMPOSSIBLE = Alternative(2, "b", -math.inf)
-LIKELY = Alternative(1, "a", -0.5)
+IMPOSSIBLE = Alternative(2, "b", -math.inf, b"b")
+LIKELY = Alternative(1, "a", -0.5, b"a")
 YES_OR_NO = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
 
 

@@ -302,7 +302,7 @@ class Answer:
             choice = self.choice(self.finish_reason if ended else None, waiting, offset) | self.piece(written, first)
             reported = {"tokens": token_reports(waiting), **seen, **(self.report if ended else {})}
             yield {**self.head, **kind, "choices": [choice], "gearbx": reported}
-            offset += len(written.text)
+            offset += sum(len(one.logprob.text) for one in waiting if one.logprob is not None)
             waiting, seen, first = [], {}, False
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
             yield {**self.head, **kind, "choices": [], "usage": self.usage}
@@ -354,7 +354,7 @@ def text_logprobs(emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]
 
 
 def entry(one: Alternative) -> dict[str, Any]:
-    return {"id": one.token, "token": one.text, "logprob": finite(one.logprob), "bytes": list(one.text.encode())}
+    return {"id": one.token, "token": one.text, "logprob": finite(one.logprob), "bytes": list(one.spelled)}
 
 
 def possible(alternatives: Sequence[Alternative]) -> list[Alternative]:

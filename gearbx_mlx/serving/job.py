@@ -22,6 +22,7 @@ from ..decoding.sampling import sampler_for
 from .grammar import constraint_for
 from .provider import Served
 from .requests import BaseRequest
+from .spelling import Spelling
 from .web import Refused
 
 COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
@@ -66,11 +67,12 @@ class Begun:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A token of the vocabulary and its log-probability (natural)."""
+    """A token of the vocabulary, what it adds to the text, and its log-probability (natural)."""
 
     token: int
     text: str
     logprob: float
+    spelled: bytes
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Job:
         self.served = prompt.served
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
+        self.spelling = Spelling(self.served.spelled)
         self.error: Exception | None = None
         thinking = prompt.state == "reasoning"
         self.constraint = constraint_for(self.served.tokenizer, asked.request.response_format, thinking)
@@ -206,30 +209,34 @@ class Job:
         if self.error is not None:
             raise self.error
         self.tokens.append(response.token)
+        logprob: Alternative | None = None
+        likeliest: tuple[Alternative, ...] = ()
+        if (most := self.asked.request.alternatives) is not None:
+            logprob, likeliest = self.logprobs(response, most, finish_reason)
         text, stopped = self.stops.feed(text)
         if stopped:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self.stops.rest()
-        logprob: Alternative | None = None
-        likeliest: tuple[Alternative, ...] = ()
-        most = self.asked.request.alternatives
-        if most is not None:
-            logprob, likeliest = self.logprobs(response.token, response.logprobs, most)
         seen = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
         self.asked.answers.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
         return finish_reason is not None
 
-    def logprobs(self, token: int, logprobs: mx.array, most: int) -> tuple[Alternative, tuple[Alternative, ...]]:
-        """Of the token and of the likeliest ones, so many at most; logprobs (V,), natural."""
-        values = np.array(logprobs.astype(mx.float32)).reshape(-1)
+    def logprobs(
+        self, response: GearResponse, most: int, finish_reason: str | None
+    ) -> tuple[Alternative, tuple[Alternative, ...]]:
+        """Of the token and of the likeliest ones, so many at most."""
+        values = np.array(response.logprobs.astype(mx.float32)).reshape(-1)
         most = min(most, len(values))
         best = np.argpartition(-values, most - 1)[:most] if most else np.zeros(0, int)
         order = best[np.argsort(-values[best], kind="stable")]
-        return self.alternative(token, values), tuple(self.alternative(int(one), values) for one in order)
+        likeliest = tuple(self.alternative(int(one), float(values[one])) for one in order)
+        text, spelled = self.spelling.add(response.token, finish_reason is not None, finish_reason == "stop")
+        return Alternative(response.token, text, float(values[response.token]), spelled), likeliest
 
-    def alternative(self, token: int, values: np.ndarray) -> Alternative:
-        return Alternative(token, self.served.tokenizer.decode([token]), float(values[token]))
+    def alternative(self, token: int, logprob: float) -> Alternative:
+        spelled = self.spelling.alternative(token)
+        return Alternative(token, spelled.decode("utf-8", "replace"), logprob, spelled)
 
     def sampler(self, defaults: Any) -> Callable[[mx.array], mx.array]:
         """The request's sampler; `defaults` are the server's flags."""

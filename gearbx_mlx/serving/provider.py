@@ -22,6 +22,7 @@ from ..decoding.pair import Pair, PairedModel
 from ..gears.gearbox import Gearbox, Observer
 from ..routing.gates import default_thresholds
 from .requests import DEFAULT_MODEL, Options
+from .spelling import Vocabulary
 from .web import Refused
 
 CHANGING = ("route", "kickdown")  # modes in which more than one gear computes a text
@@ -55,6 +56,11 @@ class Served:
     def longest_token(self) -> int:
         """Characters of the longest token of the vocabulary."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    @cached_property
+    def spelled(self) -> Vocabulary:
+        """The tokens of the vocabulary as bytes."""
+        return Vocabulary(self.tokenizer)
 
     def make_cache(self, max_kv_size: int | None) -> list[Any]:
         """A KV cache for a new text."""

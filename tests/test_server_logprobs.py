@@ -1,0 +1,88 @@
+"""Tokens of log-probabilities give the text, and their bytes its bytes, whatever kind of tokenizer a model has."""
+
+from itertools import accumulate
+
+import pytest
+from http_server import events, served
+from scripted_model import save_spelling
+
+from gearbx_mlx.serving.remote.answers import SYMBOLS
+
+BYTEWISE = {byte: symbol for symbol, byte in SYMBOLS.items()}
+
+
+def bytewise(*parts):
+    return ["".join(BYTEWISE[byte] for byte in part) for part in parts]
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+LLAMA = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+BYTES = [
+    "<0xC3>",
+    "<0xBC>",
+    "\u00dfe",
+    "\u2581",
+    "<0xF0>",
+    "<0x9F>",
+    "<0x99>",
+    "<0x82>",
+    "\u2581!",
+    "\n",
+    "\u2581\u2581x",
+]
+SMILE = " Gr\u00fc\u00dfe \U0001f642 !\n  x"
+KINDS = {
+    "sentencepiece": (["\u2581Gr", *BYTES], {"type": "Sequence", "decoders": [*LLAMA, STRIP]}, SMILE[1:]),
+    "sentencepiece that keeps the first space": (
+        ["\u2581Gr", *BYTES],
+        {"type": "Sequence", "decoders": LLAMA},
+        SMILE,
+    ),
+    "first spaces": (
+        ["\u2581", "\u2581Gr", "\u2581ab", "cd"],
+        {"type": "Sequence", "decoders": [*LLAMA, STRIP]},
+        "Gr abcd",
+    ),
+    "byte pairs": (
+        bytewise(b" Gr", b"\xc3", b"\xbc", b"\xc3\x9fe", b" ", b"\xf0\x9f", b"\x99\x82", b" !", b"\n", b"  x"),
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        SMILE[1:],
+    ),
+    "metaspace": (
+        ["\u2581Hello", "\u2581wor", "ld", "\u2581!"],
+        {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "Hello world !",
+    ),
+    "cut within a character": (["\u2581a", "<0xC3>"], {"type": "Sequence", "decoders": [*LLAMA, STRIP]}, "a\ufffd"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_give_the_text_and_bytes_its_bytes(tmp_path, kind):
+    pieces, decoder, text = KINDS[kind]
+    save_spelling(tmp_path / "model", pieces, decoder)
+    body = {"max_tokens": 24, "logprobs": True, "temperature": 0}
+    with served(model=str(tmp_path / "model"), gears="16", log_level="ERROR") as client:
+        ask = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1, **body}
+        choice = client.post("/v1/chat/completions", json=ask).json()["choices"][0]
+        assert choice["message"]["content"] == text
+        entries = choice["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in entries) == text
+        whole = text.replace("\ufffd", "").encode() + (b"\xc3" if "\ufffd" in text else b"")
+        assert b"".join(bytes(entry["bytes"]) for entry in entries) == whole
+        for entry in entries[:-1]:
+            assert entry["top_logprobs"][0]["bytes"] == entry["bytes"]
+
+        chunks = events(client, "/v1/completions", **body | {"prompt": [0], "logprobs": 1})
+        parts = [chunk["choices"][0] for chunk in chunks]
+        whole = client.post("/v1/completions", json=body | {"prompt": [0], "logprobs": 1}).json()["choices"][0]
+        assert "".join(part["text"] for part in parts) == whole["text"] == text
+        for found in (whole["logprobs"], joined([part["logprobs"] for part in parts])):
+            assert "".join(found["tokens"]) == text
+            places = accumulate(map(len, found["tokens"]), initial=0)
+            assert found["text_offset"] == list(places)[:-1]
+
+
+def joined(parts):
+    return {name: [one for part in parts for one in part[name]] for name in ("tokens", "text_offset")}
