@@ -100,6 +100,51 @@ def test_generate_names_the_weight_in_one_line(command, tmp_path):
     assert result.err.splitlines()[-1].startswith(f"error: {NORM}: its weight is not finite")
 
 
+QUERY = "model.layers.1.self_attn.q_proj"
+
+
+def with_query(*values, **change):
+    """A model with values in a layer that gears manage."""
+    model = tiny_model(**change)
+    model.model.layers[1].self_attn.q_proj.weight[3, : len(values)] = mx.array(values)
+    return model
+
+
+@pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "exact"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_gear_is_made_of_a_layer_that_is_not_finite(demo, format, value):
+    model = with_query(value, dtype=mx.bfloat16)
+    with pytest.raises(GearbxError, match=f"{QUERY}: weights are not finite and cannot be quantized"):
+        gearbox = Gearbox(model, "4,16", format=format)
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=Static("low"), gearbox=gearbox))
+
+
+@pytest.mark.parametrize("format", ["affine", "codebook"])
+def test_weights_beyond_what_a_format_can_store_are_called_large(command, tmp_path, format):
+    model = with_query(3e38, -3e38, dtype=mx.bfloat16, vocab_size=4096)
+    save_model(model, tmp_path / "model")
+    convert = ("convert", "--mlx-path", tmp_path / "geared", "--format", format)
+    for name in (convert, ("generate", "--mode", "static", "--gear", "low", "--format", format)):
+        done = command(*name, "--model", tmp_path / "model", "--gears", "4,16")
+        assert done.status == 2
+        assert f"{QUERY}: has weights up to 3e+38, too large to be quantized; check the checkpoint" in done.err
+
+
+def test_a_layer_inside_of_an_exact_checkpoint_is_named(command, tmp_path):
+    save_model(with_query(float("nan"), dtype=mx.bfloat16, vocab_size=4096), tmp_path / "model")
+    geared = tmp_path / "geared"
+    assert command("convert", "--model", tmp_path / "model", "--mlx-path", geared, "--format", "exact").status == 0
+    done = command("generate", "--model", geared, "-m", 5)
+    assert done.status == 2
+    assert f"error: {QUERY}: its weight is not finite (NaN or infinity), and so no logits are" in done.err
+
+
+def test_weights_that_only_float16_cannot_hold_are_not_blamed_on_the_checkpoint(demo):
+    model = with_query(1e6, dtype=mx.bfloat16)
+    with pytest.raises(GearbxError, match=f"{QUERY}: its weight is infinite in float16, .*give --dtype float32"):
+        list(stream_generate(model, demo.tokenizer, PROMPT, 5, gearbox=Gearbox(model, "16", dtype="float16")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "static"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

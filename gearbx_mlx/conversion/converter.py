@@ -21,7 +21,7 @@ from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..files.reading import shown
 from ..formats import get_format
-from ..formats.base import Format, check_ladder, stored_bits
+from ..formats.base import Format, check_ladder, check_quantized, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.tied import linear_of
 from ..gears.activations import stored_dtype
@@ -95,7 +95,9 @@ def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: 
         into, key = (packed.gears, f"{path}@{DENSE}.weight") if stock else (packed.base, f"{path}.weight")
         into[key] = original
         packed.names[DENSE] = {"weight": key}
-    check_finite(path, packed)
+    mx.eval(packed.base, packed.gears)
+    if not format.ladders:  # which keeps what a weight is, NaN too
+        check_quantized(path, original, (*packed.base.values(), *packed.gears.values()))
     return packed
 
 
@@ -120,18 +122,6 @@ def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_si
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
     arrays = {(a.bits, a.name) for b in stored for a in own.stored_arrays(shape, b, stored, group_size, dtype).values()}
     return [f"{layer.path}@{bits}.{name}" for bits, name in sorted({*arrays, (DENSE, "weight")})]
-
-
-def is_finite(array: mx.array) -> bool:
-    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
-
-
-def check_finite(path: str, packed: Packed) -> None:
-    """Raises GearbxError for an array that has other values; evaluates all of them."""
-    mx.eval(packed.base, packed.gears)
-    for array in (*packed.base.values(), *packed.gears.values()):
-        if not is_finite(array):
-            raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
 
 
 BASE_FILE = "model.safetensors"

@@ -22,6 +22,8 @@ from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 from ..compat.arrays import OwnRandomState, dtype_name
 from ..errors import GearbxError
+from ..formats.base import is_finite
+from ..formats.exact import ExactModule
 from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
@@ -173,15 +175,25 @@ def has_nan(logprobs: mx.array, entropy: float) -> bool:
 
 def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     """The error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
-    for path, array in tree_flatten(model.parameters()):
-        if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+    for path, array in every_parameter(model):
+        if not is_finite(array):
             layer, _, name = path.rpartition(".")
             why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
+            if array.dtype == mx.float16 and not mx.isnan(array).any().item():
+                why = "is infinite in float16, and so no logits are finite; give --dtype float32, or check the checkpoint"
             return GearbxError(f"{layer or 'the model'}: its {name} {why}")
     remedy = "give --dtype float32" if dtype != mx.float32 else "check the checkpoint, or what processes the logits"
     return GearbxError(
         f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"
     )
+
+
+def every_parameter(model: nn.Module) -> Iterator[tuple[str, mx.array]]:
+    """Path to array of all parameters, and of weights that a layer of format exact unpacks."""
+    yield from tree_flatten(model.parameters())
+    for path, module in model.named_modules():
+        if isinstance(module, ExactModule):
+            yield f"{path}.weight", module.dense_weight()
 
 
 def sampler_for(

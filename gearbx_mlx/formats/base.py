@@ -145,6 +145,24 @@ def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = 
         raise GearbxError(f"format {format.name} has the gears {choices}, not {shown}; choose these, or another format")
 
 
+def is_finite(array: mx.array) -> bool:
+    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
+
+
+def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> None:
+    """Raises GearbxError for a weight that cannot be quantized: NaN, infinite, or so large that scales are not finite.
+
+    Args:
+        weight: of the layer at this path.
+        arrays: that were made of it.
+    """
+    if not is_finite(weight):
+        raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+    if not all(map(is_finite, arrays)):
+        largest = mx.abs(weight).max().item()
+        raise GearbxError(f"{path}: has weights up to {largest:.3g}, too large to be quantized; check the checkpoint")
+
+
 def whole_groups(width: int, group_size: int) -> str | None:
     """`Format.fits` for formats that have no partial groups."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None

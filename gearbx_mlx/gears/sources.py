@@ -25,7 +25,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
-from ..formats.base import Format, dense_weight, stored_bits
+from ..formats.base import Format, check_quantized, dense_weight, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
 from ..formats.native import Native, affine_planes, with_kernels
@@ -65,8 +65,12 @@ class Source(ABC):
         """Bits to the module that takes the layer's place, with `bits` among them; not evaluated."""
 
     @abstractmethod
-    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
-        """Evaluate modules: path to those that were made together. Raises GearbxError for bad weights."""
+    def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
+        """Evaluate modules: path to those that were made together, and to the weight that they were made of, if any.
+
+        Raises:
+            GearbxError: weights that are not finite, or damaged.
+        """
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
         """The part of `bytes_read` that every use reads from the disk."""
@@ -127,13 +131,12 @@ class FromWeights(Source):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
 
-    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
+    def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
-            if not all(mx.isfinite(array).all().item() for array in fitted if array is not None):
-                raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
+            check_quantized(path, originals[path], (array for array in fitted if array is not None))
 
 
 def bytes_of(
@@ -191,7 +194,7 @@ class FromFiles(Source):
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, not self.reads_disk)}
 
-    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
+    def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])
 
 
@@ -223,8 +226,8 @@ class ExternalLowGear(Source):
     def rows_at(self, layer: Layer, bits: int) -> int:
         return bits if bits == self.bits else self.others.rows_at(layer, bits)
 
-    def read(self, made: Mapping[str, Iterable[nn.Module]]) -> None:
-        self.others.read(made)
+    def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
+        self.others.read(made, originals)
 
 
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
@@ -362,7 +365,7 @@ class GearModules:
         modules = self.make(bits)
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
         try:
-            self.source.read(unread)
+            self.source.read(unread, {path: self.made[path][DENSE].weight for path in unread if self.has_originals})
         except BaseException:
             self._forget(unread)
             raise
@@ -482,7 +485,7 @@ def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     if not others:
         return {}, f"has a floor of {layer.lowest_bits} bits, and format {source.format.name} no such gears"
     gears = source.modules(layer, lowest)
-    source.read({layer.path: gears.values()})
+    source.read({layer.path: gears.values()}, {layer.path: layer.module.weight})
     reason = too_large(linear_of(gears[DENSE]))
     return ({}, reason) if reason else (gears, None)
 
