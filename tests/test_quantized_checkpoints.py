@@ -81,6 +81,25 @@ def test_it_runs_watched(made, name):
         gearbx_mlx.Gearbox(model)
 
 
+def test_its_text_is_mlx_lms_token_for_token(command, tmp_path):
+    """Of a checkpoint of 4 bits with scales of bfloat16, as they are on the Hub."""
+    save_model(tiny_model(vocab_size=4096, dtype=mx.bfloat16), tmp_path / "original")
+    packing = {"quantize": True, "q_bits": 4, "q_group_size": 32, "dtype": "bfloat16"}
+    mlx_lm.convert(str(tmp_path / "original"), str(tmp_path / "packed"), **packing)
+    model, tokenizer = mlx_lm.load(str(tmp_path / "packed"))
+    text = tokenizer.encode("Once upon a time"), 32
+    expected = list(mlx_lm.stream_generate(model, tokenizer, *text))
+    model, tokenizer = gearbx_mlx.load(tmp_path / "packed")
+    responses = list(gearbx_mlx.stream_generate(model, tokenizer, *text))
+    assert [response.token for response in responses] == [response.token for response in expected]
+    assert all(mx.array_equal(a.logprobs, b.logprobs).item() for a, b in zip(responses, expected))
+    flags = ("-p", "Once upon a time", "--ignore-chat-template", "-m", 32, "--summary", tmp_path / "s.json")
+    done = command("generate", "--model", tmp_path / "packed", *flags)
+    assert "".join(response.text for response in expected) in done.out
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert (summary["mode"], summary["compute_dtype"]) == ("telemetry-only", "bfloat16")
+
+
 def run(model):
     return model(DATA[:1, :6])
 

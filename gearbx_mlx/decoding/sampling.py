@@ -180,7 +180,9 @@ def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
             layer, _, name = path.rpartition(".")
             why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
             if array.dtype == mx.float16 and not mx.isnan(array).any().item():
-                why = "is infinite in float16, and so no logits are finite; give --dtype float32, or check the checkpoint"
+                why = (
+                    "is infinite in float16, and so no logits are finite; give --dtype float32, or check the checkpoint"
+                )
             return GearbxError(f"{layer or 'the model'}: its {name} {why}")
     remedy = "give --dtype float32" if dtype != mx.float32 else "check the checkpoint, or what processes the logits"
     return GearbxError(

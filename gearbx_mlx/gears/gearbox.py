@@ -23,7 +23,7 @@ from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import layers_of, places_of, put_modules, tree_of
 from .cost import GearCosts, LayerPath, token_bytes, warn_of_unknown_routing
-from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, is_quantized, tied_head
+from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
@@ -347,14 +347,14 @@ def model_fingerprint(model: nn.Module) -> str:
 class Observer:
     """Has the interface of a Gearbox and names the gear that it would engage, but changes no module.
 
-    Bytes and bits are those of the model as it is, in every gear.
+    Bytes, bits and, with `dtype` "auto", the type to compute in are those of the model as it is: its text is mlx-lm's.
     """
 
     def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.model, self.device = model, device_in_use()
         linear = linear_layers(model)
-        self.compute_dtype = compute_in(model, dtype, is_quantized(model))
+        self.compute_dtype = compute_in(model, dtype, quantized=False)
         storage = stored_dtype(model)
         self.storage = {"": storage}
         self.layers: list[str] = []
