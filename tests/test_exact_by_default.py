@@ -8,6 +8,7 @@ from architectures import GROUP, tiny
 from conftest import save_model, weights_of
 
 from gearbx_mlx import convert
+from gearbx_mlx.cli import loaded
 from gearbx_mlx.decoding.draft_plans import shipped
 from gearbx_mlx.routing.acceptance import parse_draft_file
 
@@ -74,7 +75,17 @@ class TestAGearedCheckpoint:
 
 
 class TestModeLossless:
-    def test_stores_bfloat16_weights_once(self, summary, native):
+    def test_has_a_draft_beside_bfloat16_weights_on_a_cpu(self, command, places, summary, native):
+        flags = "--mode", "lossless", "--q-group-size", GROUP
+        run = summary("bfloat16", *flags)
+        assert bits(run) == [4, 16]
+        assert "weight_bytes_per_token_original" not in run
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, *flags)
+        assert "beside the " in done.err
+        assert "--format exact takes less memory" in done.err
+
+    def test_stores_bfloat16_weights_once_where_memory_is_short(self, summary, native, monkeypatch):
+        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
         run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]

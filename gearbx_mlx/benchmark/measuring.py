@@ -3,13 +3,11 @@
 On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
 """
 
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from ..errors import GearbxError
 from ..files.writing import write_text
 from ..kernels import cpu, metal
 from ..kernels.compiler import processor_model
+from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
 from ..telemetry.report import get_pyplot
@@ -139,15 +138,6 @@ def check_memory(needed: float, what: str) -> None:
             f"{what} needs at least {human_bytes(needed)} of memory, and {human_bytes(available)} are available; "
             "give less"
         )
-
-
-def available_memory() -> int:
-    """Bytes that new programs can use; without psutil, all of the machine's memory."""
-    try:
-        psutil = import_module("psutil")  # an optional dependency
-    except ImportError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return psutil.virtual_memory().available
 
 
 def spread_of(ratios: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
@@ -33,10 +34,11 @@ from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary, with_clamps
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.kernel_choices import choose_kernels, measure_gears
-from ..gears.ladder import Ladder
+from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears, without_gears
 from ..kernels import MEASURE
-from ..kernels.device import recommended_memory
+from ..kernels.device import available_memory, recommended_memory
+from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
@@ -57,6 +59,7 @@ from .settings import human_bytes
 from .tables import Speed, kernels_table
 from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
 
+ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
@@ -90,7 +93,7 @@ class Loaded:
         if resolved.kv_gears is not None:
             check_heads(self.model, resolved.kv_gears)
         if resolved.takes_whole and takes_whole(resolved, self.model):
-            resolved = resolved.in_whole_weights()
+            resolved = layout_of_drafts(resolved, self.model)
         gearbox = make_gearbox(resolved, self.model)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(f"{self.name} is quantized already: telemetry only, no layer changes gear")
@@ -150,6 +153,21 @@ def takes_whole(resolved: Resolved, model: nn.Module) -> bool:
         return False
     show_compiling()
     return choose_kernels(resolved.kernels, True, resolved.activations, ours_alone=True).native
+
+
+def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
+    """How a model of bfloat16 is stored that drafts for itself: what is faster, as far as memory has room for it.
+
+    A GPU waits for memory, and format exact has fewer bytes. A CPU computes while it decodes them: there the weights as
+    they are, with a draft beside them, are faster.
+    """
+    whole, weights = resolved.in_whole_weights(), sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    beside = weights * whole.ladder[0].bits // DENSE
+    if not on_cpu() or ROOM * beside > available_memory():
+        return whole
+    sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
+    note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower on a CPU")
+    return replace(resolved, ladder=whole.ladder)
 
 
 def make_gearbox(resolved: Resolved, model: nn.Module) -> Gearbox | Observer:

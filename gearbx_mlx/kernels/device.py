@@ -1,7 +1,9 @@
 """The device that MLX computes on: one for a process, chosen before mlx-lm is imported."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import mlx.core as mx
 
@@ -66,6 +68,15 @@ def recommended_memory() -> int | None:
     """Bytes that a program should have on this GPU at most, as macOS recommends; None for other devices."""
     found = mx.device_info().get("max_recommended_working_set_size")
     return None if found is None else int(found)
+
+
+def available_memory() -> int:
+    """Bytes that new programs can use; without psutil, all of the machine's memory."""
+    try:
+        psutil = import_module("psutil")  # an optional dependency
+    except ImportError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return psutil.virtual_memory().available
 
 
 @contextmanager
