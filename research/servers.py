@@ -23,7 +23,7 @@ import numpy as np
 from pages import table
 from rich.progress import track
 
-from gearbx_mlx.cli.gate import Gate
+from gearbx_mlx.cli.gate import GateValues
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.route import TelemetryOnly
 from gearbx_mlx.decoding.stream import stream_generate
@@ -219,7 +219,7 @@ def largest(logprobs: mx.array) -> dict[str, list[float]]:
 def row(found: Sequence[Sequence[Seen]], size: int, kind: str, listed: int) -> list[object]:
     """A row of the table."""
     widths, outside, agreed, agreed_wrong, decided, wrong = [], 0, 0, 0, 0, 0
-    gate = Gate()
+    gate = GateValues()
     thresholds = default_thresholds(3, size)
     for tokens in found:
         routing = BoundedRouting(

@@ -40,6 +40,15 @@ def test_no_function_is_longer_than_60_lines():
     assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
 
 
+def test_a_name_of_a_class_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_no_imports_go_in_a_circle():
     graph = grimp.build_graph("gearbx_mlx")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

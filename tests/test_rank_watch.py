@@ -13,7 +13,7 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.ranks import meeting, watch
 from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import Place
-from gearbx_mlx.ranks.watch import LONGEST, Channel, Watch, connect, listen
+from gearbx_mlx.ranks.watch import LONGEST, Channel, RankWatch, connect, listen
 
 # The thread of a rank that ends, which would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -53,7 +53,7 @@ def rank(monkeypatch):
 
         def start():  # a thread that is not the main one leaves the signals of this process alone
             near = {other: pair[0] for other, pair in pairs.items()}
-            seen.watch = Watch(place, near, seen.shown.append, seen.interrupted.append, {2, 15})
+            seen.watch = RankWatch(place, near, seen.shown.append, seen.interrupted.append, {2, 15})
 
         thread = threading.Thread(target=start)
         thread.start()
@@ -223,7 +223,7 @@ class TestMeeting:
         def one(place):
             try:
                 found[place.rank] = meeting.meet(place)
-            except (GearbxError, meeting.Refused) as error:
+            except (GearbxError, meeting.MeetingRefused) as error:
                 found[place.rank] = error
 
         threads = [threading.Thread(target=one, args=(place,)) for place in places]
@@ -256,7 +256,7 @@ class TestMeeting:
         first = self.place(0)
         found = self.meet(first, Place(1, 2, "ring", (first.addresses[0], self.place(1).addresses[1])))
         assert str(found[0]) == "rank 1: has another hostfile, of 2 ranks; give all ranks the same one"
-        assert isinstance(found[1], meeting.Refused)
+        assert isinstance(found[1], meeting.MeetingRefused)
 
     def test_a_number_that_is_there_twice(self):
         first = self.place(0, size=3)

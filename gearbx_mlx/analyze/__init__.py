@@ -19,7 +19,7 @@ KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
-class ServerSettings(Settings):
+class AnalyzedServerSettings(Settings):
     """A server, and the model to ask there; without one, the model is loaded here."""
 
     title: ClassVar[str] = "server"
@@ -47,7 +47,7 @@ class ServerSettings(Settings):
     def check(self, model: ModelSettings, prompt: PromptSettings) -> None:
         """Raises GearbxError for flags that do not go together."""
         if self.server is None:
-            for name in given(self, ServerSettings()):
+            for name in given(self, AnalyzedServerSettings()):
                 raise GearbxError(f"{flag_of(name)} is of a server; name it with --server")
             return
         for name in given(model, ModelSettings()):
@@ -82,7 +82,7 @@ class AnalyzeSettings:
     routing: RoutingSettings
     ladder: LadderSettings
     analysis: AnalysisSettings
-    server: ServerSettings
+    server: AnalyzedServerSettings
 
     def __post_init__(self) -> None:
         self.server.check(self.model, self.prompt)

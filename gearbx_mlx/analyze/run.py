@@ -15,7 +15,7 @@ from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
 from ..cli.prompt import encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears
-from ..cli.tables import Speed, server_table, summary_of, summary_table
+from ..cli.tables import RunSpeed, server_table, summary_of, summary_table
 from ..decoding.route import Route, TelemetryOnly
 from ..decoding.stream import stream_generate
 from ..gears.discovery import vocabulary
@@ -29,7 +29,7 @@ from .report import Analysis, check_output, make_output, write_report
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AnalyzedPrompt:
     """A prompt as tokens, how many may follow it, and the gear that it begins in."""
 
     tokens: list[int]
@@ -38,11 +38,11 @@ class Prompt:
 
 
 @dataclass
-class Run:
+class AnalyzedRun:
     """What was recorded, of every prompt so far."""
 
     tally: Tally
-    speed: Speed = field(default_factory=Speed)
+    speed: RunSpeed = field(default_factory=RunSpeed)
     records: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
@@ -93,18 +93,20 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
 
 def prompts_of(
     settings: AnalyzeSettings, texts: Iterable[str], tokenizer: Any, config: dict, ladder: Ladder
-) -> list[Prompt]:
+) -> list[AnalyzedPrompt]:
     prompts = []
     for text in texts:
         tokens = encode_prompt(settings.prompt, tokenizer, text)
         length = room_for(config, len(tokens), settings.prompt.max_tokens)
-        prompts.append(Prompt(tokens, length, initial_gear(settings.routing, ladder, text)))
+        prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
     return prompts
 
 
-def record_prompts(prompts: Sequence[Prompt], observer: Observer, tokenizer: Any, mode: Route, trace: Path) -> Run:
+def record_prompts(
+    prompts: Sequence[AnalyzedPrompt], observer: Observer, tokenizer: Any, mode: Route, trace: Path
+) -> AnalyzedRun:
     """Generate after each prompt, and write the trace as it comes."""
-    found = Run(Tally.of([gear.name for gear in observer.ladder]))
+    found = AnalyzedRun(Tally.of([gear.name for gear in observer.ladder]))
     model = observer.model
     with (
         contextlib.suppress(KeyboardInterrupt),

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
 from ..cli.gate import check_routing
-from ..cli.loaded import Begun, Loaded, generation_keywords, load_pair, save_cache
+from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
 from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, resolve
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
 from ..decoding.mode import refuse_draft_model
@@ -48,7 +48,7 @@ class ChatModel(Protocol):
         """Empty caches."""
         ...
 
-    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
         ...
 
@@ -100,7 +100,7 @@ class GearedChat:
             return make_prompt_cache(self._model, size)
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
-    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
 
@@ -170,7 +170,7 @@ class PairChat:
     def new_cache(self) -> list[Any]:
         return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)
 
-    def save_cache(self, cache: list[Any], begun: Begun, path: Path) -> None:
+    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
     def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:

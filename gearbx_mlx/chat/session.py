@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..cli.loaded import Begun, room_for
+from ..cli.loaded import BegunConversation, room_for
 from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
@@ -79,7 +79,7 @@ class PromptStopped(Exception):
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """An answer while it is written. `whole`: it ended by itself or between two tokens."""
 
     tally: Tally
@@ -107,7 +107,7 @@ class Session:
     def save_cache(self, path: Path) -> None:
         """Write the KV cache, and the text that it is of. Raises GearbxError where that is impossible."""
         said = self.conversation
-        begun = Begun(said.before_message(), said.templated, self.cache.tokens)
+        begun = BegunConversation(said.before_message(), said.templated, self.cache.tokens)
         self.model.save_cache(self.cache.cut_to_tokens(), begun, path)
 
     def answer(self, message: str) -> None:
@@ -116,7 +116,7 @@ class Session:
         Raises:
             GearbxError: a conversation beyond the model's context, or as `stream_generate`. The message is dropped.
         """
-        answer = Answer(Tally.of(self.model.gears), [])
+        answer = ChatAnswer(Tally.of(self.model.gears), [])
         try:
             with self._ctrl_c.answering():
                 try:
@@ -131,7 +131,7 @@ class Session:
             raise
         self._finish(answer)
 
-    def _read_and_write(self, message: str, answer: Answer) -> None:
+    def _read_and_write(self, message: str, answer: ChatAnswer) -> None:
         """Read what the cache does not have of the conversation, and write the answer."""
         tokens = self.conversation.tokens(message)
         max_tokens = self._room(len(tokens))
@@ -149,7 +149,7 @@ class Session:
         most, size = self.settings.prompt.max_tokens, self.settings.cache.max_kv_size
         return room_for(self.model.config, tokens, most, size, "the conversation", RESET)
 
-    def _write(self, responses: Iterator[GearResponse], answer: Answer) -> None:
+    def _write(self, responses: Iterator[GearResponse], answer: ChatAnswer) -> None:
         """Write an answer as it comes, until it ends or Ctrl-C asks it to."""
         try:
             with closing(responses):  # type: ignore[type-var]  # it is a generator
@@ -170,7 +170,7 @@ class Session:
         if self._ctrl_c.asked and read < tokens:
             raise PromptStopped
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: ChatAnswer) -> None:
         last: Any = answer.last
         if last is None:
             terminal.note("stopped before the answer began; the message is dropped")

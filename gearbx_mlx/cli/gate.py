@@ -47,13 +47,13 @@ class GateSettings(Settings):
         rare=True,
     )
 
-    def filled(self, file: ThresholdFile | None = None) -> "Gate":
+    def filled(self, file: ThresholdFile | None = None) -> "GateValues":
         """Every setting: as given, else as calibrated, else by default."""
         if file is not None:
             window, hysteresis, duration = file.window, file.hysteresis, file.min_gear_duration
         else:
             window, hysteresis, duration = DEFAULT_WINDOW, DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
-        return Gate(
+        return GateValues(
             window if self.window is None else self.window,
             hysteresis if self.hysteresis is None else self.hysteresis,
             duration if self.min_gear_duration is None else self.min_gear_duration,
@@ -61,7 +61,7 @@ class GateSettings(Settings):
 
 
 @dataclass(frozen=True)
-class Gate:
+class GateValues:
     """Tokens in the rolling mean, bits, tokens."""
 
     window: int = DEFAULT_WINDOW
@@ -70,7 +70,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Routing(Gate):
+class Routing(GateValues):
     """A gate with its thresholds in bits."""
 
     thresholds: tuple[float, ...] = ()

@@ -56,7 +56,7 @@ from .flags import (
 from .gate import initial_gear, route_fields, routing_for
 from .resolved import OF_LOSSLESS, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
-from .tables import Speed, kernels_table
+from .tables import RunSpeed, kernels_table
 from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
 
 ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
@@ -435,7 +435,7 @@ CONVERSATION = "conversation"  # where it is in the metadata
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunConversation:
     """A conversation that goes on.
 
     before: its text up to where the next message begins. templated: a chat template made it.
@@ -454,7 +454,7 @@ class PromptCache:
     file: str
     model: str
     entries: list[Any]
-    begun: Begun | None
+    begun: BegunConversation | None
 
     def before(self, templated: bool) -> str:
         """What stands before the message in the template's place; "" where the cache is all that is known of it."""
@@ -481,7 +481,7 @@ class PromptCache:
         return kept.unread(tokens), kept.entries
 
 
-def save_cache(path: Path, entries: list[Any], model: str, begun: Begun) -> None:
+def save_cache(path: Path, entries: list[Any], model: str, begun: BegunConversation) -> None:
     """Write the cache of a chat. Raises GearbxError where it cannot be written."""
     metadata = {"model": model, "tokenizer_config": "{}", CONVERSATION: msgspec.json.encode(asdict(begun)).decode()}
     with replacing(path) as place:
@@ -508,7 +508,7 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
         mx.eval([part.state for part in entries])  # reads the values, which a truncated file does not have
         made_with = metadata["model"]
         said = metadata.get(CONVERSATION)
-        begun = None if said is None else typed(parse_json(said), Begun)
+        begun = None if said is None else typed(parse_json(said), BegunConversation)
     except Exception as error:  # a file of another kind fails in any way
         raise GearbxError(
             f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt"
@@ -588,7 +588,7 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
 
 
 def summary_of_pair(
-    names: tuple[str, str | None], pair: LoadedPair, mode: Pair, tally: Tally, speed: Speed, peak_memory: int
+    names: tuple[str, str | None], pair: LoadedPair, mode: Pair, tally: Tally, speed: RunSpeed, peak_memory: int
 ) -> dict[str, Any]:
     """The summary of one run.
 

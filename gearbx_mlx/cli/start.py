@@ -18,9 +18,9 @@ from typing import Any, NoReturn, cast
 from rich.console import Console
 
 from ..errors import GearbxError, OutputLost
-from ..ranks.meeting import Refused, meet
+from ..ranks.meeting import MeetingRefused, meet
 from ..ranks.place import Place, begin, place_here
-from ..ranks.watch import RunEnded, Watch
+from ..ranks.watch import RankWatch, RunEnded
 from . import signals, terminal
 from .flags import choose_device
 from .signals import Stderr
@@ -79,13 +79,13 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
         return refuse(name, place)
     try:
         channels = meet(place) if place.addresses else {}
-    except Refused:
+    except MeetingRefused:
         return terminal.USER_ERROR
     except GearbxError as error:
         raise GearbxError(str(error) if place.rank == 0 else f"rank {place.rank}: {error}") from error
     stderr = own_stderr(place)
     show = partial(terminal.show_error, stderr)
-    watch = Watch(place, channels, show, signals.interrupt, {*signals.ENDING})
+    watch = RankWatch(place, channels, show, signals.interrupt, {*signals.ENDING})
     terminal.on_error = watch.fail
     if place.rank == 0 or not channels:
         signals.set_handlers(watch.end_at_once)  # until the command's body has handlers of its own
@@ -102,7 +102,7 @@ def refuse(name: str, place: Place) -> int:
     return terminal.USER_ERROR
 
 
-def end(watch: Watch, place: Place, body: Callable[[], int | None]) -> NoReturn:
+def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoReturn:
     """Run the body of a command, and end the process with a status that all other ranks hear of."""
 
     def connected() -> int | None:

@@ -129,7 +129,7 @@ def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
 
 
 @dataclass
-class Speed:
+class RunSpeed:
     """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
 
     prompt_tokens: int = 0
@@ -171,7 +171,7 @@ def summary_of(
     gearbox: Gearbox | Observer,
     mode: Mode,
     tally: Tally,
-    speed: Speed,
+    speed: RunSpeed,
     peak_memory: int,
     controller: Governor | None = None,
     draft: Draft | None = None,

@@ -17,7 +17,7 @@ from ..gears.discovery import Layer, default_sensitivity
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
 from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
-from ..machine.controller import Controller, Decision, SteadyBudget
+from ..machine.controller import CapDecision, Controller, SteadyBudget
 from ..machine.readers import MachineState, Watch
 from .response import Step
 
@@ -58,7 +58,7 @@ class Governor:
         self.controller = Controller(cap_schedule_of(gearbox, sensitivity, bounds or {}), target_tps)
         self.budget = SteadyBudget()
         self.state = MachineState()
-        self.decisions: list[Decision] = []
+        self.decisions: list[CapDecision] = []
         """Those that moved a cap."""
         self.bits_read = 0.0
         """Bits per weight, added up over all passes."""
@@ -76,7 +76,7 @@ class Governor:
         finally:
             self.gearbox.cap({})
 
-    def after(self, step: Step, seconds: float | None) -> Decision | None:
+    def after(self, step: Step, seconds: float | None) -> CapDecision | None:
         """Take a token, decide where it is time to, and put the caps into the model.
 
         Args:

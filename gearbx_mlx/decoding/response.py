@@ -8,7 +8,7 @@ from mlx_lm.generate import GenerationBatch, GenerationResponse
 
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..machine.controller import Decision
+from ..machine.controller import CapDecision
 
 MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: the model itself, a draft, the text
 
@@ -120,7 +120,7 @@ class Seen:
     caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)
-    decision: Decision | None = None
+    decision: CapDecision | None = None
     wish: str = ""
     together: int = 1
 

@@ -51,7 +51,7 @@ from .governor import Governor
 from .mode import AUTO, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import Source, entropy_bits, fast_entropy, geared_responses, sampled
+from .sampling import TokenSource, entropy_bits, fast_entropy, geared_responses, sampled
 from .texts import encoded, vocabulary_of
 
 
@@ -187,7 +187,7 @@ def in_engaged_gear(
     gearbox: Gearbox | Observer,
     draft_model: nn.Module | None = None,
     **kwargs: Any,
-) -> Source:
+) -> TokenSource:
     """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well."""
     if draft_model is not None and agreement_of(model).group is not None:
         raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
@@ -217,7 +217,7 @@ def with_draft_model(
     max_tokens: int = 256,
     num_draft_tokens: int = 3,
     **kwargs: Any,
-) -> Source:
+) -> TokenSource:
     """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
 
     A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
@@ -248,7 +248,7 @@ def with_draft_model(
         number, new_round = number + 1, not response.from_draft  # the model's own token is the last of a round
         return SampledToken(entropy(response.logprobs), step)
 
-    return Source(mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords), seen)
+    return TokenSource(mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords), seen)
 
 
 SHORT_PROMPTS = (

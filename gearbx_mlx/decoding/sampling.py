@@ -263,7 +263,7 @@ class EntropySampler:
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """mlx-lm's responses, and what was seen of each: to be asked once for every response, in their order."""
 
     responses: Iterator[GenerationResponse]
@@ -277,18 +277,18 @@ def sampled(
     step: Callable[[], Step],
     entropy: Entropy = entropy_bits,
     **kwargs: Any,
-) -> Source:
+) -> TokenSource:
     """mlx-lm's responses, and what the sampler saw of each; `kwargs` are of mlx-lm's stream_generate."""
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()
     sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy, agreement_of(model), gears)
     responses = mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs)
-    return Source(responses, lambda response: sampler.tokens.popleft())
+    return TokenSource(responses, lambda response: sampler.tokens.popleft())
 
 
 def geared_responses(
-    source: Source,
+    source: TokenSource,
     gearbox: Gearbox | Observer,
     monitor: Monitor,
     controller: Governor | None = None,

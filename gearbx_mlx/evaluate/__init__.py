@@ -22,7 +22,7 @@ REFERENCE_DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True)
-class AnswerSettings(PromptSettings):
+class AnswerLengthSettings(PromptSettings):
     """How a problem becomes tokens, and how long its answer may be."""
 
     max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
@@ -112,7 +112,7 @@ class TaskSettings(Settings):
 @dataclass(frozen=True)
 class EvaluateSettings:
     model: ModelSettings
-    prompt: AnswerSettings
+    prompt: AnswerLengthSettings
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings

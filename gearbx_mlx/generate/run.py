@@ -30,7 +30,7 @@ from ..cli.loaded import (
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.resolved import resolve
 from ..cli.settings import flag_of
-from ..cli.tables import Draft, Speed, layers_table, pair_table, summary_of, summary_table
+from ..cli.tables import Draft, RunSpeed, layers_table, pair_table, summary_of, summary_table
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.pair import Pair
@@ -69,12 +69,12 @@ def run_pair(
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenRun:
     """Exit status, what adds up over the tokens, mlx-lm's figures, and the machine's energy."""
 
     status: int
     tally: Tally
-    speed: Speed
+    speed: RunSpeed
     energy: Energy
 
     def energy_fields(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ def write_out(
     fields: Sequence[str],
     output: OutputSettings,
     trace: Path | None,
-) -> Written:
+) -> WrittenRun:
     """Write text and trace as they come; Ctrl-C ends both whole.
 
     Args:
         gears: names, lowest first.
         fields: of a response, that the mode adds to the trace.
     """
-    tally, speed, text, last = Tally.of(gears), Speed(), "", None
+    tally, speed, text, last = Tally.of(gears), RunSpeed(), "", None
     energy = Energy()
     out = terminal.TintedText(gears, output.color if output.verbose else "never")
     status = 0
@@ -116,7 +116,7 @@ def write_out(
     speed.add(last)
     with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
         print(text if not output.verbose else "", flush=True)
-    return Written(status, tally, speed, energy)
+    return WrittenRun(status, tally, speed, energy)
 
 
 def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:

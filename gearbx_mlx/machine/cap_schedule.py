@@ -30,7 +30,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Step:
+class CapStep:
     """A layer's cap, before and after."""
 
     path: str
@@ -62,7 +62,7 @@ class CapSchedule:
                 cost = max(
                     cost, sensitivity(layer.path, after)
                 )  # a layer goes down in order, even if the measured costs do not rise
-                costed.append((cost, -after, place, Step(layer.path, before, after)))
+                costed.append((cost, -after, place, CapStep(layer.path, before, after)))
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
         saved = [[self._saving(gear, step) for step in self.steps] for gear in range(self.gears)]
         self._saved = np.array(saved, dtype=float).reshape(self.gears, len(self.steps))
@@ -91,7 +91,7 @@ class CapSchedule:
         most = {path: layer.widths[-1] for path, layer in self.layers.items()}
         return most | {step.path: step.after for step in self.steps[:position]}
 
-    def _saving(self, gear: int, step: Step) -> int:
+    def _saving(self, gear: int, step: CapStep) -> int:
         """The bytes that a step saves for a pass in a gear; 0 where the gear does not have more bits."""
         layer = self.layers[step.path]
         return layer.read[layer.bits(gear, step.before)] - layer.read[layer.bits(gear, step.after)]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GearbxError
-from .cap_schedule import CapSchedule, Step
+from .cap_schedule import CapSchedule, CapStep
 from .readers import THERMAL, MachineState
 
 
@@ -140,7 +140,7 @@ PAUSE = 3.0  # a token that took this many times the median for its bytes is lef
 
 
 @dataclass(frozen=True)
-class Decision:
+class CapDecision:
     """What was decided after a token, and why.
 
     token: their number so far. position: on the cap schedule, in steps down from no cap. tokens_per_second: over the
@@ -156,7 +156,7 @@ class Decision:
     share: float = 1.0
     machine: Mapping[str, Any] = field(default_factory=dict)
     bits_per_weight: float = 0.0
-    moved: tuple[Step, ...] = ()
+    moved: tuple[CapStep, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """The decision as a trace shows it."""
@@ -233,7 +233,7 @@ class Controller:
         """Whether a decision follows the next token."""
         return (self.tokens + 1) % self.every == 0
 
-    def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> Decision | None:
+    def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
         """Take one token. Returns a decision every few tokens.
 
         Args:
@@ -249,7 +249,7 @@ class Controller:
             self._new = min(self._new + 1, MEMORY)
         return None if self.tokens % self.every else self._decide(share)
 
-    def _decide(self, share: float) -> Decision:
+    def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
         self._share = share
         self._notice_spread()
@@ -348,13 +348,13 @@ class Controller:
         )  # a jump shows in one or two of them only
         return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
 
-    def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> Decision:
+    def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
         self.position = position
         after = self.caps
-        moved = tuple(Step(path, before[path], after[path]) for path in after if before[path] != after[path])
+        moved = tuple(CapStep(path, before[path], after[path]) for path in after if before[path] != after[path])
         if moved:
             self._skip, self._new = self.lag, 0
             self._seen.clear()
         speed = None if measured is None else measured.tokens_per_second
         bits = self.schedule.bits(self.schedule.read(self.top)[position], 1)
-        return Decision(self.tokens, reason, position, speed, self.target, self._share, {}, bits, moved)
+        return CapDecision(self.tokens, reason, position, speed, self.target, self._share, {}, bits, moved)

@@ -399,7 +399,7 @@ Moment = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Entry(Struct, frozen=True, forbid_unknown_fields=True):
+class ScriptEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a script: a time since generation began, and what changes then."""
 
     seconds: Moment | None = None
@@ -461,21 +461,21 @@ class Scripted:
         return MachineState(**known)
 
 
-def read_entries(path: Path) -> Iterator[tuple[str, Entry]]:
+def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
     """Each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad one."""
     text = read_text(path, "a script of machine states", GIVE)
     if not text.lstrip().startswith("["):
-        for number, entry in json_lines(path, text, Entry, GIVE):
+        for number, entry in json_lines(path, text, ScriptEntry, GIVE):
             yield f"line {number}", entry
         return
     with about(path):
         entries = typed(parse_json(text), list[Any])
     for number, entry in enumerate(entries, 1):
         with about(f"{path}, entry {number}"):
-            yield f"entry {number}", typed(entry, Entry)
+            yield f"entry {number}", typed(entry, ScriptEntry)
 
 
-def point_of(entry: Entry, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
+def point_of(entry: ScriptEntry, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
     """The unit of an entry's time, and its point.
 
     Raises:

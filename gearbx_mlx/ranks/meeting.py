@@ -21,7 +21,7 @@ ANSWER = 1.0  # seconds longer than rank 0 waits, for its answer
 RETRY = 0.05  # seconds
 
 
-class Refused(Exception):
+class MeetingRefused(Exception):
     """Rank 0 has shown why this run does not begin."""
 
 
@@ -39,7 +39,7 @@ def meet(place: Place) -> dict[int, Channel]:
 
     Raises:
         GearbxError: an address that cannot be used, a rank that does not come or has another hostfile.
-        Refused: rank 0 raised one of these.
+        MeetingRefused: rank 0 raised one of these.
     """
     until = time.monotonic() + patience()
     return gather_all(place, until) if place.rank == 0 else {0: report_to_first(place, until)}
@@ -133,6 +133,6 @@ def report_to_first(place: Place, until: float) -> Channel:
             channel.connection.settimeout(None)
             return channel
         if answer is not None and "refused" in answer:
-            raise Refused
+            raise MeetingRefused
     channel.close()
     raise GearbxError(f"{place.name_of(0)} did not begin the run; see what it says")

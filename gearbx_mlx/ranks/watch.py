@@ -129,7 +129,7 @@ class Verdict:
     text: str | None = None
 
 
-class Watch:
+class RankWatch:
     """Ends this process when another rank is gone or says so. Begins at once, and ends with the process.
 
     Args:

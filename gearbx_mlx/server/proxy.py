@@ -11,7 +11,7 @@ from ..serving.listening import Server
 from ..serving.proxy.app import proxy_application
 from ..serving.proxy.judging import Rule
 from ..serving.proxy.route import Between
-from ..serving.proxy.upstream import Place, Upstream, checked_url
+from ..serving.proxy.upstream import ServerPlace, Upstream, checked_url
 from ..serving.web import Guard
 from . import ProxySettings
 
@@ -45,11 +45,11 @@ def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSetting
     return Rule(turns.threshold(settings.vocab_size), turns.window, turns.min_duration, settings.vocab_size)
 
 
-def place_of(settings: ProxySettings, server: int) -> Place:
+def place_of(settings: ProxySettings, server: int) -> ServerPlace:
     """Where a server is, and how to ask it. Raises GearbxError for a URL that is none."""
     flag = f"{NAMES[server]}_server"
     url = getattr(settings, flag)
-    return Place(
+    return ServerPlace(
         NAMES[server],
         checked_url(url, f"--{NAMES[server]}-server"),
         getattr(settings, f"{flag}_model"),

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ...routing.pair import NAMES
 from ..web import Guard, JsonRoute, Refused, application, escaped, event_stream, page
 from .judging import CHAT, TEXT
-from .route import Between, Route
+from .route import Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -37,7 +37,7 @@ class ProxyMetrics:
         self.first = Histogram("first_bytes_seconds", "From a request to the first bytes of its answer.", **own)
         self.requests = Gauge("requests", "Requests at this moment.", **own)
 
-    def begun(self, route: Route, seconds: float) -> None:
+    def begun(self, route: ProxyRoute, seconds: float) -> None:
         """Log and count who answers, and why; so many seconds after the request."""
         decision = route.decision
         assert decision is not None
@@ -49,7 +49,7 @@ class ProxyMetrics:
         reason = f" ({escaped(decision.reason)})" if decision.reason else ""
         log.info("the %s server answers: %s%s; %d tokens handed over", server, decision.why, reason, route.handed_over)
 
-    def failed(self, route: Route) -> None:
+    def failed(self, route: ProxyRoute) -> None:
         """Count the servers that failed since the last call."""
         while route.uncounted:
             self.failures.labels(NAMES[route.uncounted.pop()]).inc()
@@ -136,7 +136,7 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     """The answer of one of the servers, as a stream or whole; or what a server says of a request that it refuses."""
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
-    route = Route(between_of(request), path, body)
+    route = ProxyRoute(between_of(request), path, body)
     parts = counted(route, request.app.state.metrics)
     try:
         first = await anext(parts)
@@ -152,7 +152,7 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     return JSONResponse(first)
 
 
-async def counted(route: Route, metrics: ProxyMetrics) -> AsyncGenerator[Any, None]:
+async def counted(route: ProxyRoute, metrics: ProxyMetrics) -> AsyncGenerator[Any, None]:
     """The parts of an answer, counted before they are sent: what a client has read stands in /metrics."""
     started = time.perf_counter()
     with metrics.requests.track_inprogress():

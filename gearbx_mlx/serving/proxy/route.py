@@ -132,7 +132,7 @@ class HandOver:
 
 
 @dataclass
-class Route:
+class ProxyRoute:
     """One request and its answer.
 
     path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways: to

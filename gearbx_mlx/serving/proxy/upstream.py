@@ -62,7 +62,7 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """Where a server is.
 
     name: "small" or "large". base: URL of the API, up to /v1. model: its name for the server; None: as clients say.
@@ -84,7 +84,7 @@ class Upstream:
         software: what the server calls itself, lower case; "" before its first answer.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ServerPlace):
         self.place, self.name, self.software = place, place.name, ""
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx"}
         if place.key:
