@@ -24,7 +24,7 @@ from .report import Analysis, check_output, make_output, write_report
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySize:
     """Its size V, and where that comes from."""
 
     size: int
@@ -81,7 +81,7 @@ def first_of(settings: AnalyzeSettings, ladder: Ladder, text: str) -> int:
     return ladder.find(initial_gear(settings.routing, ladder, text)).index
 
 
-def gate_for(routing: Routing, vocabulary: Vocabulary, first: int) -> BoundedRouting:
+def gate_for(routing: Routing, vocabulary: VocabularySize, first: int) -> BoundedRouting:
     """Monitors and gates of a new text."""
     return BoundedRouting(
         lambda: Monitor(vocabulary.size, routing.window),
@@ -90,27 +90,27 @@ def gate_for(routing: Routing, vocabulary: Vocabulary, first: int) -> BoundedRou
     )
 
 
-def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> Vocabulary:
+def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> VocabularySize:
     """The size that is given, else the server's, else that of the thresholds, else an assumption, with a note."""
     if settings.server.vocab_size is not None:
-        return Vocabulary(settings.server.vocab_size, "--vocab-size")
+        return VocabularySize(settings.server.vocab_size, "--vocab-size")
     size = server.vocab_size()
     if size is not None:
-        return Vocabulary(size, "the server")
+        return VocabularySize(size, "the server")
     if isinstance(settings.routing.source, ThresholdFile):
-        return Vocabulary(settings.routing.source.vocab_size, "the thresholds")
+        return VocabularySize(settings.routing.source.vocab_size, "the thresholds")
     terminal.note(
         f"the server does not say how large the vocabulary is: {ASSUMED_VOCABULARY} is assumed, which makes upper "
         "bounds too high rather than too low; --vocab-size makes them tight"
     )
-    return Vocabulary(ASSUMED_VOCABULARY, "assumed")
+    return VocabularySize(ASSUMED_VOCABULARY, "assumed")
 
 
 def record_answers(
     server: RemoteServer,
     questions: Sequence[Question],
     gates: Sequence[BoundedRouting],
-    vocabulary: Vocabulary,
+    vocabulary: VocabularySize,
     ladder: Ladder,
     max_tokens: int,
     trace: Path,
@@ -141,7 +141,7 @@ def routed(
     tokens: Iterator[RemoteToken],
     gate: BoundedRouting,
     number: int,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularySize,
     ladder: Ladder,
     server: RemoteServer,
 ) -> Iterator[dict[str, Any]]:
@@ -176,7 +176,7 @@ def tokens_of(server: RemoteServer, question: Question, max_tokens: int) -> Iter
                     return
 
 
-def bounds_of(token: RemoteToken, vocabulary: Vocabulary, place: str, server: RemoteServer) -> tuple[float, float]:
+def bounds_of(token: RemoteToken, vocabulary: VocabularySize, place: str, server: RemoteServer) -> tuple[float, float]:
     """The bounds of a token's entropy in bits. Raises RemoteError for log-probabilities that none can have."""
     try:
         return entropy_bounds(token.logprobs, vocabulary.size, rounding_of(token.logprobs), token.unlisted)
@@ -186,7 +186,7 @@ def bounds_of(token: RemoteToken, vocabulary: Vocabulary, place: str, server: Re
 
 
 def summary_of(
-    server: RemoteServer, found: Recorded, vocabulary: Vocabulary, ladder: Ladder, routing: Routing
+    server: RemoteServer, found: Recorded, vocabulary: VocabularySize, ladder: Ladder, routing: Routing
 ) -> dict[str, Any]:
     """The object of summary.json."""
     assert server.way is not None
