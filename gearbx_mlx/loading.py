@@ -52,9 +52,13 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 def load(
     path_or_hf_repo: str | Path | None = None,
-    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
+    *,
     group: mx.distributed.Group | None = None,
     shard_sums: str = "gather",
     pipeline: bool = False,
@@ -67,6 +71,7 @@ def load(
 
     Args:
         path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
+        tokenizer_config, model_config, adapter_path, lazy, revision: as mlx-lm takes them.
         return_config: whether to return the model's configuration as well.
         group: the ranks that share the model; each gets its part of the layers that mlx-lm's class divides (`shard`).
         shard_sums: of layers whose inputs are divided. "gather": every rank gets all inputs and has some rows, so that
@@ -83,17 +88,17 @@ def load(
     """
     directory = find(path_or_hf_repo or DEMO_MODEL, revision)
     trusted = kwargs.get("trust_remote_code", False)
-    ranks = ranks_of(group, shard_sums, kwargs)
-    check_model(directory, trusted, kwargs.get("model_config") or {})
+    kwargs |= {"model_config": model_config, "lazy": lazy}
+    ranks = ranks_of(group, shard_sums, adapter_path, kwargs)
+    check_model(directory, trusted, model_config or {})
     # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
-    kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (kwargs.get("tokenizer_config") or {})
+    kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (tokenizer_config or {})
     saved = open_gears(directory)
-    adapter_path = kwargs.pop("adapter_path", None)
     adapter = None if adapter_path is None else read_adapter(Path(adapter_path))
     try:
         read = load_plain if saved is None else functools.partial(load_base, saved)
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
-        if adapter is not None:
+        if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
     except GearbxError:
         raise

@@ -225,12 +225,14 @@ class TestConverting:
 
     def test_what_makes_no_sense(self, whole, tmp_path, command):
         (tmp_path / "there").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
         quantized = tmp_path / "quantized"
         shutil.copytree(whole, quantized)
         for name in ("gears.json", "gears.safetensors"):
             (quantized / name).unlink()
         for flags, words in (
             (["--mlx-path", tmp_path / "there"], "is there already; remove it or give another path"),
+            (["--mlx-path", tmp_path / "link"], "is there already; remove it or give another path"),
             (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
             (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
             (["--mlx-path", tmp_path / "a", "--gears", "8,4"], "gears must ascend"),

@@ -324,7 +324,17 @@ class TestArguments:
             fresh_demo.model, fresh_demo.tokenizer, TALE, verbose=True, gearbox=gearbox, max_tokens=20
         )
         assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
-        assert capsys.readouterr().out == text + "\n"
+        printed, _, figures = capsys.readouterr().out.partition("\nPrompt: ")
+        assert printed == text
+        prompt, generation, memory = figures.splitlines()
+        assert prompt.startswith(f"{len(fresh_demo.tokenizer.encode(TALE))} tokens, ")
+        assert generation.startswith("Generation: 20 tokens, ")
+        assert memory.startswith("Peak memory: ")
+
+    def test_load_takes_the_arguments_of_mlx_lms_in_its_order(self):
+        arguments = (gearbx_mlx.loading.DEMO_MODEL, {"padding_side": "left"}, {"rope_theta": 5000.0}, None, True, True)
+        model, tokenizer, config = gearbx_mlx.load(*arguments)
+        assert (tokenizer.padding_side, model.args.rope_theta, config["rope_theta"]) == ("left", 5000.0, 5000.0)
 
     @pytest.mark.some(5)
     @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def destination(mlx_path: str | Path) -> tuple[Path, Path]:
     """
     try:
         out = Path(mlx_path).expanduser()
-        exists, has_parent = out.exists(), out.parent.is_dir()
+        exists, has_parent = out.exists() or out.is_symlink(), out.parent.is_dir()
         work = out if exists else out.with_name(out.name + INCOMPLETE)
         work.exists()  # fails for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:

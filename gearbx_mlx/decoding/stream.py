@@ -84,15 +84,26 @@ def stream_generate(
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
-    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it is made."""
-    text = ""
+    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it comes, and mlx-lm's figures."""
+    text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
         print()
+        print_figures(response)
     return text
+
+
+def print_figures(last: GearResponse | None) -> None:
+    """What mlx-lm prints under a text: tokens, tokens per second, memory. last: the text's last response, if any."""
+    if last is None:
+        print("No text generated for this prompt")
+        return
+    print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
+    print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
+    print(f"Peak memory: {last.peak_memory:.3f} GB")
 
 
 def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode | str | None) -> Mode:

@@ -41,11 +41,12 @@ class Ranks(NamedTuple):
     gather: bool = True
 
 
-def ranks_of(group: mx.distributed.Group | None, sums: str, keywords: dict[str, Any]) -> Ranks | None:
+def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, keywords: dict[str, Any]) -> Ranks | None:
     """Who shares a model; None: nobody.
 
     Args:
         sums: one of SUMS.
+        adapter: of `load`; None: there is none.
         keywords: of `load`; what is loaded for several ranks becomes lazy, since each keeps a part.
 
     Raises:
@@ -55,7 +56,7 @@ def ranks_of(group: mx.distributed.Group | None, sums: str, keywords: dict[str, 
         raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SUMS)}")
     if group is None or group.size() == 1:
         return None
-    if keywords.get("adapter_path") is not None:
+    if adapter is not None:
         raise GearbxError("ranks cannot share a model with an adapter; fuse it into the model first (mlx_lm.fuse)")
     keywords["lazy"] = True
     return Ranks(group, sums == "gather")
