@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from fake_server import Answer, chat_entry, chat_event, events, fake_server, refused
+from fake_server import Answer, answer, chat_entry, chat_event, events, fake_server, refused
 from proxies import CHAT, EASY, HARD, LINGERING, STREAM, SURE, always, chunks, error_of, good, proxy, word, written
 
 from gearbx_mlx.serving.proxy import upstream
@@ -38,6 +38,21 @@ class TestStreamsThatHaveBegun:
         with fake_server(always(events({"error": {"message": "no"}}))) as large, proxy(well.url, large.url) as client:
             got = client.post(CHAT, json=HARD | {"stream": True}).text
             assert (written(got), chunks(got)[0]["gearbx"]["why"]) == ("W0 W1 W2 ", "fallback")
+
+    @pytest.mark.parametrize("threshold", ["inf", "1", "0"])
+    def test_a_server_that_knows_no_streams_has_its_words_sent_on(self, well, threshold):
+        message = {"role": "assistant", "content": "all of it"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        if threshold == "1":
+            choice["logprobs"] = {"content": [chat_entry(SURE)] * 3}
+        with (
+            fake_server(always(answer({"choices": [choice]}))) as fake,
+            proxy(fake.url, fake.url, thresholds=threshold, no_fallback=True) as client,
+        ):
+            got = client.post(CHAT, json=EASY | {"stream": True})
+        assert got.headers["content-type"] == "text/event-stream"
+        assert written(got.text) == "all of it"
+        assert got.text.endswith("data: [DONE]\n\n")
 
     def test_each_event_comes_at_once(self, well):
         goes_on = threading.Event()

@@ -10,6 +10,7 @@ from conftest import save_model, tiny_model
 from http_server import MESSAGES, TEMPLATE, TOOL, chat, complete, error_of, events, served
 from scripted_model import save_scripted
 
+from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.serving.answers import Calls, chat_logprobs, text_logprobs
 from gearbx_mlx.serving.job import Alternative, Emitted
 from gearbx_mlx.serving.requests import ChatRequest, parse
@@ -29,6 +30,12 @@ def test_an_impossible_token_is_no_alternative_and_minus_9999_itself():
     text = text_logprobs([emitted(IMPOSSIBLE), emitted(LIKELY)])
     assert text["token_logprobs"] == [-9999.0, -0.5]
     assert text["top_logprobs"] == [{"a": -0.5}] * 2
+
+
+@pytest.mark.parametrize(("asked", "found"), [(3, 3), (1, 1), (True, 0)])
+def test_a_chat_may_ask_for_a_number_of_logprobs(client, asked, found):
+    entries = chat(client, logprobs=asked, max_tokens=2)["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [found] * 2
 
 
 def strict(text):
@@ -135,6 +142,12 @@ def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
         for choice in ("any", {"type": "function"}, {"type": "function", "function": {"name": ""}}, 5):
             answer = client.post("/v1/chat/completions", json=asked(tool_choice=choice))
             assert "tool_choice" in error_of(answer)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}"])
+def test_a_template_that_is_none_is_said_at_the_start(template):
+    with pytest.raises(GearbxError, match="--chat-template"), served(gears="16", chat_template=template):
+        pass
 
 
 def test_tools_are_shown_unless_none_may_be_called():

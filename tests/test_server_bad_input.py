@@ -36,9 +36,13 @@ BODIES = {
     "seed": ("x", 1.5, 2**70),
     "stop": ([""], 5, ["a"] * 65),
     "n": (2, 0),
+    "best_of": (2, "x"),
+    "suffix": ("end", 5),
+    "draft_model": ("another/model",),
+    "role_mapping": ({"user": "Q: "}, {}),
     "stream": ("yes", 1),
     "model": (5, "gpt-4", "/etc/passwd", "../../secret", ""[:0] + "x" * 5000),
-    "adapters": ("another/adapter",),
+    "adapters": ("another/adapter", ""),
     "gearbx": (
         5,
         {"mode": "fast"},
@@ -62,7 +66,7 @@ BODIES = {
 def test_a_field_that_is_wrong_is_named(client, path, field, value):
     body = {"prompt": "Once", "messages": [{"role": "user", "content": "Once"}], field: value}
     answer = client.post(path, json=body)
-    message = error_of(answer, 404 if field in ("model", "adapters") and value not in (5, "x" * 5000) else 400)
+    message = error_of(answer, 404 if field in ("model", "adapters") and value not in (5, "", "x" * 5000) else 400)
     assert field.removesuffix("s") in message or "gear" in message or "mode" in message
 
 
@@ -140,6 +144,32 @@ def raw(client, *parts, pause=0.0):
         return found
 
 
+def test_fields_that_are_not_served_may_be_empty(client):
+    empty = {"suffix": None, "draft_model": None, "role_mapping": None, "best_of": 1, "echo": False}
+    assert complete(client, max_tokens=1, **empty)["choices"]
+
+
+def test_embeddings_are_refused_with_a_reason(client):
+    assert "embedding" in error_of(client.post("/v1/embeddings", json={"input": "x"}), 404)
+
+
+def test_a_schema_that_is_too_much_is_named_as_the_reason(client):
+    properties = {f"property{number}": {"type": "string"} for number in range(900)}
+    schema = {"json_schema": {"schema": {"type": "object", "properties": properties}}, "type": "json_schema"}
+    body = {"prompt": "x", "max_tokens": 12, "response_format": schema}
+    message = error_of(client.post("/v1/completions", json=body))
+    assert "processor" not in message
+    assert "give a smaller schema" in message
+
+
+def test_connections_without_a_request_keep_nobody_out(client):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(client.server.socket.getsockname(), timeout=10))
+        answer = raw(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert answer.split()[1] == b"200"
+
+
 @pytest.mark.slow
 def test_a_client_that_sends_slowly_is_let_go(client):
     drops = [b"POST /v1/completions HTTP/1.1\r\n", *[b"x" for _ in range(3)]]
@@ -157,12 +187,13 @@ def test_a_client_that_sends_slowly_is_let_go(client):
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", b"400"),
         (b"nonsense\r\n\r\n", b"400"),
         (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_is_no_proper_request_gets_an_error(client, request_, status):
     answer = raw(client, request_)

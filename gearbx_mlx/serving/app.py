@@ -122,6 +122,11 @@ async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
     return await complete(here, body, Dialect())
 
 
+@keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
+async def refuse_embeddings() -> Response:
+    raise Refused(404, "no embeddings are served: models here write text; ask a server of an embedding model")
+
+
 @theirs.post(MESSAGES, response_model=MessageAnswer, responses=STREAMED)
 async def answer_messages(body: MessagesRequest, here: Here) -> Response:
     return await complete(here, chat_request(body), Messages())

@@ -215,6 +215,8 @@ class Constraint:
             self._matcher.rollback(len(self._matched) - common)
         taken = common + self._matcher.try_consume_tokens(text[common:].tolist())
         self._matched = text[:taken].astype(np.int64)
+        if self._matcher.is_error():
+            return self._ended(f"{one_line_of(self._matcher)}; give a smaller schema")
         if taken < len(text):
             return self._ended("another logits processor chose a token that does not fit")
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

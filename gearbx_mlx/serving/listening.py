@@ -19,6 +19,7 @@ from ..errors import GearbxError, one_line
 from .web import PATIENCE, Refused, escaped
 
 MOST_CONNECTIONS = 256
+ROOM = 16  # connections that are kept free for new ones as long as others are idle
 LONGEST_HEAD = 2**16  # bytes of a request before its body
 LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
 LOOK = 0.005  # seconds
@@ -34,6 +35,10 @@ class PatientProtocol(H11Protocol):
         self.waits: dict[Any, asyncio.TimerHandle] = {}  # by what happens at their end
         super().connection_made(transport)
         self.wait(True, self.let_go)
+        self.since = self.loop.time()
+        if len(self.connections) > MOST_CONNECTIONS - ROOM:
+            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
+            min(idle, key=lambda each: each.since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -41,6 +46,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.since = self.loop.time()
         self.wait(self.is_incomplete, self.let_go)
 
     def pause_writing(self) -> None:
@@ -60,6 +66,11 @@ class PatientProtocol(H11Protocol):
         """A client that sends no more has left, as far as anything shows; it gets what can be said at once."""
         self.loop.call_later(LINGER, self.transport.close)
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is there, whole or with its head."""
+        return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
 
     @property
     def is_incomplete(self) -> bool:

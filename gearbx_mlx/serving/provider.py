@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from jinja2 import TemplateSyntaxError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.processors import load_processor
 from mlx_lm.server import ModelProvider
@@ -19,6 +20,7 @@ from mlx_lm.server import ModelProvider
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.pair import Pair, PairedModel
+from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer
 from ..routing.gates import default_thresholds
 from .requests import DEFAULT_MODEL, Options
@@ -215,6 +217,13 @@ class GearedProvider(ModelProvider):
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
+        """Raises GearbxError for a --chat-template that is none."""
+        if self.cli_args.chat_template:
+            try:
+                served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+            except TemplateSyntaxError as error:
+                served.close()
+                raise GearbxError(f"--chat-template is no template: {one_line(error)}; mend it") from error
         self.model_key, self.served = key, served
         self.model, self.tokenizer = served.model, served.tokenizer
         self.draft_model = served.draft_model

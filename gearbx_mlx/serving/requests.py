@@ -2,7 +2,16 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from .grammar import ResponseFormat
 from .web import misfit
@@ -18,7 +27,19 @@ Count = Annotated[Whole, Field(ge=0, le=LONGEST_CONTEXT)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
 Bits = Annotated[Number, Field(ge=0, le=64)]
+Logprobs = StrictBool | Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
 Name = Annotated[str, Field(max_length=4096)]
+OnlyOne = Annotated[Whole, Field(ge=1, le=1)]
+
+
+def refuse(value: Any, field: ValidationInfo) -> Any:
+    """Raises ValueError for a field that would change the answer, and is not served."""
+    if value not in (None, False):
+        raise ValueError(f"{field.field_name} is not served; leave it out")
+    return value
+
+
+NotServed = Annotated[Any, AfterValidator(refuse)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -36,7 +57,7 @@ class StreamOptions(BaseModel, frozen=True):
 
 
 class BaseRequest(BaseModel, frozen=True):
-    """Fields that chat and text completions share. Those of other servers are ignored."""
+    """Fields that chat and text completions share. Others are ignored, unless the answer would be another with them."""
 
     model: Name | None = None
     stream: StrictBool | None = None
@@ -57,8 +78,12 @@ class BaseRequest(BaseModel, frozen=True):
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Penalty] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopWord | Annotated[list[StopWord], Field(max_length=64)] | None = None
-    n: Annotated[Whole, Field(ge=1, le=1)] | None = None
-    adapters: Name | None = None
+    n: OnlyOne | None = None
+    best_of: OnlyOne | None = None
+    suffix: NotServed = None
+    draft_model: NotServed = None
+    role_mapping: NotServed = None
+    adapters: Annotated[Name, Field(min_length=1)] | None = None
     response_format: ResponseFormat | None = None
     gearbx: Options | None = None
 
@@ -123,12 +148,11 @@ class ChatRequest(BaseRequest, frozen=True):
 
     messages: Annotated[list[ChatTurn], Field(min_length=1, max_length=10_000)]
     max_completion_tokens: Tokens | None = None
-    logprobs: StrictBool | None = None
+    logprobs: Logprobs | None = None
     top_logprobs: Annotated[Whole, Field(ge=-1, le=MOST_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    role_mapping: dict[str, str] | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -143,7 +167,7 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def alternatives(self) -> int | None:
-        wanted = max(0, self.top_logprobs or 0)
+        wanted = max(0, self.top_logprobs or 0, 0 if self.logprobs is True else int(self.logprobs or 0))
         return wanted if self.logprobs or wanted else None
 
     @property
@@ -159,8 +183,8 @@ class TextRequest(BaseRequest, frozen=True):
     """The body of /v1/completions: a prompt as text, or as tokens."""
 
     prompt: str | Annotated[list[str | Count], Field(min_length=1)]
-    logprobs: StrictBool | Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: StrictBool | None = None
+    logprobs: Logprobs | None = None
+    echo: NotServed = None
 
     @field_validator("prompt")
     @classmethod
@@ -169,13 +193,6 @@ class TextRequest(BaseRequest, frozen=True):
         if isinstance(prompt, list) and len(prompt) > 1 and not tokens:
             raise ValueError("prompt is a list of several; send one prompt a request")
         return prompt
-
-    @field_validator("echo")
-    @classmethod
-    def no_echo(cls, echo: bool | None) -> bool | None:
-        if echo:
-            raise ValueError("echo is not served; leave it out")
-        return echo
 
     @property
     def typed(self) -> str:

@@ -277,7 +277,7 @@ def prompt_of(generator: ResponseGenerator, request: BaseRequest, served: Served
     if isinstance(request, TextRequest) and request.tokens:
         return Prompt(served, request.tokens, [request.tokens], ["assistant"])
     if isinstance(request, ChatRequest):
-        wanted = CompletionRequest("chat", "", messages, request.shown_tools, request.role_mapping)
+        wanted = CompletionRequest("chat", "", messages, request.shown_tools, None)
     else:
         wanted = CompletionRequest("text", request.typed, [], None, None)
     arguments = SimpleNamespace(chat_template_kwargs=getattr(request, "chat_template_kwargs", None))

@@ -109,7 +109,10 @@ class Upstream:
             Declined: the server refuses the request.
         """
         async with self.opened(path, body) as response:
-            content = await self.whole(response)
+            return self.answer(await self.whole(response))
+
+    def answer(self, content: bytes) -> dict[str, Any]:
+        """A whole answer. Raises Failed for what is none."""
         answer = self.parsed(content)
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
@@ -120,10 +123,10 @@ class Upstream:
         """The server-sent events of an answer, each as soon as it is there, bytes as they came. Raises as `ask`."""
         async with self.opened(path, body) as response:
             kind = kind_of(response)
-            if kind != EVENTS:
+            if kind not in (EVENTS, JSON):
                 await self.whole(response)
                 raise self.failed(f"answers {kind} in place of a stream")
-            yield self.split(response)
+            yield self.split(response) if kind == EVENTS else as_events(self.answer(await self.whole(response)))
 
     @asynccontextmanager
     async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
@@ -254,6 +257,14 @@ def kind_of(response: httpx.Response) -> str:
     """The media type of an answer, one short line."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind[:80] if kind.isascii() and kind.isprintable() and kind else "something"
+
+
+async def as_events(answer: dict[str, Any]) -> AsyncIterator[bytes]:
+    """A whole answer as a stream: what a server sends that does not know streams."""
+    choices = [choice for choice in answer["choices"] if isinstance(choice, dict)]
+    streamed = [{"delta" if name == "message" else name: value for name, value in one.items()} for one in choices]
+    yield b"data: " + json.dumps(answer | {"choices": streamed}).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
