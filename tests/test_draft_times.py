@@ -119,7 +119,7 @@ class TestUse:
     def test_a_text_does_not_begin_with_times_of_another_machine(self, geared_demo):
         made = parse_draft_file(json.dumps(file_with(None)))
         for machine, known in ((machine_of(geared_demo), 100.0), ("elsewhere", 0.0)):
-            mode = Lossless(curve=replace(made, times=times_of(machine, draft=100.0)))
+            mode = Lossless(cost="time", curve=replace(made, times=times_of(machine, draft=100.0)))
             with nullcontext() if known else pytest.warns(GearbxWarning, match="they are not used"):
                 assert mode.plans(geared_demo).of(1).rounds.costs.draft() == known
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from conftest import tiny_model
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
 from gearbx_mlx.kernels import tuner
 from gearbx_mlx.routing.acceptance import default_rule
@@ -46,6 +46,13 @@ class Start:
                     costs.add_verification(1, alone)
         self.plans.keep()
         return ways
+
+
+def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
+    plans = [Lossless().plans(Gearbox(tiny_model(), "4,16"))]
+    monkeypatch.setenv("GEARBX_TUNE", "0")
+    plans += [Lossless(cost=cost).plans(Gearbox(tiny_model(), "4,16")) for cost in (None, "time")]
+    assert [plan.of(1).rounds.costs.measured for plan in plans] == [True, False, True]
 
 
 def test_the_way_that_won_writes_first_at_the_next_start(file):

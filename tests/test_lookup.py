@@ -136,7 +136,7 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
+        ((), "drafts save bytes; lookup proposes up to 15 tokens at once"),
         (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
         (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
         (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),

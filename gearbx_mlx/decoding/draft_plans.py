@@ -34,6 +34,7 @@ from ..routing.acceptance import (
 )
 from ..routing.lookup import LookupAgreement
 from ..routing.rounds import (
+    BYTES,
     MOST_ROWS,
     TIME,
     CostRule,
@@ -76,6 +77,11 @@ class StreamCosts(PassCosts):
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
         self._stream.memory.add(steps * self._draft, seconds)
+
+
+def default_cost() -> str:
+    """What drafts save where nothing else is asked for: time, and bytes where nothing may be measured (GEARBX_TUNE)."""
+    return TIME if is_tuning() else BYTES
 
 
 def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:

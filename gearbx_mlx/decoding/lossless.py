@@ -15,7 +15,7 @@ from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highe
 from ..routing.rounds import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchText, SharedMode
-from .draft_plans import DraftPlans, drafting_gear, find_file, find_rule
+from .draft_plans import DraftPlans, default_cost, drafting_gear, find_file, find_rule
 from .draft_trials import default_depth, depth_here, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
@@ -38,7 +38,7 @@ class Lossless(SharedMode):
             or a rule for any model.
         cost: `time` or `bytes`: what drafts are to save, where a curve says when they end. Seconds are measured while
             texts are written, and kept for the next start; where drafts lose, the top gear goes on without. Texts do
-            not depend on it. Without it time, and bytes where ranks share the model.
+            not depend on it. Without it time; bytes where ranks share the model, and with GEARBX_TUNE=0.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
         draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
@@ -147,14 +147,14 @@ class Lossless(SharedMode):
             raise GearbxError(
                 "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
             )
-        unit = BYTES if shared else self.cost or TIME
+        unit = BYTES if shared else self.cost or default_cost()
         usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
         return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = f"drafts save {self.cost or TIME}"
+        drafts = f"drafts save {self.cost or default_cost()}"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
         ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
