@@ -47,7 +47,8 @@ class Resolved:
 
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
     whose tables the gears have. cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked
-    until the gear is left. takes_whole: a model of bfloat16 gets format exact, where kernels of ours run.
+    until the gear is left. takes_whole: a model of bfloat16 may have one
+    copy of its weights with the draft inside, format exact, where kernels of ours run.
     """
 
     model: ModelSettings
