@@ -98,7 +98,7 @@ def new_report(settings: MetalBenchmark) -> Report:
         "gearbx_mlx": __version__,
         "date": time.strftime("%Y-%m-%d"),
         "model": model_name(settings.model),
-        "settings": vars(settings),
+        "settings": vars(settings) | {"gears": settings.gears and str(settings.gears)},
         "complete": False,
         **{name: [] for name in COLUMNS},
         "failed": [],
