@@ -34,8 +34,9 @@ def runs(tmp_path_factory):
         "kickdown": ("--kv-gears", "4,16"),
         "lossless": ("--model", exact, "--residency", "stream"),
     }
+    tale = "--ignore-chat-template", "--prompt", "Once upon a time", "--max-tokens", "60"  # enough to try both ways
     found = []
-    for mode, flags in modes.items():
+    for mode, flags in [*modes.items(), ("lossless", ("--cost", "time", *tale))]:
         path = tmp_path_factory.mktemp(mode)
         command = [sys.executable, "-m", "gearbx_mlx", "generate", "--mode", mode, "--max-tokens", "12", *flags]
         command += ["--trace", path / "t.jsonl", "--summary", path / "s.json"]
