@@ -1,4 +1,4 @@
-"""Model directories that somebody made to hang or to run code: one line that names the file."""
+"""Model directories that were made to hang or to run code: one line that names the file."""
 
 import io
 import json

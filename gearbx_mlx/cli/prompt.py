@@ -240,4 +240,4 @@ def limited_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # of whoever calls
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # the caller's

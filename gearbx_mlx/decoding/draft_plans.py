@@ -5,7 +5,7 @@ sequences apart. What was learned is kept for this model and machine, so that th
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
 from ..kernels.dispatch import is_tuning
+from ..kernels.tuner import Times
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import (
     AcceptanceCurve,
@@ -108,56 +109,62 @@ class DraftPlan:
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
 
 
-class KeptTimes:
-    """What drafting took here at earlier starts, for so many texts at once; kept with the times of kernels (tuner.py).
+class Learning:
+    """What is learned about drafts in so many texts at once, beginning with what earlier starts on this machine kept.
 
-    Nothing is known, and nothing is kept, where kernels are not measured either (GEARBX_TUNE=0).
+    That stands beside the times of kernels (tuner.py). Nothing is known, and nothing is kept, where kernels are not
+    measured either (GEARBX_TUNE=0).
+
+    Args:
+        measured: seconds that count instead of kept ones: of a drafted token, and of verifications of 1, 2, ... rows.
     """
 
     # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
     STEP, IN_ROUNDS, ALONE, LEFT = "drafted", "token in rounds", "token alone", "tokens until a trial"
+    ROWS = tuple(map(str, range(1, MOST_ROWS + 1)))
 
-    def __init__(self, gearbox: Gearbox, draft: Gear, texts: int, most_looked_up: int):
-        self.cache = gearbox.kernel_choices.tuner.cache
-        self.name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
+    def __init__(
+        self,
+        gearbox: Gearbox,
+        draft: Gear,
+        texts: int,
+        most_looked_up: int,
+        measured: tuple[float, Sequence[float]] | None,
+    ):
+        self._cache = gearbox.kernel_choices.tuner.cache
+        self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
         anew = not is_tuning() or gearbox.kernels.anew
-        self.seconds: Mapping[str, float] = {} if anew else self.cache.times.get(self.name, {})
+        kept = self._kept = {} if anew else self._cache.times.get(self._name, {})
+        if measured is None and kept.keys() >= {self.STEP, *self.ROWS}:
+            measured = kept[self.STEP], [kept[rows] for rows in self.ROWS]
+        self.costs = LearnedCosts(measured, texts)
+        left = int(kept[self.LEFT]) if self.LEFT in kept else None
+        self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left)
 
     @property
-    def costs(self) -> tuple[float, Sequence[float]] | None:
-        """Seconds of a drafted token and of verifications of 1, 2, ... rows; None where nothing is known."""
-        rows = [self.seconds.get(str(count), 0.0) for count in range(1, MOST_ROWS + 1)]
-        return (self.seconds[self.STEP], rows) if all(rows) and self.STEP in self.seconds else None
-
-    @property
-    def rounds_win(self) -> bool | None:
+    def _rounds_win(self) -> bool | None:
         """Whether a token took less in rounds than by the top gear alone; None where that is not known."""
-        rounds, alone = self.seconds.get(self.IN_ROUNDS), self.seconds.get(self.ALONE)
+        rounds, alone = self._kept.get(self.IN_ROUNDS), self._kept.get(self.ALONE)
         return None if rounds is None or alone is None else rounds <= alone
 
     @property
-    def left(self) -> int | None:
-        """Tokens until the way that lost is tried again; None where that is not known."""
-        return int(self.seconds[self.LEFT]) if self.LEFT in self.seconds else None
-
-    def now(self, stretches: Stretches | OneStretch) -> dict[str, float]:
+    def seconds(self) -> Times:
         """What is kept, with the times of the ways that were seen since."""
-        ways = {self.IN_ROUNDS if way else self.ALONE: seconds for way, seconds in stretches.seconds.items()}
-        return {**self.seconds, **ways}
+        ways = {self.IN_ROUNDS if way else self.ALONE: seconds for way, seconds in self.stretches.seconds.items()}
+        return self._kept | ways
 
-    def keep(self, costs: LearnedCosts, stretches: Stretches) -> None:
+    def keep(self) -> None:
         """Keep what is known now, if it says something new: to write a file takes as long as a token."""
-        if costs.seconds is None or not is_tuning():
+        if self.costs.seconds is None or not is_tuning():
             return
-        drafted, rows = costs.seconds
-        measured = {self.STEP: drafted, **dict(zip(map(str, range(1, MOST_ROWS + 1)), rows))}
-        known = self.now(stretches) | measured | {self.LEFT: stretches.left}
-        was, before, self.seconds = self.rounds_win, self.seconds, known
+        drafted, rows = self.costs.seconds
+        known = self.seconds | {self.STEP: drafted, **dict(zip(self.ROWS, rows)), self.LEFT: self.stretches.left}
+        won, before, self._kept = self._rounds_win, self._kept, known
         news = any(not math.isclose(value, before.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
-        written = (before.get(self.LEFT, 0.0) - stretches.left) >= MUCH_WRITTEN
-        if news or written or was != self.rounds_win:
-            self.cache.keep(self.name, known)
-            self.cache.save()
+        written = before.get(self.LEFT, 0.0) - self.stretches.left >= MUCH_WRITTEN
+        if news or written or won != self._rounds_win:
+            self._cache.keep(self._name, known)
+            self._cache.save()
 
 
 def name_of(gearbox: Gearbox, draft: Gear) -> str:
@@ -169,10 +176,10 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 @dataclass
 class Learned:
-    """Plans with costs in time and what is kept of them, by the number of texts; how often proposals are right."""
+    """Plans with costs in time and what they learn, by the number of texts; how often proposals are right."""
 
     plans: dict[int, DraftPlan] = field(default_factory=dict)
-    kept: dict[int, KeptTimes] = field(default_factory=dict)
+    learning: dict[int, Learning] = field(default_factory=dict)
     agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
@@ -224,17 +231,16 @@ class DraftPlans:
     def _learning(self, texts: int) -> DraftPlan:
         """A plan with costs in time that knows the times of one text, and learns from there."""
         assert isinstance(self.rule, ProductRule)
-        kept = self._learned.kept[texts] = KeptTimes(self.gearbox, self.draft, texts, self.most_looked_up)
         measured = None if self.times is None or texts > 1 else (self.times.draft, self.times.verification)
-        costs = LearnedCosts(measured or kept.costs, texts)
-        stretches = Stretches(texts=texts, rounds_win=kept.rounds_win, left=kept.left)
-        return DraftPlan(CostRule(self.rule.agreement, costs), self._rounds(costs, texts), stretches)
+        learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured)
+        self._learned.learning[texts] = learning
+        rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
+        return DraftPlan(rule, rounds, learning.stretches)
 
     def keep(self) -> None:
         """Keep what was learned, for the next start."""
-        for texts, plan in self._learned.plans.items():
-            if isinstance(plan.rounds.costs, LearnedCosts) and isinstance(plan.stretches, Stretches):
-                self._learned.kept[texts].keep(plan.rounds.costs, plan.stretches)
+        for learning in self._learned.learning.values():
+            learning.keep()
 
     def _in_bytes(self, texts: int) -> DraftPlan:
         costs = bytes_of_passes(self.gearbox, self.draft, texts)
@@ -255,9 +261,9 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float]:
     """
     known: dict[str, float] = {}
     for learned in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
-        if 1 in learned.plans:
-            known |= learned.kept[1].now(learned.plans[1].stretches)
-    names = {KeptTimes.IN_ROUNDS: "seconds_in_rounds", KeptTimes.ALONE: "seconds_alone"}
+        if 1 in learned.learning:
+            known |= learned.learning[1].seconds
+    names = {Learning.IN_ROUNDS: "seconds_in_rounds", Learning.ALONE: "seconds_alone"}
     return {field: known[name] for name, field in names.items() if name in known}
 
 

@@ -151,10 +151,7 @@ Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 
 
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
-    """A packed weight in the order in which the kernels of its layer read it.
-
-    Other kernels take rows one after the other.
-    """
+    """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
     return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
 
 

@@ -28,7 +28,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -517,7 +517,6 @@ class OneStretch:
     """Rounds everywhere: a stretch without end, which nothing is timed for."""
 
     in_rounds, over = True, False
-    seconds: Mapping[bool, float] = {}
 
     def begin(self) -> None: ...
     def token(self, begins_round: bool = True) -> None: ...
